@@ -5,7 +5,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints-cpu.txt
 TORCH_INDEX ?=
 ARGS ?=
-# No more than a small machine has cores: beside two other tests, Ray's processes may take longer to start than it waits.
+# No more than a small machine has cores: with two other tests running, Ray's processes may take longer to start than it waits.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
@@ -19,10 +19,10 @@ export TOKENIZERS_PARALLELISM ?= false
 # Nothing here needs a download: models are random, prompts are generated.
 export HF_HUB_OFFLINE ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
-# Where this is set, every process of every run would compile anew what it imports: pip has not compiled it.
+# Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments quickstart test test-all test-fast test-fsdp-oldest test-exports-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-exports-oldest lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -71,8 +71,6 @@ $(VERSION_4)/.installed: $(DEV)
 	@touch $@
 
 setup: $(DEV) ## create or update the environment with everything below in it
-
-environments: $(DEV) $(OLDEST)/.installed $(VERSION_4)/.installed ## all environments that the tests below are run in
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)

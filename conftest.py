@@ -30,7 +30,7 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
-OF_VARIANTS = {"C18", "C43"}  # besides training: a resumed run, and sleep
+OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
     "plugins/testing/tests/test_new_backend.py",
@@ -117,14 +117,14 @@ class Unmarked:
         self.see(os, "posix_spawn", "os.posix_spawn")
         self.see(client, "connect", "tests.forks")
 
-    def see(self, owner: Any, name: str, told: str) -> None:
+    def see(self, owner: Any, name: str, what: str) -> None:
         starts = getattr(owner, name)
 
         @functools.wraps(starts)
         def start(*args: Any, **named: Any) -> Any:
             if self.watching:
                 given = [each for each in args if not isinstance(each, subprocess.Popen)]  # it has no repr yet
-                self.started.append(f"{told} {given}"[:200])
+                self.started.append(f"{what} {given}"[:200])
             return starts(*args, **named)
 
         setattr(owner, name, start)

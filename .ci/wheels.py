@@ -68,7 +68,7 @@ def main(dist: str) -> int:
         found = looked_at_each([whole, *unequal], sites)
         known = found[0]["examples"]
         needed: dict[str, set[str]] = {
-            name: {canonicalize_name(each) for each in told["needs"]} for name, told in known.items()
+            name: {canonicalize_name(each) for each in looked["needs"]} for name, looked in known.items()
         }
         wrong = [
             line
@@ -148,7 +148,7 @@ def points(names: Iterable[str], sites: Mapping[str, Path], *groups: str) -> lis
 
 
 def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
-    """Core, those of the wheels that take part in a run with all that they require, and a backend if none is one."""
+    """Core, the wheels that take part in a run with all that they require, and a backend if none is one."""
     parts = {"corerl", *(name for name in names if points([name], sites, *PARTS))}
     parts = parts.union(*(ours(name, sites) for name in parts))
     return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
@@ -243,12 +243,12 @@ def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, 
         for each in listed
         if each["status"] not in ("ok", "not installed")
     ]
-    for example, told in found["examples"].items():
+    for example, looked in found["examples"].items():
         lacks = needed[example] - set(names)
-        if needed[example] and told["ok"] != (not lacks):
-            wrong.append(f"{title}: {example} lacks {lacks or 'nothing'}, but config check says {told['text']}")
-        elif lacks and "pip install 'corerl[" not in told["text"]:
-            wrong.append(f"{title}: {example} lacks {lacks}, but no extra is named: {told['text']}")
+        if needed[example] and looked["ok"] != (not lacks):
+            wrong.append(f"{title}: {example} lacks {lacks or 'nothing'}, but config check says {looked['text']}")
+        elif lacks and "pip install 'corerl[" not in looked["text"]:
+            wrong.append(f"{title}: {example} lacks {lacks}, but no extra is named: {looked['text']}")
     return wrong
 
 

@@ -6,7 +6,7 @@ python3 -m benchmarks.elastic --tiny                          # two ranks on a C
 
 No engine takes part: ranks of the FSDP backend train on made-up samples, with random weights. Parts, each a process:
 
-- `resize`: a group of two ranks takes steps undisturbed; started anew, it takes the same steps and is resized to one
+- `resize`: a group of two ranks takes steps undisturbed; restarted, it takes the same steps and is resized to one
   rank and back between them. Log-probs and gradient norms must be the same. Its seconds are told apart by what the
   first new rank does. Those of moving the state are compared with copies of as many bytes by one process: out of its
   device into pinned host memory and in again, first one, then the other.
@@ -62,16 +62,16 @@ from benchmarks.streamed import DIE, Killing
 from benchmarks.streamed import mortal as dies
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
-from corerl.checkpoint.copies import MEMORY
+from corerl.checkpoint.writer import MEMORY
 from corerl.cluster.heartbeat import ASIDE
+from corerl.cluster.process import cores
 from corerl.config.schema import CheckpointConfig
 from corerl.data.prompts import Prompt
-from corerl.descendants import descendants
-from corerl.driver.checkpoints import Checkpoints, copies_of
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.rollout.recorded import write_rollout
+from corerl.rollout.rewards.pool import descendants
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.spare import cores
 from corerl.trainer.group import TrainGroup
 from corerl.types import FloatArray, Output, SampleBatch, Step, TrainResult
 
@@ -321,7 +321,9 @@ def resized(trained: Trained, ranks: int, found: Found) -> float:
     name = f"resize {before} -> {ranks}"
     try:
         with phase(name, trained.args.limit) as seconds:
-            group.resize(trained.next, ranks=ranks)
+            with tempfile.TemporaryDirectory(dir=MEMORY) as state:
+                group.save(state, trained.next).result()
+                group.resize(state, ranks=ranks)
     finally:
         watching.close()
         TrainGroup.init = inner  # type: ignore[method-assign]
@@ -490,7 +492,7 @@ def memory(args: argparse.Namespace, found: Found) -> None:
         progress: Any = SimpleNamespace(notice=print)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="elastic-")))
         saves = Checkpoints(directory, CheckpointConfig(), {"actor": role}, progress)
-        kept = stack.enter_context(contextlib.contextmanager(copies_of)(saves))
+        kept = stack.enter_context(MemoryCheckpoints.of_run(saves))
         trained.steps(2, "warming up")
         before: list[float] = []
         for _ in range(args.block):
@@ -503,7 +505,7 @@ def memory(args: argparse.Namespace, found: Found) -> None:
             """As the run's own `_start_copy`."""
             kept.start(trained.done, {"rollout_step": trained.done}, background=True)
 
-        for what, count in (("one that makes its files", 2), ("one written over another", 3)):
+        for what, count in (("the first ones", 2), ("later ones", 3)):
             begun, written = [], []
             for _ in range(count):
                 with phase(f"a copy alone: {what}", args.limit) as took:
@@ -559,7 +561,7 @@ def memory(args: argparse.Namespace, found: Found) -> None:
             init.optimizer_step == trained.done and same < (1e-5 if args.tiny else 1e-3),
             f"the copy of step {init.optimizer_step} gives log-probs with a mean difference of {same:.3g}",
         )
-        found.add(Number(what="ranks started anew from the copy, alone", values=[took()], unit="s"))
+        found.add(Number(what="ranks restarted from the copy, alone", values=[took()], unit="s"))
 
 
 # ---- heal ------------------------------------------------------------------------------------------------------------
@@ -653,12 +655,12 @@ def healed(args: argparse.Namespace, kind: str, directory: Path, saved: Path, fo
     for each in set(MEMORY.glob(left)) - before:
         shutil.rmtree(each, ignore_errors=True)  # a run that ends by itself does so
     next_step, new_step = killing.seconds()
-    told = re.search(r"all ranks are started anew from (\D*\d+)", " ".join(ended.output.split()))
+    told = re.search(r"restarting all ranks from (\D*\d+)", " ".join(ended.output.split()))
     if not (killing.died and killing.over):
         print(ended.output[-4000:], flush=True)
         found.add(note=f"{DIFFERENT}: {kind}: the run did not heal; it ended with {ended.status}.")
         return {}
-    again = list(itertools.dropwhile(lambda line: "time/starting the ranks anew" not in line, lines))
+    again = list(itertools.dropwhile(lambda line: "time/restart" not in line, lines))
     found.add(
         Number(what=f"heal from {kind}: SIGKILL to the end of the next step", values=[next_step], unit="s"),
         Number(what=f"heal from {kind}: SIGKILL to the end of a new step", values=[new_step], unit="s"),
@@ -674,7 +676,7 @@ def healed(args: argparse.Namespace, kind: str, directory: Path, saved: Path, fo
             values=[line["time/step"] for line in before_kill[1:]],
             unit="s",
         ),
-        note=f"{kind}: killed after {killing.after} steps, started anew from {told[1] if told else 'nothing'}.",
+        note=f"{kind}: killed after {killing.after} steps, restarted from {told[1] if told else 'nothing'}.",
     )
     norms: dict[int, list[float]] = {}
     for line in [*before_kill, *again]:

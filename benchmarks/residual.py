@@ -1,13 +1,12 @@
 """Measure the GPU memory that a sleeping rank holds in addition to the CUDA context: each backend, after real steps.
 
 python -m benchmarks.residual fsdp megatron deepspeed-stage3 --output found/residual.json
-python -m benchmarks.residual fsdp megatron --ranks 2                                      # and with --suspend
+python -m benchmarks.residual fsdp megatron --ranks 2
 python -m benchmarks.residual fsdp --tiny
 
 The whole 0.6B shape takes two steps, sleeps, wakes, takes one more and sleeps again. Each case has its own processes,
 one per GPU. The context is what the driver reports before anything runs. What is left while everything sleeps is split
-into torch's part, held by its allocator, and the rest: loaded kernels, NCCL's buffers, libraries. With `--suspend`
-ranks sleep as with `cluster.suspend_communicators`; if that frees nothing, they say so.
+into torch's part, held by its allocator, and the rest: loaded kernels, NCCL's buffers, libraries.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ STEPS = (2, 1)  # before the first sleep, before the second
 @frozen(kw_only=True)
 class Case(Work):
     backend: str
-    suspend: bool = False  # communicators, asleep
 
     @property
     def tiny(self) -> Case:
@@ -91,7 +89,7 @@ def measure(case: Case) -> list[list[Left]]:
     synchronize(device)
     context = used(device)
     join(case)
-    plugin = Plugin(case.backend, case, case.options, suspend_communicators=case.suspend)
+    plugin = Plugin(case.backend, case, case.options)
     layout = plugin.layout
     batch = packed_batch(
         case, dp_rank=layout.dp_rank, dp_size=layout.dp_size, sequence_multiple=layout.sequence_multiple
@@ -140,7 +138,7 @@ def ranks_of(case: Case) -> list[list[Left]]:
     """Start one case's processes. Raises RuntimeError where they fail or are not done after LIMIT seconds."""
     ranks = str(case.ranks)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if case.ranks > 1 else []
-    flags = [flag for flag, wanted in (("--tiny", case.device == "cpu"), ("--suspend", case.suspend)) if wanted]
+    flags = [flag for flag, wanted in (("--tiny", case.device == "cpu"),) if wanted]
     with tempfile.TemporaryDirectory(prefix="residual-") as directory:
         file = Path(directory) / "left.json"
         command = [sys.executable, *torchrun, "-m", "benchmarks.residual", case.what, *flags, RANK, str(file)]
@@ -153,15 +151,11 @@ def main() -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     command.add_argument("--ranks", type=int, default=1, help="GPUs of each case (default: 1)")
-    command.add_argument("--suspend", action="store_true", help="communicators too, while all sleeps")
     command.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
     command.add_argument("--output", help="a JSON file, written again after each case; without it tables are printed")
     command.add_argument(RANK, metavar="FILE", help=argparse.SUPPRESS)
     args = command.parse_args()
-    cases = [
-        evolve(CASES[name].tiny if args.tiny else CASES[name], ranks=args.ranks, suspend=args.suspend)
-        for name in args.cases
-    ]
+    cases = [evolve(CASES[name].tiny if args.tiny else CASES[name], ranks=args.ranks) for name in args.cases]
     if args.rank:
         return as_rank(cases[0], Path(args.rank))
     numbers: list[Number] = []
@@ -173,7 +167,6 @@ def main() -> int:
             failed.append(f"{each.what}: {error}")
             continue
         size = f"{'a tiny model' if args.tiny else '0.6B shape'}, {args.ranks} ranks of each"
-        size += ", communicators suspended" if args.suspend else ""
         report = Report(name="residual", size=size, numbers=numbers, note=NOTE)
         if args.output:
             finish(report, args.output)

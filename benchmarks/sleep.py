@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
 from benchmarks.steps import GIB, QWEN3_8B, TINY, QuickWeights
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.config.schema import TrainConfig
 from corerl.memory.storage import resident_bytes
 from corerl.trainer.worker import Worker

@@ -33,7 +33,7 @@ from benchmarks.samples import make_batch, plan_one_step
 from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.config.structuring import structure
 from corerl.data.packing import pack
-from corerl.memory.communicators import lone_rank_options
+from corerl.memory.cache import lone_rank_options
 from corerl.plugin.registry import Kind, load
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
 from corerl.weights.chunks import Chunk
@@ -171,9 +171,7 @@ class QuickWeights:
 class Plugin:
     """A rank of a run, without Ray: CoreRL's worker with the backend in it."""
 
-    def __init__(
-        self, backend: str, work: Work, options: Mapping[str, Any], *, suspend_communicators: bool = False
-    ) -> None:
+    def __init__(self, backend: str, work: Work, options: Mapping[str, Any]) -> None:
         setup = Setup(
             backend=backend,
             model="",
@@ -191,7 +189,7 @@ class Plugin:
             lora=work.lora,
         )
         self.worker = make_worker(setup)
-        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT, suspend_communicators=suspend_communicators)
+        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT)
         with mock.patch.object(self.worker.backend, "initial_weights", self._weights):
             self.layout = self.worker.init("127.0.0.1", 0).layout
         self._steps = 0

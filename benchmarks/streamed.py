@@ -47,7 +47,7 @@ from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import Ended, Watched, sglang, value
 from corerl.algorithms import LossInputs, LossResult
 from corerl.algorithms.losses import clipped
-from corerl.checkpoint.copies import MEMORY
+from corerl.checkpoint.writer import MEMORY
 from corerl.data.prompts import PromptStream
 from corerl.driver import sampling
 from corerl.engines.fleet import EngineFleet
@@ -389,7 +389,7 @@ def killed(args: argparse.Namespace, kind: str, more: Sequence[str], directory: 
         ended = run.wait(args.deadline, killing)
     for left in set(MEMORY.glob(copies)) - before if kind == COPIED else ():
         shutil.rmtree(left, ignore_errors=True)  # a run that ends by itself does so
-    told = re.search(r"all ranks are started anew from ([^\n]*)", " ".join(ended.output.split("\n")))
+    told = re.search(r"restarting all ranks from ([^\n]*)", " ".join(ended.output.split("\n")))
     next_step, new_step = killing.seconds()
     return Healed(ended=ended, next_step=next_step, new_step=new_step, told=told[1][:80] if told else "")
 
@@ -415,7 +415,7 @@ def heal_report(args: argparse.Namespace, found: Mapping[str, Healed]) -> Report
         numbers.append(Number(what=f"{kind}: kill to the end of the next step", values=[each.next_step], unit="s"))
         numbers.append(Number(what=f"{kind}: kill to the end of a new step", values=[each.new_step], unit="s"))
         for step in each.ended.steps:
-            if "time/starting the ranks anew" in step:
+            if "time/restart" in step:
                 numbers += [
                     Number(
                         what=f"{kind}: of the step after the kill, {name.removeprefix('time/')}",
@@ -434,7 +434,7 @@ def heal_report(args: argparse.Namespace, found: Mapping[str, Healed]) -> Report
         f"{args.new} tokens, one rank and one engine on {'a CPU' if args.tiny else 'one GPU'}",
         comparisons=comparisons,
         numbers=numbers,
-        note=f"Killed in the step after {args.warm + args.steps + 1} were done. Started anew: {told}.",
+        note=f"Killed in the step after {args.warm + args.steps + 1} were done. Restarted from {told}.",
     )
 
 

@@ -168,21 +168,16 @@ class Calls:
             self._unheard.remove(error)
 
 
-def wait_all(futures: Mapping[Name, Future[T]], *, beside: Future[Any] | None = None) -> dict[Name, T]:
+def wait_all(futures: Mapping[Name, Future[T]]) -> dict[Name, T]:
     """Wait for all futures; returns the results by name. The first error of any group is raised at once, since the
-    other groups may be waiting for the failed one until a timeout. `beside` is not waited for, but its error is raised
-    at once too."""
+    other groups may be waiting for the failed one until a timeout."""
     results: dict[Name, T] = {}
     while len(results) < len(futures):
-        if beside is not None and beside.done():
-            beside.result()
-            beside = None
         busy: list[object] = []
         for name, future in futures.items():
             if name in results or future.group in busy:
                 continue
-            alone = len(futures) - len(results) == 1 and beside is None
-            if alone or future.ready(POLL_SECONDS):
+            if len(futures) - len(results) == 1 or future.ready(POLL_SECONDS):
                 results[name] = future.result()
             else:
                 busy.append(future.group)

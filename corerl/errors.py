@@ -11,7 +11,6 @@
       LogprobMismatch                 trainer and engines do not compute the same
       SaveFailed                      a checkpoint could not be written
       ResizeFailed                    a group could not be given another size, and is as before
-      MemoryHeld                      a sleeping rank holds more memory than it may
       EngineFailed                    a rollout engine raised or does not answer
       UserError                     something the user can fix              exit status 2
         ConfigError                     config file, override or combination of settings
@@ -104,10 +103,6 @@ class ResizeFailed(CorerlError):
     """A group of ranks or engines could not be given another size, layout or backend; it is as before."""
 
     harmless = True
-
-
-class MemoryHeld(CorerlError):
-    """A fully sleeping rank holds more device memory than the config allows."""
 
 
 class EngineFailed(CorerlError):

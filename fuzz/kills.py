@@ -68,7 +68,7 @@ def numbers(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     file = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
     steps = {line["step"]: line for line in lines if "train/loss" in line}
-    clocks = ("time/", "perf/", "idle/")
+    clocks = ("time/", "perf/", "idle/", "memory/")
     return {
         step: {name: value for name, value in line.items() if not name.startswith(clocks)}
         for step, line in steps.items()

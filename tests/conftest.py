@@ -16,7 +16,7 @@ from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 @pytest.fixture(scope="session", autouse=True)
 def own_plugins_only() -> Iterator[None]:
-    """Hides from this process what the environment has beside CoreRL's own plugins, such as a backend of the tutorial's
+    """Hides from this process plugins of the environment that are not CoreRL's own, such as a backend of the tutorial's
     name, mine; not what tests install."""
     plugins = Path(__file__).parent.parent / "plugins"
     own = {"corerl", *(f"corerl-{each.name}" for each in plugins.iterdir())}

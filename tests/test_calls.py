@@ -260,15 +260,6 @@ def test_calls_of_one_group_are_polled_in_order() -> None:
     assert later.looks == -5
 
 
-def test_a_concurrent_error_is_raised_and_its_result_not_awaited() -> None:
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        wait_all(named(hangs=-5), beside=Looks(3, died()).future())
-    assert wait_all(named(a=2, b=0), beside=Looks(-5, died()).future()) == {"a": "A", "b": "B"}
-    beside = Looks(1)
-    assert wait_all(named(a=5), beside=beside.future()) == {"a": "A"}
-    assert beside.looks == -1  # and not again
-
-
 def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
     alone = Looks(-5, 1)
     assert wait_all({"one": alone.future()}) == {"one": 1}

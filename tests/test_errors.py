@@ -24,7 +24,7 @@ def test_every_error_of_core_is_in_the_file_of_errors() -> None:
     assert elsewhere == set()
 
 
-def test_the_tree_that_the_file_shows_has_every_error_below_its_base() -> None:
+def test_the_documented_tree_shows_every_error() -> None:
     above: list[tuple[int, str]] = []  # (indent, name), the outermost first
     shown: dict[str, str] = {}
     for line in str(errors.__doc__).splitlines():

@@ -28,7 +28,7 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
 
 
-def test_nothing_is_collected_within_and_what_was_there_is_passed_over_after() -> None:
+def test_imports_are_excluded_from_garbage_collection() -> None:
     with uncollected():
         assert not gc.isenabled()
         kept = weakref.ref(Loop())
@@ -40,7 +40,7 @@ def test_nothing_is_collected_within_and_what_was_there_is_passed_over_after() -
     assert later() is None
 
 
-def test_an_import_that_fails_leaves_collections_on_and_one_without_them_leaves_them_off() -> None:
+def test_garbage_collection_is_restored_after_imports() -> None:
     with pytest.raises(ImportError), uncollected():
         raise ImportError("a library that is not there")
     assert gc.isenabled()
@@ -53,9 +53,7 @@ def test_an_import_that_fails_leaves_collections_on_and_one_without_them_leaves_
         gc.enable()
 
 
-def test_what_can_be_imported_differs_after_something_is_put_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_importable_differs_after_a_change_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = importable()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "nothing")
@@ -103,7 +101,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_public_name_is_imported_when_it_is_asked_for_and_no_other_is(house: str) -> None:
+def test_a_public_name_is_imported_on_first_use(house: str) -> None:
     package = importlib.import_module(house)
     assert dir(package) == package.__all__ == ["Room", "door", "key", "rooms"]
     assert not any(name.startswith(f"{house}.") for name in sys.modules)
@@ -114,7 +112,7 @@ def test_a_public_name_is_imported_when_it_is_asked_for_and_no_other_is(house: s
     assert typing.get_type_hints(package.rooms) == {"of": package.Room, "return": list[package.Room]}
 
 
-def test_a_module_that_cannot_be_imported_says_why_by_whichever_way_it_is_reached(house: str) -> None:
+def test_a_failing_lazy_import_has_its_cause(house: str) -> None:
     importlib.import_module(house)
     with pytest.raises(ModuleNotFoundError, match="a_library_that_is_not_there"):
         exec(f"from {house} import key")
@@ -122,7 +120,7 @@ def test_a_module_that_cannot_be_imported_says_why_by_whichever_way_it_is_reache
         exec(f"from {house} import door")
 
 
-def test_a_name_that_is_not_public_is_none_of_the_package_but_its_modules_are(house: str) -> None:
+def test_only_public_names_and_modules_are_found(house: str) -> None:
     package = importlib.import_module(house)
     with pytest.raises(AttributeError, match="module 'lazy_house' has no attribute 'rom'"):
         _ = package.rom

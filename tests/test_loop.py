@@ -121,7 +121,7 @@ def rollout_step(batch: int, number: int) -> list[str]:
     ]
 
 
-def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_is_saved(
+def test_a_step_trains_then_updates_engines_then_saves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = FakeRun(steps=2)
@@ -135,7 +135,7 @@ def test_each_batch_is_trained_on_then_the_engines_get_the_new_weights_then_it_i
     ]
 
 
-def test_a_request_to_stop_is_heard_after_the_step_that_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_request_ends_the_run_after_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun(steps=9, stop_in=5)
     assert run_loop(monkeypatch, run).steps_done == 6
     assert run.log == [*BEGINNING, "evaluate 5", *rollout_step(0, 5), "finish", "end"]

@@ -24,7 +24,7 @@ from corerl.messages import (
 )
 
 
-def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
+def test_a_similar_known_name_is_suggested() -> None:
     known = {"clipped": 1, "value": 2}
     assert (nearest("cliped", known), did_you_mean("cliped", known)) == ("clipped", "; did you mean 'clipped'?")
     assert (nearest("grpo", known), did_you_mean("grpo", known)) == ("", "")
@@ -32,7 +32,7 @@ def test_a_name_that_is_like_a_known_one_is_asked_for() -> None:
     assert [nearest(name, ["fsdp", "GRPO"]) for name in ("FSDP", "Fdsp", "grpo", "gpro")] == ["fsdp"] * 2 + ["GRPO"] * 2
 
 
-def test_a_path_that_is_like_one_that_exists_is_asked_for(tmp_path: Path) -> None:
+def test_a_similar_existing_path_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
     for asked, meant in [
         ("runs/frist", "runs/first"),
@@ -44,7 +44,7 @@ def test_a_path_that_is_like_one_that_exists_is_asked_for(tmp_path: Path) -> Non
         assert did_you_mean_path(str(tmp_path / asked)) == ""
 
 
-def test_what_others_call_it_is_asked_for_before_what_is_spelled_alike() -> None:
+def test_other_common_names_are_suggested_first() -> None:
     assert nearest("gpu", ["auto", "cpu", "cuda"]) == "cuda"
     assert [nearest(name, ["float32", "bfloat16", "float16"]) for name in ("fp16", "BF16", "fp32", "half")] == [
         "float16",
@@ -67,7 +67,7 @@ def test_an_error_of_ours_needs_no_type() -> None:
     assert message_of(ValueError("a cause\nand its story")) == "ValueError: a cause\nand its story"
 
 
-def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None:
+def test_place_is_the_innermost_own_line() -> None:
     def reads(text: str) -> None:
         json.loads(text)
 
@@ -80,7 +80,7 @@ def test_the_place_of_an_error_is_the_innermost_line_that_is_asked_for() -> None
     assert place(ValueError("was never raised"), lambda frame: True) == ""
 
 
-def test_of_a_text_that_is_cut_to_its_end_the_last_characters_stay() -> None:
+def test_shorten_to_end_keeps_the_last_characters() -> None:
     assert shorten_to_end("x" * 10**6 + "2 + 3 = ", 12) == "...x2 + 3 = "
     assert [shorten_to_end("2 + 3 = ", longest) for longest in (8, 7, 3)] == ["2 + 3 = ", "...3 = ", "..."]
     assert shorten_to_end("a\nb", 4) == "a\\nb"
@@ -102,7 +102,7 @@ def test_a_long_answer_is_cut_to_the_width_after_escaping() -> None:
     assert shorten("\x1b" * 10**6, 10) == "\\x1b\\x1..."
 
 
-def test_a_line_is_cut_inside_so_that_its_end_still_says_what_to_do() -> None:
+def test_shorten_inside_keeps_the_end() -> None:
     assert shorten_inside("short", 10) == "short"
     assert shorten_inside("a" * 100 + "; do this", 30) == "a" * 17 + "..." + "a" + "; do this"
     assert len(shorten_inside("\x1b" * 100_000, 50)) == 50

@@ -52,7 +52,7 @@ def test_each_token_knows_its_sample() -> None:
     assert batch(2, 0, 3).sample_of.tolist() == [0, 0, 2, 2, 2]
 
 
-def test_an_episode_is_one_of_its_samples_that_with_its_last_answer_if_it_is_there() -> None:
+def test_an_episode_is_its_sample_with_the_last_answer() -> None:
     every = batch(2, 1, 1, 3, 1)
     for found in every.episodes:
         assert found.tolist() == [0, 1, 2, 3, 4]
@@ -67,7 +67,7 @@ def test_an_episode_is_one_of_its_samples_that_with_its_last_answer_if_it_is_the
 
 
 @pytest.mark.parametrize("reduction", Reduction)
-def test_of_all_metrics_those_that_are_sums_with_the_losss_weights_are_scaled_with_its_gradients(
+def test_only_loss_metrics_are_scaled_with_gradients(
     reduction: Reduction,
 ) -> None:
     metric, other = Metric(6.0, 4.0, reduction), Metric(2.0, 12.0, reduction)

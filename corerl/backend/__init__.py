@@ -7,8 +7,6 @@ if TYPE_CHECKING:
     from corerl.algorithms.metrics import MetricSum as MetricSum
     from corerl.algorithms.registry import resolve_loss as resolve_loss
     from corerl.backend.base import Backend as Backend
-    from corerl.backend.base import ExtraState as ExtraState
-    from corerl.backend.base import StateKey as StateKey
     from corerl.backend.batches import DeviceBatch as DeviceBatch
     from corerl.backend.batches import OutputCollector as OutputCollector
     from corerl.backend.batches import counted as counted
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from corerl.backend.optimizer import set_lr as set_lr
     from corerl.backend.passes import StepLosses as StepLosses
     from corerl.backend.passes import forward_outputs as forward_outputs
+    from corerl.backend.primitives import ExtraState as ExtraState
+    from corerl.backend.primitives import StateKey as StateKey
     from corerl.backend.routing import free_tokens as free_tokens
     from corerl.backend.routing import replayed_experts as replayed_experts
 else:

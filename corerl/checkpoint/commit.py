@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -57,54 +57,13 @@ def begin(run_dir: str | Path, step: int) -> Path:
     return partial
 
 
-def begin_over(earlier: Path, step: int, ranks: Mapping[str, int]) -> Path:
-    """Like `begin`, but with the directory of an `earlier` checkpoint, of which the files of tensors are left for its
-    successors of these ranks per role to write over. From here on it is no checkpoint. Raises SaveFailed."""
-    kept = {Path(role, tensor_file(rank)) for role, count in ranks.items() for rank in range(count)}
-    partial = earlier.with_name(step_dir("", step).name).with_suffix(PARTIAL)
-    try:
-        if earlier != partial:
-            shutil.rmtree(partial, ignore_errors=True)
-            os.replace(earlier, partial)
-        for path in partial.rglob("*"):
-            if path.is_file() and path.relative_to(partial) not in kept:
-                path.unlink()
-    except OSError as error:
-        raise SaveFailed(f"cannot write {partial}: {error}") from error
-    return partial
-
-
-def put_aside(checkpoint: Path) -> Path:
-    """Make a complete checkpoint a partial one, for `begin_over`. Raises SaveFailed."""
-    aside = checkpoint.with_suffix(PARTIAL)
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(checkpoint, aside)
-    except OSError as error:
-        raise SaveFailed(f"cannot write over {checkpoint}: {error}") from error
-    return aside
-
-
-def remove_all_but(run_dir: str | Path, kept: Iterable[Path | None]) -> None:
-    """Remove all checkpoints of a directory but these, complete or not. Raises SaveFailed."""
-    directory = checkpoints_dir(run_dir)
-    try:
-        for path in set(directory.iterdir() if directory.is_dir() else ()) - set(kept):
-            shutil.rmtree(path)
-    except OSError as error:
-        raise SaveFailed(f"cannot remove old checkpoints in {directory}: {error}") from error
-
-
-def commit(
-    partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] | None = None, known: bool = False
-) -> Path:
+def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] | None = None) -> Path:
     """Check that every role has each element of each tensor exactly once, then publish the checkpoint with the driver's
     `state` (plain data).
 
     `ranks` is the number of ranks per role. Without it, a missing rank is only noticed if it held a part that no other
-    rank wrote. With `known` these ranks had everything the last time, and their boxes are not looked at again. All
-    other files in the directory, such as the driver's own, belong to the checkpoint. Replaces a complete checkpoint of
-    the same step. Raises SaveFailed without publishing anything.
+    rank wrote. All other files in the directory, such as the driver's own, belong to the checkpoint. Replaces a
+    complete checkpoint of the same step. Raises SaveFailed without publishing anything.
     """
     target, replaced = partial.with_suffix(""), partial.with_suffix(REPLACED)
     try:
@@ -113,8 +72,7 @@ def commit(
             raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
         for role, count in roles.items():
             _require_written(partial / role, count)
-            if not known:
-                _check_role(partial / role, role, count)
+            _check_role(partial / role, role, count)
         files: dict[str, dict[str, int]] = {}
         for path in sorted(partial.rglob("[!.]*")):
             if path.is_file() and path != partial / DRIVER_FILE:  # left by an earlier attempt, and rewritten below

@@ -18,7 +18,7 @@ from corerl.checkpoint.format import (
     tensor_file,
     unusable,
 )
-from corerl.checkpoint.sums import look
+from corerl.checkpoint.sums import checksum
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.weights.chunks import Chunk, fill, intersect, within
 
@@ -152,8 +152,8 @@ def require_sound(tensor: torch.Tensor, saved: SavedBox, expected: int, path: Pa
             f"{what} has shape {list(tensor.shape)}, but its index says {list(saved.sizes)}; the checkpoint is "
             "damaged, so resume from another one"
         )
-    checksum, finite = look(tensor)
-    if checksum != expected:
+    crc32, finite = checksum(tensor)
+    if crc32 != expected:
         raise CheckpointDamaged(f"{what} is not what was saved (its checksum differs); resume from another checkpoint")
     if not finite:
         raise CheckpointDamaged(f"{what} has NaN or infinite values; resume from a checkpoint of an earlier step")
@@ -182,10 +182,10 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
         with safe_open(path, framework="pt") as handle:
 
             def sound(stored: str) -> torch.Tensor:
-                # Not the file's own memory: a copy's file is written over later.
+                # Not the file's own memory, which would be kept as long as the tensor.
                 tensor: torch.Tensor = handle.get_tensor(stored).clone()
-                checksum, _ = look(tensor)
-                if checksum != index.sums.get(stored):
+                crc32, _ = checksum(tensor)
+                if crc32 != index.sums.get(stored):
                     raise CheckpointDamaged(
                         f"{path}: {stored!r} is not what was saved (its checksum differs); resume from another "
                         "checkpoint"

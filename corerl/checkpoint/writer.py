@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from corerl.checkpoint.format import (
     tensor_file,
     write_index,
 )
-from corerl.checkpoint.sums import look_at_all, threads_here
+from corerl.checkpoint.sums import checksums, threads_here
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
@@ -28,9 +30,22 @@ from corerl.weights.files import room_for, write_tensors
 
 Job: TypeAlias = Callable[[], object]
 
+MEMORY = Path("/dev/shm")  # a file system in memory
+
 STORED = torch.float32
 BLOCK = 2**29  # bytes
 UNTOUCHED = "complete checkpoints are untouched"
+
+
+def memory_of(run_dir: Path) -> Path:
+    """The directory for a run's in-memory checkpoints: the same each time, so that what a killed run left is found."""
+    known = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:16]
+    return MEMORY / f"corerl-{os.getuid()}-{known}"
+
+
+def in_memory(path: str | Path) -> bool:
+    """Whether files of this directory are in memory."""
+    return Path(path).is_relative_to(MEMORY)
 
 
 @frozen(eq=False)
@@ -81,7 +96,7 @@ def boxes_of(state: Mapping[str, Sequence[Chunk]]) -> tuple[dict[str, torch.Tens
 def with_sums(index: RankIndex, tensors: Mapping[str, torch.Tensor], threads: int) -> RankIndex:
     """The index with the checksum of every tensor, computed by so many threads. Raises SaveFailed if a box has values
     that are not finite, from which nothing could be resumed."""
-    found = look_at_all(tensors, threads)
+    found = checksums(tensors, threads)
     for box in index.boxes:
         _, sound = found[box.stored]
         if not sound:
@@ -89,7 +104,7 @@ def with_sums(index: RankIndex, tensors: Mapping[str, torch.Tensor], threads: in
                 f"{box.key!r} of {box.name!r} has NaN or infinite values, so nothing is saved; {UNTOUCHED}: "
                 "resume from one, if there is one, with the extension nan-guard to find the cause"
             )
-    return evolve(index, sums={name: checksum for name, (checksum, _) in found.items()})
+    return evolve(index, sums={name: crc32 for name, (crc32, _) in found.items()})
 
 
 def write(staged: Staged, directory: Path, rank: int) -> int:

@@ -53,7 +53,7 @@ class Slot:
     """The place of one process: a share of one bundle, or of several adjacent ones."""
 
     bundles: tuple[Bundle, ...]
-    cpus: float  # 0 for one that comes beside others that still have the whole bundle
+    cpus: float  # 0 if the process replaces one that still has the bundle
     gpus: float
     neighbors: int = 1  # bundles on its machine, including its own
 
@@ -83,17 +83,16 @@ class Slot:
 
 
 class ResourcePool(Mapping[str, Sequence[Slot]]):
-    """The bundles that a run has reserved, as the slots of each group's processes. More are reserved as it grows.
-
-    Bundles that are free are used in (node, device) order."""
+    """The bundles that a run has reserved, and the slots of each group's processes in them. Free bundles are used in
+    (node, device) order, and more are reserved as groups grow."""
 
     def __init__(self, *, timeout: float) -> None:
         """`timeout`: seconds to wait until the cluster has bundles free."""
         self._timeout = timeout
         self._bundles: list[Bundle] = []
         self._slots: dict[str, Sequence[Slot]] = {}
-        self._gone: set[str] = set()  # machines, of which Ray may still have to say it
-        # Why the GPU of a bundle that has come to another machine, under the third of these, could not be told.
+        self._gone: set[str] = set()  # lost machines, which Ray may not know of yet
+        # (group, index, machine) -> why the GPU of a bundle that has moved to this machine is unknown
         self._silent: dict[tuple[PlacementGroup, int, str], str] = {}
 
     def __getitem__(self, name: str) -> Sequence[Slot]:
@@ -108,18 +107,16 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     def arrange(
         self, placement: Placement, staying: Mapping[str, int] = MappingProxyType({})
     ) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of the placement. The first so many processes of the groups in `staying` keep theirs;
-        the others' request nothing, as those that they are to replace still have the bundles. `take` makes it so.
+        """Slots for all groups of the placement, to be confirmed by `take`. The first processes of the groups in
+        `staying`, so many, keep theirs; new ones request nothing from Ray, since others still have the bundles.
 
         Raises CorerlError if the cluster is too small or does not answer, or if the bundles of one process are on
         several machines."""
         if self._bundles:
-            self.refresh()  # machines may be gone on which no process was, and others may have come
+            self.refresh()  # machines without processes may be gone, and others may have come
         kept = {name: list(self._slots[name][:count]) for name, count in staying.items()}
         if any(slot.lost for slots in kept.values() for slot in slots):
-            raise CorerlError(
-                "a machine is gone, with processes that were to stay; ask again once there are others in their place"
-            )
+            raise CorerlError("a machine with processes that were to stay is gone; ask again once they are replaced")
         return self._arranged(placement, kept)
 
     def _arranged(self, placement: Placement, kept: Mapping[str, list[Slot]]) -> dict[str, Sequence[Slot]]:
@@ -137,7 +134,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             name: [
                 *(own := kept.get(name, [])),
                 *(
-                    _slot(placement, name, place, at, neighbors, beside=began)
+                    _slot(placement, name, place, at, neighbors, requests=not began)
                     for place in _left(placement, name, at, own)
                 ),
             ]
@@ -145,8 +142,8 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         }
 
     def take(self, slots: Mapping[str, Sequence[Slot]], *, give_back: bool = True) -> None:
-        """Note that the groups' processes are in these slots now, and unless others are to come, give back bundles that
-        were reserved together and that no process is on any more."""
+        """Note that the groups' processes are in these slots now. With `give_back`, reservations without any process
+        are returned to Ray."""
         self._slots |= slots
         if not give_back:
             return
@@ -158,8 +155,8 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Find out which machines are gone, and where the cluster has put the bundles that were there. Slots are where
-        it has put them, or `lost`, as those are whose GPU does not answer."""
+        """Find out which machines are gone, and where the cluster has put their bundles. Slots move with them, or are
+        `lost`, also where the new GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})
         self.refresh()
 
@@ -169,14 +166,13 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
     @property
     def silent(self) -> list[str]:
-        """Of lost bundles that processes were on: why the GPUs that they have on other machines cannot be told."""
+        """Why the GPUs of lost bundles that processes were on are unknown on their new machines."""
         lost = {(bundle.group, bundle.index) for bundle in self.used(self._slots) if bundle.lost}
         return [why for (group, index, _), why in self._silent.items() if (group, index) in lost]
 
     def count(self, bundle: Mapping[str, float]) -> tuple[int, int, int]:
-        """How many bundles there are, as far as Ray knows by now; on how many of them no process is; and how many more
-        the cluster may have free: fewer, if several machines have parts of one. Raises CorerlError if Ray does not
-        answer."""
+        """How many bundles there are, how many of them have no process, and how many more the cluster has free at most.
+        Raises CorerlError if Ray does not answer."""
         try:
             there = {(group, index) for group in self._groups for index in self._nodes(group)}
             free = ray.available_resources()
@@ -187,12 +183,12 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return len(there), len(there - used), more
 
     def used(self, groups: Iterable[str]) -> set[Bundle]:
-        """The bundles that processes of these groups are on, or were."""
+        """The bundles of these groups' processes, also of dead ones."""
         return {bundle for name in groups for slot in self._slots[name] for bundle in slot.bundles}
 
     def replace_lost(self, placement: Placement, staying: Collection[str]) -> dict[str, Sequence[Slot]]:
-        """Slots for all groups of a placement that has as many bundles as are left, or fewer. Processes of the groups
-        in `staying` that are still wanted keep theirs, if these are not lost. Raises like `arrange`."""
+        """Slots for all groups of a placement that fits into the bundles that are left. Processes of the groups in
+        `staying` keep theirs, unless these are lost. Raises like `arrange`."""
         wanted = {name: self._slots[name][: len(placement.places[name])] for name in staying}
         found = self._arranged(
             placement, {name: [slot for slot in slots if not slot.lost] for name, slots in wanted.items()}
@@ -203,7 +199,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
         return found
 
     def refresh(self) -> None:
-        """Look where bundles are by now, of machines that are known to be gone and of others."""
+        """Ask Ray where the bundles are."""
         at: dict[tuple[PlacementGroup, int], Bundle] = {}
         for group in self._groups:
             there = self._nodes(group)
@@ -229,11 +225,11 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
     @property
     def _groups(self) -> list[PlacementGroup]:
-        """Of bundles that were reserved together."""
+        """One for each reservation."""
         return list(dict.fromkeys(bundle.group for bundle in self._bundles))
 
     def _nodes(self, group: PlacementGroup) -> dict[int, str]:
-        """Where each bundle is by now, by its index, without those that are on no machine, or whose GPU is silent."""
+        """Index of each bundle -> its machine, without bundles that are on none, or whose GPU is silent."""
         at: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
         return {
             index: node
@@ -264,7 +260,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
 
 def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[int, Bundle]:
-    """Bundles of processes that stay, by their numbers in the placement: where it says, unless another process does."""
+    """Number in the placement -> bundle of a process that stays: its own number, unless another process has it."""
     at: dict[int, Bundle] = {}
     elsewhere: list[Bundle] = []
     for name, slots in kept.items():
@@ -281,7 +277,7 @@ def _kept_at(placement: Placement, kept: Mapping[str, Sequence[Slot]]) -> dict[i
 
 
 def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequence[Slot]) -> Sequence[int]:
-    """Places for a group's newcomers, beside none of its own that stay if that can be."""
+    """Places for a group's new processes; if possible without bundles of its own that stay."""
     places = placement.places[name]
     taken = {bundle for slot in own for bundle in slot.bundles}
     alone = [place for place in places if not any(at[index] in taken for index in placement.taken(name, place))]
@@ -290,7 +286,13 @@ def _left(placement: Placement, name: str, at: Mapping[int, Bundle], own: Sequen
 
 
 def _slot(
-    placement: Placement, name: str, place: int, at: Mapping[int, Bundle], neighbors: Mapping[str, int], *, beside: bool
+    placement: Placement,
+    name: str,
+    place: int,
+    at: Mapping[int, Bundle],
+    neighbors: Mapping[str, int],
+    *,
+    requests: bool,
 ) -> Slot:
     bundles = tuple(at[index] for index in placement.taken(name, place))
     if len({bundle.node for bundle in bundles}) > 1:
@@ -298,7 +300,7 @@ def _slot(
             f"{name}: one process takes {len(bundles)} bundles, but Ray placed them on several machines; use "
             "machines whose device count is a multiple of that, or fewer devices per process"
         )
-    share = 0.0 if beside else placement.share(place)
+    share = placement.share(place) if requests else 0.0
     cpus, gpus = placement.bundle["CPU"] * share, placement.bundle.get("GPU", 0.0) * share
     return Slot(bundles, cpus, gpus, neighbors[bundles[0].node])
 
@@ -335,7 +337,7 @@ def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[in
 
 
 def gpus_of_bundles(group: PlacementGroup, nodes: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-    """Bundle -> its GPU, as seen by a probe process on the bundle, and bundle -> why its GPU cannot be told, if a probe
+    """Bundle -> its GPU, as seen by a probe process on the bundle, and bundle -> why its GPU is unknown, if the probe
     fails or does not answer in time; `nodes` has each bundle's node."""
     probes = {
         index: _gpu_of_bundle.options(**Slot((Bundle(group, index),), 0.0, 1.0).options()).remote() for index in nodes

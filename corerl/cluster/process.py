@@ -20,12 +20,11 @@ from attrs import frozen
 
 from corerl.cluster.heartbeat import ASIDE, Heartbeat, Recorder
 from corerl.cluster.nodes import interface_of, this_node
-from corerl.config.variables import GLOO_INTERFACE, READ_AT_START
+from corerl.config.options import GLOO_INTERFACE, READ_AT_START
 from corerl.errors import CorerlError, HookFailed, PluginError
 from corerl.imports import uncollected
 from corerl.messages import one_line
 from corerl.plugin.events import Span
-from corerl.spare import cores
 
 THREADS = "OMP_NUM_THREADS"
 # What Ray adds to the niceness of its workers: 15 by default, so that beside other programs a run would hardly get on
@@ -205,6 +204,16 @@ def take_niceness(niceness: int) -> None:
     for thread in Path("/proc/self/task").glob("*"):  # Linux has one for each; new threads take their creator's
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+
+
+def cores() -> int:
+    """How many cores this process may use, within its container's CPU quota."""
+    own = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except OSError:
+        return own  # not in a container, or cgroups v1
+    return own if quota == "max" else max(1, min(own, int(quota) // int(period)))
 
 
 def fair_threads(neighbors: int) -> int:

@@ -22,9 +22,9 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
+from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
-from corerl.spare import cores
 
 CPUS = 1024  # of a Ray that is started here, which only counts them: a run's groups may grow, and others may follow
 FORWARD_SECONDS = 3.0  # for Ray, which polls ten times a second if nothing else runs, to forward the last output

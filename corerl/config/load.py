@@ -12,10 +12,10 @@ from typing import Any
 import tomli_w
 from attrs import evolve
 
+from corerl.config.options import READ_AT_START
 from corerl.config.schema import Config
 from corerl.config.structuring import Keys, Problem, deeper, is_setting, try_structure
 from corerl.config.toml_text import class_fields, escaped, parse_toml, to_plain
-from corerl.config.variables import READ_AT_START
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 

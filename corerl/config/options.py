@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class Need:
 
     def __str__(self) -> str:
         of = f"{self.value!r} " if self.value else ""
-        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.')}"
+        return f"{of}{'not with' if self.unwanted else 'needs'} {self.text.lstrip('!.').replace('|', ' or ')}"
 
 
 Needs = str | Sequence[str]
@@ -137,7 +138,20 @@ def custom_resources(_: Any, attribute: Attribute[Any], value: Mapping[str, floa
             raise ValueError(f"amounts must be finite and above 0, got {name!r} = {amount!r}")
 
 
+# ---- environment variables -------------------------------------------------------------------------------------------
+
+
 def variables(_: Any, attribute: Attribute[Any], value: Iterable[str]) -> None:
     for name in value:  # of a mapping without its values, which may be secrets
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"must be valid environment variables, got the name {name!r}")
+
+
+# What the loader, Python and libraries of numpy read as a process starts. Others can set it only through Ray's runtime
+# environments, which Ray logs. Programs have keys in variables that begin alike, such as LD_SDK_KEY.
+READ_AT_START = re.compile(
+    r"LD_(PRELOAD|LIBRARY_PATH|AUDIT|BIND_NO[TW]|DEBUG\w*|HWCAP_MASK|PROFILE\w*)$|PYTHON[A-Z]+$|PYTHON_GIL$|"
+    r"MALLOC_[A-Z_]+$|GLIBC_TUNABLES$|(OMP|KMP|GOMP|MKL|OPENBLAS)_|LC_[A-Z]+$|(LANG|TZ)$"
+)
+RAYS = re.compile(r"RAY_")  # read by Ray's own processes, which are there before those of a run
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # the network interface over which gloo's ranks talk

@@ -82,8 +82,8 @@ class ClusterConfig:
         default="colocated",
     )
     offload: Literal["auto", "always", "never"] = option(
-        "whether ranks that share a device with engines sleep while the engines sample; auto: only on cuda, and only "
-        "until two steps have shown that there is room for both",
+        "offload ranks while engines on the same device sample; auto: only on cuda, and only until two steps have "
+        "shown that memory suffices for both",
         default="auto",
     )
     offload_kinds: tuple[str, ...] = option(
@@ -93,23 +93,8 @@ class ClusterConfig:
         validator=some_of(KINDS),
         needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
-    max_residual_gib: float = option(
-        "device memory that a fully asleep rank may hold, its CUDA context included; above it the run fails and "
-        "reports what holds the memory. If the driver cannot tell processes apart (some containers), engines on the "
-        "device count too; 0 sets no limit",
-        default=0.0,
-        validator=at_least(0),
-        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
-    )
-    suspend_communicators: bool = option(
-        "also release what NCCL can of its communicators' device memory while a rank is fully asleep, about 0.3 GiB "
-        "for each group of ranks, at 0.4 s to release and as much to restore; needs torch 2.12 and NCCL 2.29.7, older "
-        "versions keep it and the run notes that once",
-        default=False,
-        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
-    )
     timeout: float = option(
-        "seconds that ranks wait for each other in a collective before they fail",
+        "time limit of a collective, in seconds",
         default=600.0,
         validator=[above(0), finite],
     )
@@ -138,8 +123,9 @@ class ClusterConfig:
         needs="cluster.address",
     )
     environment: Mapping[str, str] = option(
-        "environment variables set for every rank and engine before it imports torch; the run's own files name them "
-        "without their values, under secrets, but for what is read as a process starts, such as LD_PRELOAD and OMP_*",
+        "environment variables set for every rank and engine before it imports torch; the run's files record their"
+        " names under secrets without the values, except for variables that are read at the start of a process, "
+        "such as LD_PRELOAD and OMP_*",
         factory=dict,
         validator=variables,
     )
@@ -163,8 +149,8 @@ class ModelConfig:
         "a tokenizer directory, or 'characters:ABC' for one token per character; empty uses the one in path", default=""
     )
     vocabulary: int = option(
-        "only token ids below this are sampled, and are part of log-probs and entropy; 0 leaves out those that the "
-        "tokenizer does not have, the padding of an embedding. A role's own model takes the actor's",
+        "number of token ids that can be sampled; later ones are no part of log-probs and entropy. 0: all but "
+        "those that the tokenizer lacks, which pad the embedding. Models of other roles use the actor's",
         default=0,
         validator=at_least(0),
     )
@@ -197,8 +183,8 @@ class ScheduleConfig:
         "learning rate at the last optimizer step, as a fraction of the peak", default=0.1, validator=between(0, 1)
     )
     steps: int = option(
-        "rollout steps over which the schedule is computed; after them the learning rate stays as it is. 0 uses "
-        "run.steps, so that raising run.steps on resume stretches the schedule and raises the learning rate",
+        "rollout steps of the schedule; afterwards the learning rate is constant. 0 uses run.steps: raising it on "
+        "resume then stretches the schedule and raises the learning rate",
         default=0,
         validator=at_least(0),
     )
@@ -239,8 +225,8 @@ class TrainConfig:
     optimizer: OptimizerConfig = option("AdamW", factory=OptimizerConfig)
     schedule: ScheduleConfig = option("learning-rate schedule over optimizer steps", factory=ScheduleConfig)
     restarts: int = option(
-        "how often, without a step that was not done before, the ranks of all roles are started anew from the newest "
-        "checkpoint after one of them has died or was frozen; 0 ends the run. The actor's counts",
+        "how often, without a new step, all ranks restart from the newest checkpoint after one has died or hung; 0 "
+        "ends the run. The actor's counts",
         default=1,
         validator=at_least(0),
     )
@@ -287,12 +273,12 @@ class LoraConfig:
         default=None,
     )
     init: Literal["kaiming", "gaussian"] = option(
-        "how A begins; kaiming: uniform within 1 / sqrt(inputs), gaussian: with a deviation of 1 / rank. B begins with "
-        "zeros, so that the first policy is the model",
+        "initial values of A; kaiming: uniform within 1 / sqrt(inputs), gaussian: with a deviation of 1 / rank. B "
+        "starts at zero, so that the first policy is the model",
         default="kaiming",
         needs="!.path",
     )
-    path: str = option("a directory of PEFT with adapters to go on from; empty begins with new ones", default="")
+    path: str = option("a PEFT directory with adapters to continue from; empty: new adapters", default="")
 
     def settled(self, saved: Mapping[str, Any]) -> LoraConfig:
         """The same with a value for all that is unset: of `saved`, the settings of `path`, or the common one."""
@@ -354,14 +340,13 @@ class RolesConfig:
     actor: RoleChoice = option("the policy being trained", factory=RoleChoice)
     critic: SideRoleChoice | None = option("the value function, for algorithms that need one", default=None)
     teacher: SideRoleChoice | None = option(
-        "a frozen language model, which is asked for the log-probs of what the actor samples and never trained, for "
-        "algorithms that need one",
+        "a frozen language model that computes log-probs of the actor's samples, for algorithms that need one",
         default=None,
     )
 
     reference: SideRoleChoice | None = option(
-        "the policy that algorithm.kl_coef measures against, as a frozen model of its own: of another size, on another "
-        "backend or on other devices; unset: a snapshot in the host memory of the actor's ranks",
+        "a separate frozen model as the reference policy of algorithm.kl_coef: of another size, on another backend"
+        " or on other devices; unset: a snapshot in the host memory of the actor's ranks",
         default=None,
         needs="algorithm.kl_coef",
     )
@@ -413,8 +398,7 @@ class AlgorithmConfig:
         needs=("algorithm.kl_coef", "!roles.reference", "!lora"),
     )
     reference_every: int = option(
-        "rollout steps after which the reference policy becomes the actor's current weights, again and again; 0 keeps "
-        "it as it is",
+        "rollout steps between updates of the reference policy to the actor's current weights; 0: never",
         default=0,
         validator=at_least(0),
         needs=("algorithm.kl_coef", "!roles.reference"),
@@ -477,15 +461,16 @@ class AlgorithmConfig:
         needs="algorithm.correction",
     )
     correction_beyond: Literal["truncate", "mask"] = option(
-        "what becomes of ratios below correction_floor or above correction_cap; truncate: the weight is that bound; "
-        "mask: it is 0, so that the token (Ling Team 2025, IcePop) or the sample (Liu et al. 2025) teaches nothing",
+        "ratios below correction_floor or above correction_cap; truncate: the weight is that bound; mask: it is 0,"
+        " so that the token (Ling Team 2025, IcePop) or the sample (Liu et al. 2025) is not trained on",
         default="truncate",
         needs="algorithm.correction",
     )
     on_mismatch: Literal["stop", "warn", "off"] = option(
-        "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by more "
-        "than mismatch_bound; stop: end the run; warn: tell, and go on; off: do not check. Checked before the first "
-        "step, after the first update with new weights, and after every weights.verify_every-th one",
+        "what to do if trainer and engines, with the same weights, give sampled tokens log-probs that differ by "
+        "more than mismatch_bound; stop: end the run; warn: report it and continue; off: do not check. Checked "
+        "before the first step, after the first update with new weights, and after every weights.verify_every-th "
+        "one",
         default="stop",
     )
     mismatch_bound: float = option(
@@ -607,7 +592,7 @@ class DataConfig:
         "prompts of each source held out for evaluation and never trained on", default=256, validator=at_least(0)
     )
     restart: bool = option(
-        "on resume with other rows than the checkpoint's (not only more): begin these at their first prompt, where "
+        "on resume with other rows than the checkpoint's (not only more): start at their first prompt, while "
         "weights, optimizer and step continue; unset, that is an error",
         default=False,
     )
@@ -671,8 +656,8 @@ class RolloutConfig:
     )
     replicas: int = option("number of engines; they share the prompts", default=1, validator=between(1, MOST))
     restarts: int = option(
-        "times in a row, with no completed step in between, that an engine that died, failed or was ended by Ray for "
-        "want of memory is restarted",
+        "restarts in a row, without a completed step, of an engine that died, failed or was killed by Ray for lack"
+        " of memory",
         default=3,
         validator=at_least(0),
     )
@@ -769,10 +754,9 @@ class WeightsConfig:
         default="none",
     )
     lora: Literal["merged", "adapter"] = option(
-        "how the actor's adapters reach engines; merged: added to the weights as these are sent, so that engines "
-        "sample at full speed and every update is a whole one; adapter: apart, to engines that add what they compute, "
-        "so that weights are not rounded anew and only the adapters travel, but for engines that have slept or are "
-        "new",
+        "how the actor's adapters reach engines; merged: added to the weights before these are sent: full sampling"
+        " speed, full updates; adapter: sent separately to engines that apply them: merged weights are not "
+        "rounded, and updates are small, except to engines that are new or have slept",
         default="merged",
         needs={"adapter": ("lora", "!weights.quantize")},
     )
@@ -877,9 +861,9 @@ class CheckpointConfig:
         default="never",
     )
     memory: bool = option(
-        "also keep a copy of every step in this machine's memory (/dev/shm), but for those between the multiples of "
-        "weights.every and algorithm.reference_every, written while training continues, from which the ranks start "
-        "anew if one dies (train.restarts): takes as much as two checkpoints, gone with the run",
+        "in-memory checkpoint (/dev/shm) after each step that is a multiple of weights.every and "
+        "algorithm.reference_every, used to restart failed ranks (train.restarts) and to resize; needs three times a "
+        "checkpoint's size, and ends with the run",
         default=False,
         needs="!cluster.address",
     )
@@ -990,8 +974,6 @@ class RoleConfig:
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
     sleeps: tuple[str, ...] = ()  # kinds of memory that the run puts to sleep: host memory is reserved at the start
-    max_residual_gib: float = 0.0  # device memory that a rank may hold while it sleeps; 0 is no bound
-    suspend_communicators: bool = False  # while all memory kinds sleep
 
 
 @frozen(kw_only=True)

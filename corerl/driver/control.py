@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from attrs import define, field
 
@@ -22,7 +23,7 @@ class Control:
     groups: Groups  # for the wheels that are released with this core
     progress: Progress
     stop: StopRequest
-    changed: bool = False  # whether a change was begun since the last `between_steps`
+    _save: Callable[[], Path] | None = field(default=None, init=False)  # while extensions are asked between steps
     _failure: Failure | None = field(default=None, init=False)  # while extensions are asked about it
 
     # ---- for extensions ---------------------------------------------------------------------------------------------
@@ -43,16 +44,13 @@ class Control:
         return self.plan.resized(overrides)
 
     def apply(self, plan: Plan) -> list[str]:
-        changes: Iterable[str]
         if self._failure is not None:
-            changes = self.groups.start_by(plan, staying=[] if self._failure.ranks else [*self.groups.roles])
+            lines = self.groups.start_by(plan, staying=[] if self._failure.ranks else [*self.groups.roles])
         else:
-            self.changed = True
-            changes = self.groups.change(plan)
-        lines: list[str] = []
-        for line in changes:
+            assert self._save is not None
+            lines = self.groups.change(plan, self._save)
+        for line in lines:
             self.notice(line)
-            lines.append(line)
         return lines
 
     def notice(self, text: str) -> None:
@@ -63,14 +61,18 @@ class Control:
 
     # ---- for the run ------------------------------------------------------------------------------------------------
 
-    def between_steps(self) -> bool:
-        """Ask the extensions; returns whether groups have changed, or may have: engines may be new, or asleep."""
-        self.changed = False
-        self.progress.observers.ask("between_steps", run=self)
-        return self.changed
+    def between_steps(self, save: Callable[[], Path]) -> set[str]:
+        """Ask the extensions; returns the groups that have changed, or may have: engines may be new, or asleep. `save`
+        completes a checkpoint of this step, from which ranks can restart."""
+        self.groups.changed, self._save = set(), save
+        try:
+            self.progress.observers.ask("between_steps", run=self)
+        finally:
+            self._save = None
+        return self.groups.changed
 
     def failed(self, message: str, *, ranks: bool) -> None:
-        """Ask the extensions how to go on where processes have ended: those of all ranks, or engines alone. Raises
+        """Ask the extensions how to go on after all ranks, or engines alone, have ended. Raises
         NoPlaces if a machine is gone and nobody has found other places, and WorkerDied if ranks have to end too."""
         self.groups.room.look()
         if not ranks:

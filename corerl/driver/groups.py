@@ -1,26 +1,28 @@
 """The groups of a run's processes, by which plan and where they run; another plan takes effect between two steps, or
-where ranks or engines have ended and are about to start again."""
+where ranks or engines have ended and are about to restart."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from attrs import define, evolve
+from attrs import define, evolve, field
 
+from corerl.calls import wait_all
+from corerl.cluster import nodes
 from corerl.cluster.placement import Bundle, ResourcePool, Slot
-from corerl.driver.checkpoints import Checkpoints
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
+from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders
-from corerl.plan.residency import REST, training
+from corerl.plan.residency import REST
 from corerl.plan.roles import RolePlan
 from corerl.plan.settle import REPLICAS
 from corerl.plugin.spec import ACTOR
@@ -36,10 +38,10 @@ class Groups:
     room: ResourcePool
     roles: Mapping[str, Role]
     updates: WeightUpdates | None
-    saves: Sequence[Checkpoints]
     residency: Residency
     progress: Progress
     address_of: Callable[[ProcessPlan, Sequence[str]], Address]  # of updates to these receivers
+    changed: set[str] = field(factory=set)  # roles that were restarted by `change`, and "engines" if it called them
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -50,90 +52,112 @@ class Groups:
             sizes[REPLICAS] = len(processes.engine.assignments)
         return sizes
 
+    # ---- ranks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether ranks that are trained have their places on other machines than this one."""
+        trained = [name for name, role in self.roles.items() if role.loss is not None]
+        return bool(nodes.elsewhere(slot.node for name in trained for slot in self.room[name]))
+
+    def end_ranks(self) -> None:
+        """End all ranks, and let engines on their devices sleep, so that others find room to load."""
+        for role in self.roles.values():
+            role.group.processes.kill()
+        self.residency.make_room()
+
+    def start_ranks(self, checkpoint: Path | None) -> int:
+        """Start the ranks of all roles by the plan, from a checkpoint or with the initial weights, where others have
+        ended. Returns the version of the actor's weights."""
+        plans = self.plan.processes.roles
+        starting = {}
+        for name, role in self.roles.items():
+            saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
+            starting[name] = role.group.restart(saved, plans[name], self.room[name])
+        started = wait_all(starting)
+        for name, init in started.items():
+            self.roles[name].restarted(init)
+        self.residency.ranks_changed(self.roles)
+        return started[ACTOR].weights_version
+
     # ---- between two steps ------------------------------------------------------------------------------------------
 
-    def change(self, plan: Plan) -> Iterator[str]:
-        """Let ranks and engines be as the plan says; yields a line for each group that has changed. Ranks are replaced
-        by others that go on with their state.
+    def change(self, plan: Plan, save: Callable[[], Path]) -> list[str]:
+        """Let ranks and engines be as the plan says; returns a line for each group that has changed. If ranks change,
+        all roles restart from the checkpoint of this step, which `save` completes.
 
-        Raises UserError or ResizeFailed for the first group that could not be changed, which then is as before;
-        WorkerDied if ranks die."""
+        Raises UserError or ResizeFailed if not all groups could be changed, once they are as before."""
         require_same_surroundings(self.plan.processes, plan.processes)
-        before, after = self.plan.processes, plan.processes
-        moved = [name for name in self.roles if _others(before.roles[name], after.roles[name])]
-        replicas = len(_engines(before)), len(_engines(after))
-        if not moved and replicas[0] == replicas[1]:
-            return
-        staying = {name: len(role.assignments) for name, role in before.roles.items() if name not in moved}
+        before, places, began = self.plan, dict(self.room), time.monotonic()
+        restarts = any(_differ(role, plan.processes.roles[name]) for name, role in before.processes.roles.items())
+        replicas = _replicas(before.processes), _replicas(plan.processes)
+        if not restarts and replicas[0] == replicas[1]:
+            return []
+        staying = {} if restarts else {name: len(self.room[name]) for name in self.roles}
         if replicas[1]:
             staying[ENGINES] = min(replicas)
         try:
-            slots = self._arranged(after, staying)
-            renew = functools.partial(self.address_of, _seen(after, slots))
-            self._complete_saves()
-            yield from self._move(moved, after, slots, renew)
-            if replicas[0] != replicas[1] and self.updates is not None and after.engine is not None:
-                began = time.monotonic()
-                self.residency.enter(REST)  # new engines load where others may be
-                with self.progress.phase("resize"):
-                    self.updates.fleet.resize(with_devices(after.engine, slots[ENGINES]), slots[ENGINES])
-                self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
-                self.plan = evolve(self.plan, processes=evolve(self.plan.processes, engine=after.engine))
-                self.residency.engines_changed()
-                self.updates.resized(renew)
-                yield f"engines: {replicas[0]} -> {replicas[1]}, {_since(began)}"
+            slots = self._arranged(plan.processes, staying)
+            _with_senders(plan.processes, slots)
+            checkpoint = save() if restarts else None
+            try:
+                self._become(plan, slots, checkpoint)
+            except CorerlError as error:
+                self._become(before, places, checkpoint)
+                if isinstance(error, UserError | ResizeFailed):
+                    raise
+                raise ResizeFailed(f"the new ranks did not start: {error.message}; all groups are as before") from error
         finally:
             self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
-        self.plan = plan
         write_config(plan.start.run_dir, plan.record)
-
-    def _move(
-        self,
-        moved: Sequence[str],
-        after: ProcessPlan,
-        slots: Mapping[str, Sequence[Slot]],
-        renew: Callable[[Sequence[str]], Address],
-    ) -> list[str]:
-        """Move these roles' ranks. Of several, those that have moved go back if another cannot: one setting is of all.
-        Returns a line for each."""
-        before, lines = self.plan.processes, list[str]()
-        had = {name: self.room[name] for name in (*self.roles, *([ENGINES] if before.engine is not None else ()))}
-        for name in moved:
-            began = time.monotonic()
-            try:
-                self._move_one(name, after.roles[name], slots[name], renew)
-            except (ResizeFailed, UserError) as error:
-                back = functools.partial(self.address_of, _seen(before, had))
-                for other in reversed(moved[: len(lines)]):
-                    try:
-                        self._move_one(other, before.roles[other], had[other], back)
-                    except (ResizeFailed, UserError) as stuck:
-                        told = f"{error.message}; the {other}, which had moved, cannot go back: {stuck.message}"
-                        raise ResizeFailed(told) from error
-                raise
-            lines.append(f"{name}: {_shape(before.roles[name])} -> {_shape(after.roles[name])}, {_since(began)}")
+        seconds = f"{time.monotonic() - began:.1f} s"
+        lines = [
+            f"{name}: {_shape(role)} -> {_shape(plan.processes.roles[name])}, {seconds}"
+            for name, role in before.processes.roles.items()
+            if _differ(role, plan.processes.roles[name])
+        ]
+        if replicas[0] != replicas[1]:
+            lines.append(f"engines: {replicas[0]} -> {replicas[1]}, {seconds}")
         return lines
 
-    def _move_one(
-        self, name: str, plan: RolePlan, slots: Sequence[Slot], renew: Callable[[Sequence[str]], Address]
-    ) -> None:
-        role = self.roles[name]
-        self.residency.take_turns()
-        self.residency.enter(_room_for(self.residency, role))
+    def _become(self, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
+        """Engines that are too many end first and missing ones start last: so devices can pass from one side to the
+        other. In between all ranks restart from the checkpoint, if there is one."""
         with self.progress.phase("resize"):
-            role.group.move(plan, slots, role.step(self.progress.step))
-        self.residency.ranks_changed([name])
-        self.room.take({name: slots}, give_back=False)
-        roles = {**self.plan.processes.roles, name: plan}
-        self.plan = evolve(self.plan, processes=evolve(self.plan.processes, roles=roles))
-        if self.updates is not None and name == ACTOR:
-            self.updates.resized(renew)
+            self._resize_engines(plan, slots, smaller=True)
+            if checkpoint is not None:
+                self.changed |= self.roles.keys()
+                for role in self.roles.values():
+                    if not role.group.processes.ended:
+                        role.group.shutdown("resized")
+                self.end_ranks()
+                self.room.take({name: slots[name] for name in self.roles}, give_back=False)
+                self.plan = plan
+                self.start_ranks(checkpoint)
+            self._resize_engines(plan, slots, smaller=False)
+        self.plan = plan
+        if self.updates is not None:
+            self.updates.resized(functools.partial(self.address_of, _with_senders(plan.processes, slots)))
+
+    def _resize_engines(self, plan: Plan, slots: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
+        engine = plan.processes.engine
+        if self.updates is None or engine is None:
+            return
+        fleet, wanted = self.updates.fleet, len(engine.assignments)
+        if wanted == len(fleet) or (wanted < len(fleet)) is not smaller:
+            return
+        self.changed.add(ENGINES)
+        if not smaller:
+            self.residency.enter(REST)  # new engines load where ranks may be
+        fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
+        self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
+        self.residency.engines_changed()
 
     # ---- where processes have ended ---------------------------------------------------------------------------------
 
     @property
     def lost(self) -> dict[str, int]:
-        """How many of each group's processes were on a machine that is gone, without groups of which none was."""
+        """How many processes of each group were on a machine that is gone, for groups that lost any."""
         counts = {name: sum(slot.lost for slot in slots) for name, slots in self.room.items()}
         return {name: count for name, count in counts.items() if count}
 
@@ -153,20 +177,20 @@ class Groups:
         require_same_surroundings(before, after)
         engines = [ENGINES] if self.updates is not None else []
         found = self.room.replace_lost(after.placement, [*staying, *engines])
-        seen = _seen(after, found)
+        sent = _with_senders(after, found)
         self.room.take(found)
         self.plan = plan
         write_config(plan.start.run_dir, plan.record)
         self.seat_engines()
-        if self.updates is not None:  # an engine may be beside another rank now, also where it is one of as many
-            self.updates.meets_at(functools.partial(self.address_of, seen))
+        if self.updates is not None:  # engines may have other ranks on their devices now
+            self.updates.meets_at(functools.partial(self.address_of, sent))
         lines = [
             f"{name}: {_shape(role)} -> {_shape(after.roles[name])}"
             for name, role in before.roles.items()
             if len(role.assignments) != len(after.roles[name].assignments)
         ]
-        if len(_engines(before)) != len(_engines(after)):
-            lines.append(f"engines: {len(_engines(before))} -> {len(_engines(after))}")
+        if _replicas(before) != _replicas(after):
+            lines.append(f"engines: {_replicas(before)} -> {_replicas(after)}")
         return lines
 
     def seat_engines(self) -> None:
@@ -183,21 +207,10 @@ class Groups:
         except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
             raise ResizeFailed(error.message) from error
 
-    def _complete_saves(self) -> None:
-        """Complete those in flight, which the ranks' successors know nothing of."""
-        for save in self.saves:
-            try:
-                save.complete(wait=True)
-            except SaveFailed as error:
-                if save.told:
-                    raise
-                self.progress.notice(f"a copy in memory is lost: {error.message}")
-                save.forget()
 
-
-def _seen(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
-    """The plan with the senders beside the engines where these are, which have stayed and may not be where a run would
-    place them that starts so. Raises ConfigError if one has no sender beside it and needs one."""
+def _with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> ProcessPlan:
+    """The plan with the sender on each engine's device: engines that stayed may not be where a new run would place
+    them. Raises ConfigError if an engine needs a sender on its device and has none."""
     if after.device == "cpu" or not after.senders or ENGINES not in slots:
         return after
     numbers: dict[Bundle, int] = {}
@@ -222,12 +235,12 @@ def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignme
     ]
 
 
-def _engines(plan: ProcessPlan) -> Sequence[object]:
-    return plan.engine.assignments if plan.engine is not None else ()
+def _replicas(plan: ProcessPlan) -> int:
+    return 0 if plan.engine is None else len(plan.engine.assignments)
 
 
-def _others(before: RolePlan, after: RolePlan) -> bool:
-    """Whether the ranks are to be others. What a plan says of the checkpoint to begin with does not matter any more."""
+def _differ(before: RolePlan, after: RolePlan) -> bool:
+    """Whether two plans differ in more than the checkpoint to start from."""
 
     def seen(plan: RolePlan) -> object:
         assignments = [evolve(each, config=evolve(each.config, resume="")) for each in plan.assignments]
@@ -245,15 +258,6 @@ def require_same_surroundings(before: ProcessPlan, after: ProcessPlan) -> None:
         )
 
 
-def _room_for(residency: Residency, role: Role) -> str:
-    """The stage in which a role's state is awake, if it has any, and nothing else is."""
-    return training(role.name) if role.loss is not None and role.name in residency.groups else REST
-
-
 def _shape(plan: RolePlan) -> str:
     ranks = len(plan.assignments)
     return f"{ranks} rank{'s' * (ranks > 1)} of {plan.backend.name} (dp {plan.data_parallel})"
-
-
-def _since(began: float) -> str:
-    return f"{time.monotonic() - began:.1f} s"

@@ -20,13 +20,13 @@ from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
-from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, copies_of
+from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
 from corerl.driver.groups import Groups, with_devices
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.progress import Progress
+from corerl.driver.recovery import Recovery
 from corerl.driver.residency import Residency
-from corerl.driver.restarts import Restarts
 from corerl.driver.roles import Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
@@ -63,7 +63,7 @@ def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
     """Start a run's processes; none survives the block, however it ends. Observers are told of errors.
 
     `planned` makes the run's plan, which resumes from none of the checkpoints that ranks have found to be damaged: with
-    `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run is started anew."""
+    `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
     told: set[str] = set()
@@ -209,17 +209,16 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         last_step=progress.step if start.state else -1,
         progress=progress,
     )
-    copies = None
+    memory = None
     if plan.checkpoint.memory and trains and elsewhere(slot.node for name in trained for slot in room[name]):
-        progress.notice(f"checkpoint.memory: no copies in memory are kept: {ON_OTHERS}")
+        progress.notice(f"checkpoint.memory: no in-memory checkpoints: {ON_OTHERS}")
     elif plan.checkpoint.memory and trains:
-        copies = stack.enter_context(contextlib.contextmanager(copies_of)(checkpoints))
+        memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints))
     groups_now = Groups(
         plan=plan,
         room=room,
         roles=roles,
         updates=updates,
-        saves=[checkpoints, *([copies] if copies is not None else [])],
         residency=residency,
         progress=progress,
         address_of=address,
@@ -238,18 +237,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         residency=residency,
         sampling=sampling,
         checkpoints=checkpoints,
-        copies=copies,
-        restarts=Restarts(
-            roles=roles,
-            residency=residency,
-            checkpoints=checkpoints,
-            copies=copies,
-            updates=updates,
-            control=control,
-            start=start,
-            progress=progress,
-            stop=stop,
-        ),
+        memory=memory,
+        restarts=Recovery(control=control, checkpoints=checkpoints, memory=memory, start=start),
         control=control,
         notices=StepNotices.of_run(plan),
     )
@@ -308,7 +297,7 @@ def _start_processes(
 
 
 def _end(group: TrainGroup) -> None:
-    group.processes.kill()  # of now: it may have been started anew
+    group.processes.kill()  # of now: ranks may have restarted
 
 
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:

@@ -100,7 +100,7 @@ class Residency:
         self.take_turns()
 
     def take_turns(self) -> None:
-        """Let ranks and engines move again, until it is measured anew that there is room for all."""
+        """Let ranks and engines move again, until it is measured again that there is room for all."""
         self._most, self._seen, self._engine, self._total, self._stays = {}, Counter(), 0, 0, False
 
     def updated(self) -> None:

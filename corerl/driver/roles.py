@@ -78,7 +78,7 @@ class Role:
         return self.train.mini_batches * self.train.epochs
 
     def restarted(self, init: InitResult) -> None:
-        """Go on where the ranks, which were started anew, do."""
+        """Go on where the ranks, which have restarted, do."""
         self.optimizer_step = init.optimizer_step
 
     def step(self, rollout_step: int) -> Step:

@@ -17,7 +17,7 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
-from corerl.driver.checkpoints import Checkpoints, Copies
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import (
@@ -32,8 +32,8 @@ from corerl.driver.metrics import (
     train_metrics,
 )
 from corerl.driver.progress import Progress
+from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
-from corerl.driver.restarts import Point, Restarts
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Sampling
@@ -93,8 +93,8 @@ class Run:
     residency: Residency
     sampling: Sampling
     checkpoints: Checkpoints
-    copies: Copies | None = None  # of every step, in memory
-    restarts: Restarts
+    memory: MemoryCheckpoints | None = None
+    restarts: Recovery
     control: Control
 
     # algorithm.kl_coef, as adapted so far
@@ -332,17 +332,15 @@ class Run:
     def recovery(self) -> AbstractContextManager[Callable[[], bool]]:
         """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
         repeated. Yields whether the block has ended otherwise."""
-        return self.restarts.around(self._rewind)
+        return self.restarts.around(self._restore)
 
-    def _rewind(self, point: Point) -> None:
-        """Go on with ranks that were started anew."""
+    def _restore(self, point: RestartPoint) -> None:
+        """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
         self._streamed, self._pushed_at = None, None
         self.progress.step = point.step
         self.progress.tell(RunRewound(step=point.step))
-        self.snapshots = evolve(self.snapshots, made=0)
-        for text in self.snapshots.begin(point.step, resumed=bool(point.state)):
-            self.progress.notice(text)
+        self._begin_snapshots(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
@@ -352,14 +350,36 @@ class Run:
         self.ensure_serving(force=True)
         self.evaluate()
 
+    def _begin_snapshots(self, *, resumed: bool) -> None:
+        """Make those that ranks which have restarted lack."""
+        self.snapshots = evolve(self.snapshots, made=0)
+        for text in self.snapshots.begin(self.progress.step, resumed=resumed):
+            self.progress.notice(text)
+
     # ---- extensions that decide -------------------------------------------------------------------------------------
 
     def between_steps(self) -> None:
-        """Let extensions change the groups, or stop the run, if another step comes."""
-        if self.stopping or self.progress.step >= self.plan.run.steps:
+        """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
+        if self.stopping or self.progress.step >= self.plan.run.steps or not self._resumable:
             return
-        if self.control.between_steps():
+        changed = self.control.between_steps(self._checkpoint)
+        if ACTOR in changed:
+            self.residency.enter(COMPARE)  # for the actor's parameters
+            self._begin_snapshots(resumed=True)
+            self.snapshots.updated()
+        if changed:
             self.push_weights()
+
+    def _checkpoint(self) -> Path:
+        """A complete checkpoint of this step, in memory if the run keeps those."""
+        self.checkpoints.complete(wait=True)  # ranks that are about to end write it
+        if self.memory is not None:
+            self._save_in_memory(self.memory, background=False)
+        saves = self.memory or self.checkpoints
+        if saves.last_step != self.progress.step:
+            self._start_save(saves, background=False)
+        assert saves.newest is not None
+        return saves.newest
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -490,16 +510,19 @@ class Run:
             last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
             if last or self.checkpoints.due(self.progress.step):
                 self._start_save(self.checkpoints, background=self.plan.checkpoint.background and not last)
-            if self.copies is not None and self._resumable and not last:
-                self._start_copy(self.copies)
+            if self.memory is not None and self._resumable and not last:
+                self._save_in_memory(self.memory, background=True)
 
-    def _start_copy(self, copies: Copies) -> None:
+    def _save_in_memory(self, memory: MemoryCheckpoints, *, background: bool) -> None:
+        """Start an in-memory checkpoint of this step, if there is none, or else complete it."""
         try:
-            self._start_save(copies, background=True)
+            if memory.last_step != self.progress.step:
+                self._start_save(memory, background=background)
+            memory.complete(wait=not background)
         except SaveFailed as error:
-            self.progress.notice(f"no more copies in memory are kept: {error.message}")
-            self.copies = None
-            copies.give_up()
+            self.progress.notice(f"no more in-memory checkpoints: {error.message}")
+            self.memory = None
+            memory.give_up()
 
     def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
         stands = {name: asdict(role.stand) for name, role in self.roles.items() if role.stand is not None}

@@ -44,7 +44,7 @@ class EngineService:
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
-        options = options_of(Kind.ENGINES, loaded, assignment.options)
+        options = options_of(loaded, assignment.options, path=f"engines.{loaded.name}")
         context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
         try:
             engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)

@@ -1,8 +1,12 @@
-"""Give the memory that torch caches back to the device."""
+"""Keep small what a process holds of a device besides its tensors."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 
 def empty_cache(device: torch.device) -> None:
@@ -16,3 +20,12 @@ def empty_cache(device: torch.device) -> None:
         return
     torch._C._cuda_clearCublasWorkspaces()  # pytorch/pytorch#184084 asks for a public name
     torch.cuda.empty_cache()
+
+
+def lone_rank_options(timeout: timedelta) -> Any:
+    """`pg_options` for an NCCL group of one rank, which needs only one channel: its communicator then takes 10 MiB on
+    an H200 instead of 388 MiB with NCCL's default number of channels."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.max_ctas = 1
+    return options

@@ -13,10 +13,9 @@ from typing import Any
 
 import attrs
 
-from corerl.config.options import Need
-from corerl.config.schema import KINDS, MOST_SAMPLES, Config
+from corerl.config.options import RAYS, READ_AT_START, Need
+from corerl.config.schema import MOST_SAMPLES, Config
 from corerl.config.toml_text import class_fields
-from corerl.config.variables import RAYS, READ_AT_START
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, did_you_mean_path, listed, short_repr
 
@@ -29,7 +28,7 @@ SHOWN = 3  # files in one line
 
 def contradictions(config: Config) -> list[str]:
     """Those of a run."""
-    checks = (_mode, _evaluation, _tokenizer, _batch, _asleep, _extensions)
+    checks = (_mode, _evaluation, _tokenizer, _batch, _extensions)
     return [*contradictions_of_a_group(config), *(line for check in checks for line in check(config))]
 
 
@@ -224,18 +223,6 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.overlong_buffer: {buffer} with algorithm.overlong={algorithm.overlong!r}; "
             f"'penalty' needs 1 to rollout.max_tokens={rollout.max_tokens}, the others 0"
         )
-
-
-def _asleep(config: Config) -> Iterator[str]:
-    """What is for ranks that sleep whole; a group alone sleeps where its loop says so."""
-    cluster = config.cluster
-    if stays := [kind for kind in KINDS if kind not in cluster.offload_kinds]:
-        for setting in ("suspend_communicators", "max_residual_gib"):
-            if value := getattr(cluster, setting):
-                yield (
-                    f"cluster.{setting}: {value!r} is for ranks that sleep whole, but with cluster.offload_kinds their "
-                    f"{' and '.join(stays)} stay on the device; remove one of the two"
-                )
 
 
 def _cluster(config: Config) -> Iterator[str]:

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
-from corerl.config.structuring import structure
 from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
 from corerl.data.mixture import HeldOut
@@ -24,7 +23,7 @@ from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, unapplied
 from corerl.plan.resolve import check_spec
-from corerl.plugin.registry import Kind, Loaded, load_implementation
+from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
@@ -96,9 +95,7 @@ def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
     fails with an error that is none of CoreRL's."""
     if sampler.spec.prompts is None:
         return None
-    options = config.samplers.get(sampler.name, {})
-    if not isinstance(options, sampler.spec.config):
-        options = structure(options, sampler.spec.config, path=f"samplers.{sampler.name}")
+    options = options_of(sampler, config.samplers.get(sampler.name, {}), path=f"samplers.{sampler.name}")
     try:
         rows = sampler.spec.prompts(options)
         count = len(rows)
@@ -243,12 +240,15 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
 # ---- notices ---------------------------------------------------------------------------------------------------------
 
 
-def notices_of_data(config: Config, sampled: Sampled, eval_sets: Sequence[EvalSet]) -> Iterator[str]:
-    """Lines about the prompts of a run that samples, and how they are sampled."""
+def notices_of_data(
+    config: Config, sampled: Sampled, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
+) -> Iterator[str]:
+    """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
     prompts, tokenizer = sampled.prompts, sampled.tokenizer
     assert prompts is not None and tokenizer is not None
     yield from prompts.notices
     yield from unanswered(config.data.answer_key, prompts)
+    yield from about_sets
     yield from held_out_and_trained_on(prompts, eval_sets)
     options, special = config.data.chat_template_options, config.reward.special_tokens
     yield from opened_reasoning(prompts, tokenizer, options, special_tokens=special)

@@ -50,7 +50,7 @@ from corerl.plan.models import (
     notices_of,
     unpacked,
 )
-from corerl.plan.plan import Answers, GroupPlan, Plan, PlanReady, RolloutPlan, ask_extensions, contradiction
+from corerl.plan.plan import Answers, GroupPlan, Plan, PlanReady, RolloutPlan, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes, process_environment, with_environment
 from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
@@ -88,23 +88,18 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     itself from none of the checkpoints that ranks have found to be `damaged`. Extensions are asked about the plan, and
     may want another one (`plan_ready`).
     """
-    planner = _Planner(as_config(config), starting=starting)
-    answers = planner.plan_run(damaged)
-    if not answers.settings:
-        return planner.finish(config)
-    try:
-        again = _Planner(as_config(config, answers.overrides), starting=starting)
-        found = again.plan_run(damaged)
-        for key, value in found.settings.items():  # a plan is made once more, and not again
-            if key in answers.settings:
-                raise contradiction(key, answers.by[key], answers.settings[key], found.by[key], value)
-            raise ConfigError(
-                f"{key}: {found.by[key]} sets it, but only in answer to other extensions; set it yourself"
-            )
-        again.answers = evolve(found, by={**answers.by, **found.by}, reasons=answers.reasons)
-        return again.finish(config)
-    except (ConfigError, Unsupported) as error:
-        raise answers.explained(error) from error
+    answers = Answers()
+    while True:
+        try:
+            planner = _Planner(as_config(config, answers.overrides), starting=starting)
+            planner.plan_run(damaged, answers)
+            if planner.answers.settings == answers.settings:
+                return planner.finish(config)
+        except (ConfigError, Unsupported) as error:
+            if not answers.settings:
+                raise
+            raise answers.explained(error) from error
+        answers = planner.answers
 
 
 def _resized(config: Config, overrides: Sequence[str]) -> Plan:
@@ -138,7 +133,7 @@ class _Planner:
 
     # ---- a run -------------------------------------------------------------------------------------------------------
 
-    def plan_run(self, damaged: Faults) -> Answers:
+    def plan_run(self, damaged: Faults, before: Answers) -> None:
         """Plan a run, and ask the extensions about the plan. Raises UserError with all problems."""
         config = settle_extensions(self.config)
         self.listed = len(config.chosen_extensions)
@@ -165,8 +160,7 @@ class _Planner:
             device_memory=device_memory(self.config.cluster) if self.device == "cuda" else 0,
             starting=self.starting,
         )
-        self.answers = ask_extensions(self.ready, run_dir=str(self.start.run_dir))
-        return self.answers
+        self.answers = ask_extensions(self.ready, before, run_dir=str(self.start.run_dir))
 
     def _settle(self) -> None:
         """Load the plugins, and fill in what the config leaves to them."""
@@ -340,8 +334,8 @@ class _Planner:
             yield from changed_settings(start.state["config"], record)
         yield from (*ignored_tables(config), *absent_extensions(config), *start.data)
         if config.run.samples:
-            yield from notices_of_data(config, self.sampled, self.eval_sets)
-        yield from (*self.about_sets, *self.notices)
+            yield from notices_of_data(config, self.sampled, self.eval_sets, self.about_sets)
+        yield from self.notices
         for model in self.models.values():
             yield from notices_of(model)
         yield from notices_of_sampling(config)

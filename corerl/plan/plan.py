@@ -118,13 +118,13 @@ class PlanReady:
 
 @frozen(kw_only=True)
 class Answers:
-    """What extensions have said of a plan."""
+    """What extensions have said so far of the plans of a run."""
 
-    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value, where the plan has another
-    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it, also to what the plan has
-    reasons: tuple[str, ...] = ()  # notices of those who set what the plan has not
-    remarks: tuple[str, ...] = ()  # notices of the others
-    problems: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value, where a plan had another
+    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it, also to what a plan had
+    reasons: tuple[str, ...] = ()  # notices of those who set what a plan had not
+    remarks: tuple[str, ...] = ()  # other notices, on the last plan
+    problems: tuple[str, ...] = ()  # of the last plan
 
     @property
     def overrides(self) -> list[str]:
@@ -136,11 +136,12 @@ class Answers:
         return ConfigError("\n".join([error.message, *lines]))
 
 
-def ask_extensions(plan: PlanReady, *, run_dir: str) -> Answers:
+def ask_extensions(plan: PlanReady, before: Answers, *, run_dir: str) -> Answers:
     """Ask each extension that plans, in the config's order. Raises a UserError of theirs, HookFailed for any other
-    error, ContractError for what is no answer, and ConfigError for answers that contradict each other."""
-    settings, by = dict[str, Any](), dict[str, str]()
-    reasons, remarks, problems = list[str](), list[str](), list[str]()
+    error, ContractError for what is no answer, and ConfigError for answers that contradict each other, or those
+    `before`."""
+    settings, by = dict(before.settings), {key: before.by[key] for key in before.settings}
+    reasons, remarks, problems = list(before.reasons), list[str](), list[str]()
     has = to_plain(plan.config)
     for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
         if answer is None:
@@ -150,24 +151,20 @@ def ask_extensions(plan: PlanReady, *, run_dir: str) -> Answers:
         wanted = {key: to_plain(value) for key, value in answer.settings.items()}
         for key, value in wanted.items():
             if settings.setdefault(key, value) != value:
-                raise contradiction(key, by[key], settings[key], name, value)
+                raise ConfigError(
+                    f"{key}: {by[key]} sets it to {toml_value(settings[key])}, and {name} to {toml_value(value)}; "
+                    "remove one of these extensions, or change its options"
+                )
             by.setdefault(key, name)
         changes = any(_at(has, key) != value for key, value in wanted.items())
         (reasons if changes else remarks).extend(answer.notices)
         problems += answer.problems
     return Answers(
-        settings={key: value for key, value in settings.items() if _at(has, key) != value},
+        settings={key: value for key, value in settings.items() if key in before.settings or _at(has, key) != value},
         by=by,
         reasons=tuple(reasons),
         remarks=tuple(remarks),
         problems=tuple(problems),
-    )
-
-
-def contradiction(key: str, first: str, value: Any, second: str, other: Any) -> ConfigError:
-    return ConfigError(
-        f"{key}: {first} sets it to {toml_value(value)}, and {second} to {toml_value(other)}; remove one of these "
-        "extensions, or change its options"
     )
 
 

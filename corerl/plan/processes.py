@@ -11,10 +11,10 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
+from corerl.config.options import GLOO_INTERFACE
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterConfig, ClusterInfo, Config
 from corerl.config.toml_text import to_plain
-from corerl.config.variables import GLOO_INTERFACE
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError

@@ -17,7 +17,18 @@ from corerl.config.structuring import structure
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import INSTALL_HINTS, Kind, Loaded, Status, installed, installed_names, load, locate, usable
+from corerl.plugin.registry import (
+    INSTALL_HINTS,
+    Kind,
+    Loaded,
+    Status,
+    installed,
+    installed_names,
+    load,
+    locate,
+    options_of,
+    usable,
+)
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind, SamplerRun, SlowPath
 from corerl.plugin.transports import AUTO
 
@@ -258,10 +269,10 @@ def resolve_tables(config: Config, problems: Problems | None = None) -> Config:
 
 def _structured(table: Any, loaded: Loaded, path: str, kind: str, problems: Problems) -> Any:
     """`table` as the plugin's config class; as it is if it does not fit, which is a problem of this kind of plugins."""
-    if not isinstance(table, loaded.spec.config):
-        with problems.stage(f"plugins.{kind}"):
-            return structure(table, loaded.spec.config, path=path)
-    return table
+    options = table
+    with problems.stage(f"plugins.{kind}"):
+        options = options_of(loaded, table, path=path)
+    return options
 
 
 def ignored_tables(config: Config) -> list[str]:

@@ -133,8 +133,6 @@ def _assignment(
             frozen=cluster.frozen,
             resume=resume,
             sleeps=config.cluster.offload_kinds if role in offloaded(config, cluster.device) else (),
-            max_residual_gib=config.cluster.max_residual_gib,
-            suspend_communicators=config.cluster.suspend_communicators,
         ),
         extensions=tuple(evolve(own, options=to_plain(own.options)) for own, _ in extensions),
         transport=config.weights.transport if transport is not None else "",

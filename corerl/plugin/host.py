@@ -73,16 +73,13 @@ VERBS = {
     "sleep": Capability.SLEEP,
     "wake_up": Capability.SLEEP,
     "snapshot": Capability.SNAPSHOTS,
-    "copy": Capability.SAVE_BACKGROUND,
 }
 
 
 # Verbs of roles that are trained.
-TRAINED = ("forward_backward", "optimizer_step", "save", "copy", "hand_over", "update_weights")
+TRAINED = ("forward_backward", "optimizer_step", "save", "update_weights")
 # Verbs after whose failure nothing can go on.
 MODIFYING = ("init", "forward_backward", "optimizer_step")
-# Verbs that change masters and moments, or move them: a copy that is under way must have read them.
-UNSETTLING = ("optimizer_step", "sleep")
 
 
 def refused_if_frozen(verb: str, where: str) -> str:
@@ -95,6 +92,7 @@ class BackendBase:
 
     declared: Mapping[Capability, Support] = {}  # the spec's capabilities; set by the host
     label: str = ""  # the backend's name, for messages; set by the host
+    adam_step: int = 0  # applied optimizer steps, for Adam's bias correction; counted by the host
 
     def require(self, capability: Capability, asked_by: str) -> None:
         """Raise Unsupported, with the declared reason, if the spec does not declare `capability` as full. Guards also
@@ -105,8 +103,10 @@ class BackendBase:
                 refusal(capability, support, asked_by=asked_by, backend=self.label or type(self).__name__)
             )
 
-    def settle(self) -> None:
-        """Wait until masters and moments may change: until then a copy may be reading them."""
+    @contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        """Run the block with the snapshot `weights` in place of the model's weights; "" changes nothing."""
+        yield
 
     def explained(self, hook: str, error: BaseException) -> str:
         """A one-line explanation of an error that a hook raised; "" if there is nothing to add. Called only on the rank
@@ -223,13 +223,12 @@ class PluginHost:
         """Raises WrongState without a gradient since the last step."""
         with self.entering("optimizer_step", needs=NEEDS["optimizer_step"], at=step):
             result: StepResult = self._checked("optimizer_step", step=step, scale=scale)
+            self.backend.adam_step += result.applied
             self._begun = self._complete = False
             return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.entering("forward", needs=NEEDS["forward"]):
-            if weights:  # a snapshot takes the place of the weights, which may be their own masters
-                self.backend.settle()
+        with self.entering("forward", needs=NEEDS["forward"]), self.backend.using(weights):
             result: ForwardResult = self._checked("forward", batch=batch, outputs=outputs, weights=weights)
             return result
 
@@ -322,8 +321,6 @@ class PluginHost:
             raise WrongState(f"{verb} on {self._where} was refused: {refusal}")
         outer, self.running = self.running, verb
         try:
-            if verb in UNSETTLING:
-                self.backend.settle()
             yield
         except BaseException as error:
             if verb in MODIFYING:
@@ -345,7 +342,7 @@ class PluginHost:
             return "gradients wait for optimizer_step; call it first, or forward_backward for these samples too"
         if verb == "optimizer_step" and not self._begun:
             return "there are no gradients since the last step; call forward_backward first"
-        if verb in ("save", "copy", "hand_over") and self._begun:
+        if verb == "save" and self._begun:
             return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
         return ""
 

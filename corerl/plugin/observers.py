@@ -115,7 +115,7 @@ def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Proces
 
 
 def _instance(loaded: Loaded, options: Any, run_dir: str) -> object:
-    options = options_of(Kind.EXTENSIONS, loaded, options)
+    options = options_of(loaded, options, path=f"extensions.{loaded.name}.options")
     implementation = load_implementation(Kind.EXTENSIONS, loaded)
     try:
         return implementation(options=options, run_dir=run_dir)

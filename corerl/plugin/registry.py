@@ -271,12 +271,11 @@ def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
     return found
 
 
-def options_of(kind: Kind, loaded: Loaded, options: Any) -> Any:
-    """The plugin's options as its config class; they may be a plain table, as they cross Ray. Raises ConfigError."""
-    if isinstance(options, loaded.spec.config):
-        return options
-    suffix = ".options" if kind is Kind.EXTENSIONS else ""
-    return structure(options, loaded.spec.config, path=f"{kind.value}.{loaded.name}{suffix}")
+def options_of(loaded: Loaded, options: Any, *, path: str) -> Any:
+    """The plugin's options as its config class; they may be a plain table, as they cross Ray. Raises ConfigError with
+    paths below `path`, their table."""
+    cls = loaded.spec.config
+    return options if isinstance(options, cls) else structure(options, cls, path=path)
 
 
 def _loaded(kind: Kind, entry: Entry) -> Loaded:

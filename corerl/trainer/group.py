@@ -5,27 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 from attrs import evolve, frozen
 
 from corerl.calls import Calls, Future
-from corerl.checkpoint.copies import memory_of
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
-from corerl.cluster.nodes import elsewhere
-from corerl.cluster.placement import Slot, reserved
+from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError, ResizeFailed, SaveFailed, UserError, WorkerDied
+from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
@@ -56,9 +52,6 @@ T = TypeVar("T")
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
 
 
-Placed: TypeAlias = tuple[RolePlan, Sequence[Slot]]  # for as long as the context; once it ends well, ranks are there
-
-
 class TrainGroup:
     """The ranks of one role, as `TrainGroup.start(config)` gives them.
 
@@ -69,20 +62,16 @@ class TrainGroup:
     """
 
     def __init__(
-        self,
-        processes: RayGroup,
-        plan: RolePlan,
-        again: Callable[[RolePlan, Sequence[Slot]], RayGroup] | None = None,
-        slots: Sequence[Slot] = (),
+        self, processes: RayGroup, plan: RolePlan, slots: Sequence[Slot] = (), watching: Watching | None = None
     ) -> None:
-        """`again` starts other processes in the place of `processes`, which have ended. These are in `slots`."""
+        """`processes` are of the plan, in these slots."""
         self.processes = processes
         self.plan = plan
         self.role = plan.role
-        self._again = again
         self._slots = slots
-        self._watching = Watching()
-        self._planned: Callable[..., AbstractContextManager[Placed]] | None = None  # by `start`, of other sizes
+        self._watching = watching
+        self._config: Config | None = None  # of `start`, and the bundles that it has reserved
+        self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
@@ -105,41 +94,25 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
-        from corerl.plan.settle import with_sizes
+        from corerl.plan.make import plan_group  # slow to import: takes seconds
 
-        current = as_config(config)
-        plan = plan_group(current, role, resume=resume)
+        config = as_config(config)
+        plan = plan_group(config, role, resume=resume)
         for line in plan.notices:
             notify(line)
+        cpus = max(plan.placement.cpus, CPUS)
         with (
-            ray_session(
-                address=plan.cluster.address, cpus=max(plan.placement.cpus, CPUS), forward=hooktrace.wanted()
-            ) as ends,
-            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as room,
+            ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as ends,
+            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as pool,
         ):
-
-            @contextlib.contextmanager
-            def planned(**sizes: Any) -> Iterator[Placed]:
-                nonlocal current
-                changed = with_sizes(current, role, **sizes)
-                again = plan_group(changed, role, resume="")
-                slots: Mapping[str, Sequence[Slot]] = {}
-                try:
-                    found = room.arrange(again.placement)
-                    yield again.role, found[role]
-                    current, slots = changed, found
-                finally:
-                    room.take(slots)  # or give back what was reserved for ranks that did not come
-
             watching = Watching(
                 notify=notify,
                 watchdog=plan.cluster.watchdog,
                 health_timeout=plan.cluster.health_timeout,
                 start_timeout=plan.cluster.start_timeout,
             )
-            group = cls.launch(plan.role, room[role], watching=watching)
-            group._planned = planned
+            group = cls.launch(plan.role, pool[role], watching=watching)
+            group._config, group._pool = config, pool
             try:
                 group.init().result()
                 yield group
@@ -148,22 +121,9 @@ class TrainGroup:
                 group.processes.kill()
 
     @classmethod
-    def launch(
-        cls,
-        plan: RolePlan,
-        slots: Sequence[Slot],
-        *,
-        watching: Watching | None = None,
-    ) -> Self:
+    def launch(cls, plan: RolePlan, slots: Sequence[Slot], *, watching: Watching | None = None) -> Self:
         """Start a process for each rank; returns at once."""
-
-        def processes(plan: RolePlan, slots: Sequence[Slot]) -> RayGroup:
-            names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
-            return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
-
-        group = cls(processes(plan, slots), plan, processes, slots)
-        group._watching = watching or Watching()
-        return group
+        return cls(_processes(plan, slots, watching), plan, slots, watching)
 
     def restart(
         self, resume: str | None = None, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
@@ -171,103 +131,41 @@ class TrainGroup:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
         directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
         these are given."""
-        assert self._again is not None  # it was launched
         self.processes.kill()
         self.plan = plan or self.plan
         if resume is not None:
-            self.plan = resuming(self.plan, resume)
+            assignments = [evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments]
+            self.plan = evolve(self.plan, assignments=tuple(assignments))
         self._slots = self._slots if slots is None else slots
-        self.processes = self._again(self.plan, self._slots)
+        self.processes = _processes(self.plan, self._slots, self._watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
         return self.init()
 
-    def move(self, plan: RolePlan, slots: Sequence[Slot], step: Step) -> InitResult:
-        """Let other ranks go on in the place of these: of `plan`, which may be of another number of ranks, layout or
-        backend, in `slots`. They start while these still have the state, load what these write of it, snapshots
-        included, and then these end. `step` is the one that comes next. Ranks of a frozen role load its model anew.
-
-        The state goes through this machine's memory; where that has no room, or ranks are on other machines, through
-        the run's directory, if there is one. Raises ResizeFailed, or the UserError of the new ranks, if they could not
-        take over: then all is as before.
-        """
-        self._calls.wait()
-        if self.processes.ended:
-            self._calls.raise_unheard()
-            raise WorkerDied(f"the {self.role}'s ranks have ended; move can no longer be called")
-        with self._handed_over(slots, step) as state:
-            others = TrainGroup.launch(resuming(plan, state), slots, watching=self._watching)
-            try:
-                with self._staying():
-                    result = others.init().result()
-            except BaseException:
-                others.processes.kill()
-                raise
-        before = TrainGroup(self.processes, self.plan)
-        before._calls = self._calls
-        self.processes, self.plan, self._again = others.processes, plan, others._again
-        self._slots = others._slots
-        self._calls, self.layouts, self._join_at = others._calls, others.layouts, others._join_at
-        try:
-            before.shutdown("resized")
-        except CorerlError as error:  # which the new ranks do not share
-            if self._watching.notify is not None:
-                self._watching.notify(f"the {self.role}'s old ranks did not end as they should: {error.message}")
-        return result
-
     def resize(
-        self, step: Step, *, ranks: int = 0, backend: str = "", options: Mapping[str, Any] | None = None
+        self, resume: str, *, ranks: int = 0, backend: str = "", options: Mapping[str, Any] | None = None
     ) -> InitResult:
-        """Go on with another number of ranks, another backend, or other `options` of it; what is left out stays as it
-        is, but for the options of another backend. For groups of `start`; `step` is the one that comes next.
+        """Go on from what `save` wrote into the directory `resume` with another number of ranks, another backend, or
+        other `options` of it; what is left out stays as it is, but for the options of another backend. For groups of
+        `start`. The ranks end, and others start in their place; snapshots end with them.
 
-        New ranks start while the old ones still have the state, load what these write of it to this machine's memory,
-        snapshots included, and then the old ones end. Devices that both are on need room for both. Raises UserError
-        with a line for each problem that can be known before a process starts, ResizeFailed if the new ranks could not
-        take over, and CorerlError if the cluster has no room: then all is as before.
+        Raises UserError with a line for each problem that can be known before a process starts, and CorerlError if the
+        cluster has no room: then all is as before.
         """
-        if self._planned is None:
-            raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use move")
-        with self._planned(ranks=ranks, backend=backend, options=options) as (plan, slots):
-            return self.move(plan, slots, step)
+        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
+        from corerl.plan.settle import with_sizes
 
-    @contextlib.contextmanager
-    def _handed_over(self, slots: Sequence[Slot], step: Step) -> Iterator[str]:
-        """The directory in which these ranks' state is, for as long as the block; "" if they are not trained."""
-        if self.plan.objective is None:
-            yield ""
-            return
-        run_dir = self.plan.assignments[0].context.run_dir
-        places = [Path(run_dir) / f"{self.role}.state"] if run_dir else []
-        if not elsewhere([*self.processes.nodes, *(slot.node for slot in slots)]):
-            places.insert(0, memory_of(f"{run_dir or secrets.token_hex(8)}/{self.role}"))
-        why = "ranks on other machines than this one need a directory that all of them reach, such as a run's"
-        with contextlib.ExitStack() as files:
-            for place in places:
-                shutil.rmtree(place, ignore_errors=True)  # what a killed process has left there
-                files.callback(shutil.rmtree, place, ignore_errors=True)
-                try:
-                    with self._staying():
-                        self._add(self._start("hand_over", str(place), step), sum).result()
-                except SaveFailed as error:
-                    why = error.message
-                else:
-                    yield str(place)
-                    return
-        raise ResizeFailed(f"the {self.role}'s ranks stay as they are: {why}")
-
-    @contextlib.contextmanager
-    def _staying(self) -> Iterator[None]:
-        """Errors of new ranks, which these then go on without, are told as such."""
+        if self._config is None or self._pool is None:
+            raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use restart")
+        config = with_sizes(self._config, self.role, ranks=ranks, backend=backend, options=options)
+        plan = plan_group(config, self.role, resume="")
+        slots: Mapping[str, Sequence[Slot]] = {}
         try:
-            yield
-        except (UserError, SaveFailed):
-            raise
-        except CorerlError as error:
-            if self.processes.ended:
-                raise
-            raise ResizeFailed(
-                f"the {self.role}'s ranks stay as they are, since the new ones could not take over: {error.message}"
-            ) from error
+            found = self._pool.arrange(plan.placement)
+            result = self.restart(resume, plan.role, found[self.role]).result()
+            self._config, slots = config, found
+        finally:
+            self._pool.take(slots)  # or give back what was reserved for ranks that did not start
+        return result
 
     # ---- training ---------------------------------------------------------------------------------------------------
 
@@ -439,28 +337,17 @@ class TrainGroup:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, path: str, step: Step, *, background: bool = False) -> Future[int]:
-        """Write this role's part into the directory `path`; returns bytes. `saved` tells when it is complete."""
+        """Write this role's part into the directory `path`; returns bytes. In the background it is copied to the host
+        first, and `saved` tells when it is complete; one to disk and one to memory (/dev/shm) may be in flight."""
         self._require_trained("save")
         self._require_step("save", step)
         saving = self._start("save", path, step, background, at=_at(step))
         return self._add(saving, lambda results: sum(result.bytes for result in results))
 
-    def saved(self, *, wait: bool = False) -> Future[bool]:
-        """Whether the last background save is written on all ranks; with `wait`, once it is. Raises SaveFailed if one
-        failed."""
-        return self._add(self._start("saved", wait), all)
-
-    def copy(self, path: str, step: Step) -> Future[int]:
-        """Begin to write what `save` writes into the directory `path` in memory, such as /dev/shm; returns bytes once
-        the next `train` may be called. `copied` tells when it is complete. Files of an earlier copy that are there are
-        written over, without being allocated anew: let two directories take turns, and one is always complete."""
-        self._require_trained("copy")
-        self._require_step("copy", step)
-        return self._add(self._start("copy", path, step), lambda results: sum(each.bytes for each in results))
-
-    def copied(self, *, wait: bool = False) -> Future[bool]:
-        """Whether the last copy is complete on all ranks; with `wait`, once it is. Raises SaveFailed if one failed."""
-        return self._add(self._start("copied", wait), all)
+    def saved(self, *, wait: bool = False, memory: bool = False) -> Future[bool]:
+        """Whether the last background save is written on all ranks, with `memory` the last one to /dev/shm; with
+        `wait`, once it is. Raises SaveFailed if one failed."""
+        return self._add(self._start("saved", wait, memory), all)
 
     def _require_trained(self, verb: str) -> None:
         """Raise before any rank is called: an error there would end the group."""
@@ -479,8 +366,7 @@ class TrainGroup:
 
     def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[list[SleepResult]]:
         """Free the device memory of these kinds, copying all but `grad` to the host; returns the bytes that each rank
-        freed and still holds. Sleeping kinds are skipped; verbs that need one raise NotResident. Raises MemoryHeld if
-        more than `cluster.max_residual_gib` remains."""
+        freed and still holds. Sleeping kinds are skipped; verbs that need one raise NotResident."""
         return self._add(self._start("sleep", frozenset(kinds)), list)
 
     def wake_up(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[int]:
@@ -546,11 +432,9 @@ class TrainGroup:
         return self.processes.start(method, *args, at=at)
 
 
-def resuming(plan: RolePlan, path: str) -> RolePlan:
-    """The plan of ranks that begin with what is in the directory `path`, or if it is empty with the model."""
-    return evolve(
-        plan, assignments=tuple(evolve(each, config=evolve(each.config, resume=path)) for each in plan.assignments)
-    )
+def _processes(plan: RolePlan, slots: Sequence[Slot], watching: Watching | None) -> RayGroup:
+    names = [f"{plan.role} rank {rank}" for rank in range(len(plan.assignments))]
+    return RayGroup(names, "corerl.trainer.worker:Worker", slots, plan.environment, watching=watching)
 
 
 @frozen

@@ -18,12 +18,10 @@ from corerl.backend import Backend
 from corerl.data.packing import pack
 from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
-from corerl.memory.cache import empty_cache
-from corerl.memory.communicators import lone_rank_options
+from corerl.memory.cache import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.fingerprint import require_same
-from corerl.plugin.hookspecs import STATE
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
@@ -87,7 +85,7 @@ class Worker:
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
-        options = options_of(Kind.BACKENDS, loaded, assignment.config.options)
+        options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
         self.host = PluginHost(
@@ -237,23 +235,8 @@ class Worker:
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)
 
-    def copy(self, path: str, step: Step) -> SaveResult:
-        with self.host.entering("copy", needs=STATE, at=step):
-            return self.backend.copy(path, step)
-
-    def copied(self, wait: bool) -> bool:
-        return self.backend.copied(wait)
-
-    def hand_over(self, path: str, step: Step) -> int:
-        """Write this rank's state for the ranks that are to go on with it; returns bytes."""
-        with self.host.entering("hand_over", needs=STATE, at=step):
-            # What steps have left in the allocator's cache, such as gradients, is room for ranks beside this one.
-            self.clear_memory()
-            self.backend.saved(True)
-            return self.backend.hand_over(path, step)
-
-    def saved(self, wait: bool) -> bool:
-        return self.backend.saved(wait)
+    def saved(self, wait: bool, memory: bool = False) -> bool:
+        return self.backend.saved(wait, memory=memory)
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         return self.host.sleep(kinds=kinds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,22 @@ import torch
 from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.backend import Backend
-from corerl.backend.base import HOOKS, ExtraState, StateKey
+from corerl.backend import Backend, ExtraState, StateKey
+from corerl.checkpoint import writer
+from corerl.checkpoint.writer import BackgroundWriter
 from corerl.config.schema import WeightsConfig
 from corerl.errors import (
     CheckpointError,
     ContractError,
     HookFailed,
-    MemoryHeld,
     ModelError,
     SaveFailed,
     WeightUpdateError,
 )
 from corerl.memory import storage
-from corerl.memory.communicators import Communicators
 from corerl.memory.measure import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
+from corerl.plugin.contract import HOOKS
 from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import PluginHost
 from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
@@ -233,6 +234,21 @@ def test_a_background_save_that_failed_is_told_by_the_next_one_in_the_foreground
     backend.shutdown("finished")
 
 
+def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MEMORY", tmp_path / "memory")
+    release = threading.Event()
+    backend = initialized(PlainBackend(), setup)
+    backend._writer = BackgroundWriter(lambda job: (release.wait(60.0), job()))
+    backend.save(str(tmp_path / "disk"), step_at(1), True)
+    backend.save(str(tmp_path / "memory" / "part"), step_at(1), True)
+    assert backend.saved(True, memory=True) and not backend.saved(False)
+    release.set()
+    assert backend.saved(True)
+    files = [{each.name: each.read_bytes() for each in (tmp_path / at).iterdir()} for at in ("disk", "memory/part")]
+    assert files[0] == files[1] and len(files[0]) == 2
+    backend.shutdown("finished")
+
+
 def test_a_backend_is_told_of_a_snapshots_weights_and_again_of_its_own_also_after_an_error(setup: Setup) -> None:
     class Caches(PlainBackend):
         """Keeps something that is made of its weights, as a working copy is."""
@@ -317,48 +333,6 @@ def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Notin
         notes.append(backend.sleep(set(MemoryKind)).notes)
         backend.wake_up(set(MemoryKind))
     assert notes == [("it could not be pinned",), ()]
-
-
-def test_communicators_are_suspended_while_everything_sleeps_and_no_longer(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(Communicators, "suspend", lambda self: told.append("suspended") or "they cannot be")
-    monkeypatch.setattr(Communicators, "resume", lambda self: told.append("resumed"))
-    backend = PlainBackend()
-    backend.init(evolve(role_config(setup), options=PlainConfig(), suspend_communicators=True), CONTEXT)
-    assert backend.sleep({MemoryKind.MASTER, MemoryKind.GRAD}).notes == ()
-    assert told == []
-    assert backend.sleep({MemoryKind.PARAM, MemoryKind.OPTIMIZER}).notes == ("they cannot be",)
-    backend.wake_up({MemoryKind.PARAM})  # for an update
-    assert backend.sleep({MemoryKind.PARAM}).notes == ()  # told already
-    backend.wake_up(set(MemoryKind))
-    assert told == ["suspended", "resumed"] * 2
-
-
-def test_a_rank_that_holds_more_than_it_may_asleep_says_what_holds_it(setup: Setup) -> None:
-    class Holds(PlainBackend):
-        cache: tuple[torch.Tensor, ...] = ()
-
-        def tensors(self, kind: MemoryKind) -> Any:
-            # Made anew for each call: what was put to sleep is not what is there afterwards.
-            made = [tensor.clone() for tensor in self.cache] if kind is MemoryKind.MASTER else []
-            return [*super().tensors(kind), *made]
-
-    backend = Holds()
-    allowed = 2**20 / 2**30
-    backend.init(evolve(role_config(setup), options=PlainConfig(), max_residual_gib=allowed), CONTEXT)
-    slept = backend.sleep(set(MemoryKind))
-    assert (slept.residual_bytes, slept.driver_freed_bytes) == (0, slept.freed_bytes)
-    backend.wake_up(set(MemoryKind))
-    backend.cache = (torch.zeros(2**19),)  # 2 MiB
-    backend.sleep({MemoryKind.MASTER, MemoryKind.GRAD})  # no bound while others are awake
-    with pytest.raises(MemoryHeld) as caught:
-        backend.sleep({MemoryKind.PARAM, MemoryKind.OPTIMIZER})
-    assert caught.value.message == (
-        "0.00195 GiB of cpu are in use while everything is asleep, more than cluster.max_residual_gib = 0.000976562: "
-        "tensors of master: 0.00195 GiB; raise that limit, or free this memory"
-    )
 
 
 TORCHS = (

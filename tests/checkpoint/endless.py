@@ -1,5 +1,5 @@
-"""Makes one checkpoint after another, of which number n holds n everywhere, until it is killed: `python endless.py save
-RUN_DIR`, or `copy` for copies in memory."""
+"""Writes one checkpoint after another, of which number n holds n everywhere, until it is killed: `python endless.py
+RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 import corerl
-from corerl.checkpoint.commit import begin, begin_over, commit, latest, put_aside, read_state, retain
-from corerl.checkpoint.copies import StateCopies
+from corerl.checkpoint.commit import begin, commit, latest, read_state, retain
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.weights.chunks import Chunk
@@ -23,13 +21,11 @@ from corerl.weights.chunks import Chunk
 RANKS, ROWS = 2, 500_000  # 4 MB a rank
 
 
-def require_newest_of_killed(
-    run_dir: Path, verb: Literal["save", "copy"], *, made: int, moment: Callable[[], bool]
-) -> None:
+def require_newest_of_killed(run_dir: Path, *, made: int, moment: Callable[[], bool]) -> None:
     """Kill such a process at a `moment` after so many checkpoints; the newest is complete then, and no older."""
     environment = {**os.environ, "PYTHONPATH": str(Path(corerl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, __file__, verb, str(run_dir)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, __file__, str(run_dir)], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None
         for _ in range(made):
@@ -60,21 +56,6 @@ def save(run_dir: str) -> None:
         print(step, flush=True)
 
 
-def copy(run_dir: str) -> None:
-    ranks = [StateCopies(torch.device("cpu")) for _ in range(RANKS)]
-    newest: Path | None = None
-    spare: Path | None = None
-    for step in itertools.count(1):
-        partial = begin(run_dir, step) if spare is None else begin_over(spare, step, {"actor": RANKS})
-        for rank, copies in enumerate(ranks):
-            copies.begin(partial / "actor", rank, state(rank, step), {})
-        for copies in ranks:
-            copies.complete(wait=True)
-        before, newest = newest, commit(partial, {"rollout_step": step}, ranks={"actor": RANKS})
-        spare = put_aside(before) if before is not None else None
-        print(step, flush=True)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"save": save, "copy": copy}[sys.argv[1]](sys.argv[2])
+    save(sys.argv[1])

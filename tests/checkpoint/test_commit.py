@@ -358,7 +358,7 @@ def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_as_the_lat
     tmp_path: Path, moment: str
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    require_newest_of_killed(tmp_path, "save", made=1, moment=lambda: bool(list(checkpoints.glob(moment))))
+    require_newest_of_killed(tmp_path, made=1, moment=lambda: bool(list(checkpoints.glob(moment))))
     assert list(checkpoints.glob("step-*.partial"))  # what was half done is there, and is not taken
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from corerl.checkpoint import reader, writer
 from corerl.checkpoint.format import read_index
 from corerl.checkpoint.reader import CheckpointSource, read_extra, written_ranks
-from corerl.checkpoint.sums import Look, look
+from corerl.checkpoint.sums import Checksum, checksum
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, ModelError
 from corerl.weights.chunks import Chunk, fill, intersect
@@ -162,7 +162,7 @@ def test_where_each_rank_reads_what_it_wrote_it_sums_nothing_else(
 ) -> None:
     save(tmp_path, 2)
     summed: list[int] = []
-    monkeypatch.setattr(reader, "look", lambda tensor: summed.append(tensor.numel()) or look(tensor))
+    monkeypatch.setattr(reader, "checksum", lambda tensor: summed.append(tensor.numel()) or checksum(tensor))
     wanted = 0
     for rank in range(2):
         resume(tmp_path, rank, 2)
@@ -197,10 +197,10 @@ def test_values_that_are_not_finite_are_refused_with_the_tensors_name(
     tensors = whole()
     tensors["master"]["q"][2, 1, 4] = value
 
-    def blind(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Look]:
-        return {name: (look(tensor)[0], True) for name, tensor in tensors.items()}
+    def blind(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Checksum]:
+        return {name: (checksum(tensor)[0], True) for name, tensor in tensors.items()}
 
-    monkeypatch.setattr(writer, "look_at_all", blind)  # `write` refuses them too
+    monkeypatch.setattr(writer, "checksums", blind)  # `write` refuses them too
     write(stage(cut(0, 1, tensors), {}), tmp_path, 0)
     told = f"{tmp_path}/rank-00000.safetensors: 'master' of 'q' has NaN or infinite values; resume from a checkpoint of"
     with pytest.raises(CheckpointError, match=f"^{told} an earlier step$"):

@@ -124,9 +124,7 @@ def test_check_notes_a_table_that_it_cannot_check_once(
     assert repeated == "corerl: note: data.held_out: 2 of 2 held-out prompts are prompts of training rows too"
 
 
-def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(
-    sound: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_notes_why_a_model_is_not_packed(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     roberta = ["model.config.model_type=roberta", "model.config.is_decoder=true"]
     why = "RobertaForCausalLM numbers the positions of tokens in its own way, which packing would not"
     assert main(["config", "check", sound, *roberta]) == 0
@@ -138,9 +136,7 @@ def test_check_notes_why_a_model_is_not_packed_and_refuses_to_pack_it(
     assert capsys.readouterr() == (f"{sound}: ok\n", "")
 
 
-def test_check_notes_that_log_probs_are_of_more_tokens_than_are_sampled(
-    sound: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_notes_log_probs_of_unsampled_tokens(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", sound, "rollout.top_p=0.9"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{sound}: ok\n"

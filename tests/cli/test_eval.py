@@ -95,7 +95,7 @@ def test_how_a_run_samples_for_training_is_refused_here(
     assert (settled.samples, settled.temperature, settled.max_tokens) == (8, 0.8, 3)
 
 
-def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
+def test_a_file_is_scored_with_its_runs_newest_weights(
     evaluated: list[Config], checkpoint: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.toml"
@@ -107,7 +107,7 @@ def test_a_file_is_scored_with_the_weights_that_its_run_would_go_on_from(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_weights(
+def test_a_damaged_checkpoint_falls_back_to_an_earlier_one(
     evaluated: list[Config], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: bool
 ) -> None:
     config = make_config(run={"dir": str(tmp_path / "run")})
@@ -128,9 +128,7 @@ def test_a_damaged_checkpoint_is_told_and_never_passed_over_for_the_models_own_w
     assert [each.checkpoint.resume for each in evaluated] == [str(checkpoint)] * 2 * whole
 
 
-def test_a_run_that_does_not_exist_is_not_taken_for_a_file(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_run_is_no_missing_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = checkpoint.parent.parent
     missing = run_dir.with_name("rnu")
     assert main(["eval", str(missing)]) == 2
@@ -141,9 +139,7 @@ def test_a_run_that_does_not_exist_is_not_taken_for_a_file(
     assert capsys.readouterr().err == f"corerl: error: {missing}.toml: no such file; pass the path of a TOML file\n"
 
 
-def test_a_checkpoint_that_is_gone_is_not_taken_for_a_file(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_removed_checkpoint_is_no_missing_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = checkpoint.with_name("step-00000002")
     assert main(["eval", str(gone)]) == 2
     assert capsys.readouterr().err == (

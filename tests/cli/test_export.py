@@ -32,27 +32,6 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys
         assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
 
 
-def test_the_dtype_of_the_weights_is_the_one_asked_for(tmp_path: Path) -> None:
-    config = make_config()
-    model = make_model(config, seed=1)
-    checkpoint = save(tmp_path, config, model, step=2)
-    assert main(["export", str(checkpoint), str(tmp_path / "model"), "--dtype", "float16"]) == 0
-    found = embedding(tmp_path / "model")
-    assert found.dtype == torch.float16 and torch.equal(found, model.get_input_embeddings().weight.half())
-
-
-def test_a_newer_checkpoint_that_is_damaged_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config()
-    model = make_model(config, seed=1)
-    damaged = [save(tmp_path, config, model, step=step) for step in (2, 10)][1]
-    (damaged / "actor/rank-00001.json").unlink()
-    assert main(["export", str(tmp_path), str(tmp_path / "model")]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"wrote {tmp_path}/model\n"
-    line = "corerl: skipping step-00000010, using step-00000002: "
-    assert err.startswith(f"{line}{damaged}/actor/rank-00001.json is missing")
-
-
 @pytest.mark.parametrize("role_wide", [False, True])
 def test_a_newer_checkpoint_whose_bytes_have_changed_is_told_of(
     tmp_path: Path, role_wide: bool, capsys: pytest.CaptureFixture[str]
@@ -96,20 +75,6 @@ def test_adapters_are_exported_alone_or_merged(tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit) as end:
             main(["export", str(checkpoint), str(tmp_path / "both"), *words])
         assert end.value.code == 2
-
-
-@pytest.mark.parametrize("how", ["--adapter", "--merge"])
-def test_a_role_without_adapters_is_exported_without_either(
-    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = make_config()
-    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
-    assert main(["export", str(checkpoint), str(tmp_path / "model"), how]) == 2
-    assert capsys.readouterr().err == (
-        f"corerl: error: the actor of {checkpoint} was trained as a whole, without adapters; export it without either "
-        "of --adapter and --merge\n"
-    )
-    assert not (tmp_path / "model").exists()
 
 
 def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     return configs
 
 
-def test_the_loop_gets_the_file_with_the_overrides_in_their_order(
+def test_the_loop_gets_the_file_with_overrides(
     trained: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(SOUND)
@@ -43,7 +43,7 @@ def test_modules_beside_the_run_can_be_imported(
     assert sys.path[-1] == str(tmp_path)
 
 
-def test_a_failure_of_the_run_is_one_line_and_status_1(
+def test_a_failure_of_the_run_has_status_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(config: Config) -> None:

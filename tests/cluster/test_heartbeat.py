@@ -303,7 +303,7 @@ def test_the_oldest_of_several_calls_is_reported(recorder: Recorder, clock: Cloc
         clock.now = 5.0
     beat = recorder.heartbeat("", "train", {thread.ident or 0: (2, 8)})
     assert (beat.calls, beat.counts, beat.hook) == ({4: 5.0, 5: 5.0}, {5: (2, 8)}, "train")
-    assert re.fullmatch(r"cluster/test_heartbeat.py:\d+ in test_calls_at_the_same_time\w+", beat.place)
+    assert re.fullmatch(r"cluster/test_heartbeat.py:\d+ in test_the_oldest_of_several_calls_is_reported", beat.place)
     mine = recorder.end()[0]
     recorder.start(6)
     assert recorder.end()[0].lane == 0  # it is free again

@@ -140,8 +140,7 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
 ) -> None:
     (tmp_path / "cpu.max").write_text(f"{quota}\n")
     (tmp_path / "environ").write_bytes(b"HOME=/root\0PATH=/bin\0")
-    for module in ("corerl.cluster.process", "corerl.spare"):
-        monkeypatch.setattr(f"{module}.Path", lambda path: tmp_path / path.rpartition("/")[2])
+    monkeypatch.setattr("corerl.cluster.process.Path", lambda path: tmp_path / path.rpartition("/")[2])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(24)))
     monkeypatch.setenv(THREADS, by_ray)
     Process("actor rank 0", "nowhere:Nothing", neighbors=neighbors)

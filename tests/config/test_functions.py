@@ -30,9 +30,7 @@ def test_what_is_not_there_is_told_with_the_setting(name: str, message: str) -> 
     assert caught.value.message == message
 
 
-def test_a_module_that_is_not_there_is_told_with_the_nearest_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_module_is_answered_with_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     failed = "a.b: 'no_such_module:f': cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_m"
     with pytest.raises(ConfigError) as caught:
@@ -46,9 +44,7 @@ def test_a_module_that_is_not_there_is_told_with_the_nearest_in_the_working_dire
     assert caught.value.message == f"{failed}odule'; did you mean 'no_such_modules'?"
 
 
-def test_a_function_that_is_not_there_is_answered_with_those_that_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_function_is_answered_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "has_two.py").write_text("import os\ndef fair(): ...\ndef foul(): ...\ndef _own(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="^a.b: 'has_two:score': module .* no function 'score'; it has fair, foul$"):

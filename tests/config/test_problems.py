@@ -11,7 +11,7 @@ def collect(problems: Problems, setting: str, error: Exception) -> None:
         raise error
 
 
-def test_one_error_stays_itself_and_several_become_the_lines_of_one() -> None:
+def test_several_errors_become_the_lines_of_one() -> None:
     problems = Problems()
     problems.raise_all()
     for _ in range(2):  # said twice is told once

@@ -25,7 +25,7 @@ def test_adapters_are_those_of_the_table_of_the_role() -> None:
     assert config_with().lora is None and config_with(lora={}).lora == LoraConfig()
 
 
-def test_what_is_unset_comes_from_a_directory_or_is_the_common_value() -> None:
+def test_unset_settings_come_from_the_directory_or_a_default() -> None:
     assert LoraConfig(rank=8).settled({}) == LoraConfig(rank=8, alpha=32.0, targets=("all-linear",), rslora=False)
     saved = {"rank": 3, "alpha": 7.0, "targets": ("v_proj",), "rslora": True}
     assert LoraConfig(alpha=5.0).settled(saved) == LoraConfig(rank=3, alpha=5.0, targets=("v_proj",), rslora=True)
@@ -34,7 +34,7 @@ def test_what_is_unset_comes_from_a_directory_or_is_the_common_value() -> None:
 @pytest.mark.parametrize(
     ("rank", "rslora", "scale"), [(16, False, 2.0), (64, False, 0.5), (16, True, 8.0), (64, True, 4.0)]
 )
-def test_the_scale_is_alpha_by_the_rank_or_by_its_root(rank: int, rslora: bool, scale: float) -> None:
+def test_the_scale_is_alpha_by_rank_or_its_root(rank: int, rslora: bool, scale: float) -> None:
     assert LoraConfig(rank=rank, alpha=32.0, rslora=rslora).scale == scale
 
 
@@ -58,9 +58,7 @@ def test_the_scale_is_alpha_by_the_rank_or_by_its_root(rank: int, rslora: bool, 
     ],
 )
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_settings_of_adapters_that_do_not_fit_are_told_with_their_path(
-    role: str, given: dict[str, object], line: str
-) -> None:
+def test_wrong_settings_of_adapters_are_named_by_path(role: str, given: dict[str, object], line: str) -> None:
     own = role == "critic"
     tables: dict[str, object] = {"roles": {"critic": {"ranks": 1, "lora": given}}} if own else {"lora": given}
     with pytest.raises(ConfigError) as caught:

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_named_with_its_path(data: Any, line: str) -> None:
     assert problems_of(data, path="x.y") == [line]
 
 
-def test_a_problem_is_cut_inside_and_ends_as_it_would_in_full() -> None:
+def test_a_long_problem_keeps_its_end() -> None:
     names = [f"setting_{number:03}" for number in range(200)]
     cls = make_class("Many", {name: field(type=int, default=0) for name in names})
     with pytest.raises(ConfigError) as caught:

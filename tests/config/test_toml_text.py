@@ -42,7 +42,7 @@ def test_every_field_has_its_path_type_default_and_help() -> None:
     ]
 
 
-def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
+def test_every_setting_has_help_and_a_toml_default() -> None:
     entries = list(describe(Config))
     assert [entry.path for entry in entries if not entry.help] == []
     assert [entry.path for entry in entries if entry.default == "required"] == [
@@ -64,7 +64,7 @@ def test_every_setting_of_a_run_has_help_and_a_default_that_is_toml() -> None:
         assert tomllib.loads(f"x = {entry.default}")["x"] == value, entry.path
 
 
-def test_each_setting_stands_below_its_help_and_loads_as_it_was() -> None:
+def test_settings_with_help_load_as_without() -> None:
     extensions = (ExtensionChoice(name="a"), ExtensionChoice(name="b", options=Other(name="c")))
     resolved = evolve(CONFIG, backends={"mine": Options(name="a"), "other": {"name": "raw"}}, extensions=extensions)
     resolved = evolve(resolved, data=evolve(resolved.data, system="one\u2028line\x85still"))

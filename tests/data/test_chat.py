@@ -10,7 +10,7 @@ from tests.data.files import load, write
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}
 
 
-def test_one_message_reads_as_it_is_and_several_with_their_roles() -> None:
+def test_several_messages_read_with_their_roles() -> None:
     assert readable((USER,)) == "3+4?"
     assert readable((SYSTEM, USER)) == "system: Be brief.\nuser: 3+4?"
 
@@ -24,7 +24,7 @@ def test_tool_calls_are_read_behind_what_is_said() -> None:
     assert readable((USER, {**asks, "tool_calls": [{"function": 3}]})) == "user: 3+4?\nassistant: ?()"
 
 
-def test_what_refuses_is_content_and_functions_are_tools_as_in_openais_older_format() -> None:
+def test_openais_older_fields_are_read_as_content_and_tools() -> None:
     no = {"role": "assistant", "content": "No."}
     assert read_message({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}) == no
     assert read_message({"role": "assistant", "content": None, "refusal": "No."}) == no
@@ -39,7 +39,7 @@ def test_what_refuses_is_content_and_functions_are_tools_as_in_openais_older_for
     assert read_message(result) == {**result, "role": "tool"}
 
 
-def test_a_system_message_is_for_all_chats_and_for_no_text(tmp_path: Path) -> None:
+def test_a_system_message_is_for_chats_only(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", json.dumps({"prompt": [USER]}), '{"prompt": "5+6?"}')
     source = load(path, system="Be brief.")
     assert (source.chat, source.prompt(0).messages, source.prompt(1).messages) == (True, (SYSTEM, USER), ())
@@ -48,7 +48,7 @@ def test_a_system_message_is_for_all_chats_and_for_no_text(tmp_path: Path) -> No
         load(texts, system="Be brief.")
 
 
-def test_with_chat_a_text_is_the_users_message_and_stays_the_prompts_text(tmp_path: Path) -> None:
+def test_with_chat_a_text_is_the_users_message(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "3+4?"}', '{"prompt": "5+6?"}')
     plain, chat, told = load(path), load(path, chat=True), load(path, chat=True, system="Be brief.")
     assert (plain.chat, chat.chat) == (False, True)
@@ -58,7 +58,7 @@ def test_with_chat_a_text_is_the_users_message_and_stays_the_prompts_text(tmp_pa
     assert chat.train.tolist() == plain.train.tolist()
 
 
-def test_a_chat_with_a_system_message_of_its_own_keeps_that(tmp_path: Path) -> None:
+def test_a_chat_keeps_its_own_system_message(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl",
         '{"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "x"}]}',

@@ -33,7 +33,7 @@ def test_a_digest_is_the_same_on_every_platform() -> None:
     assert found == xxh3_64_intdigest(written) == 11038366452130420178
 
 
-def test_a_digest_depends_on_every_field_and_on_which_are_read() -> None:
+def test_a_digest_depends_on_every_field_and_key() -> None:
     rows = [ROW, {**ROW, "prompt": "2+2"}, {**ROW, "answer": "5"}, {**ROW, "level": 4}, {**ROW, "more": ["1"]}]
     found = {digest(row, *KEYS) for row in rows}
     assert len(found) == len(rows)
@@ -72,7 +72,7 @@ def held_out(source: PromptSource) -> list[str]:
     return [prompt.text for prompt in source.held_out_prompts()]
 
 
-def test_the_same_rows_are_held_out_in_any_order_of_the_file(tmp_path: Path) -> None:
+def test_the_same_rows_are_held_out_in_any_order(tmp_path: Path) -> None:
     lines = numbered(tmp_path / "p.jsonl", 40).read_text().splitlines()
     turned = load(write(tmp_path / "t.jsonl", *lines[::-1]), held_out=5)
     assert held_out(turned) == held_out(load(tmp_path / "p.jsonl", held_out=5))
@@ -95,7 +95,7 @@ def test_copies_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     assert (alone.copies, twice.copies, len(twice)) == (0, 3, 17)
 
 
-def test_where_all_rows_are_copies_they_are_trained_on_and_counted(tmp_path: Path) -> None:
+def test_rows_that_are_all_copies_are_trained_on(tmp_path: Path) -> None:
     source = load(write(tmp_path / "p.jsonl", *[json.dumps(ROW)] * 6), held_out=2)
     assert (len(source.train), len(source.held_out), source.copies) == (4, 2, 0)
     with pytest.raises(DataError, match="held_out=6 leaves nothing to train on: .* has 6 prompts"):

@@ -69,7 +69,7 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     assert load(path, chat=True).where(1) == f"{path}:3"
 
 
-def test_objects_line_by_line_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
+def test_json_lines_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
     for name in ("p.json", "p.txt"):
         assert load(write(tmp_path / name, "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
 
@@ -161,7 +161,7 @@ def test_a_damaged_saved_data_set_is_named(tmp_path: Path) -> None:
         ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
     ],
 )
-def test_a_row_that_cannot_be_used_is_named_with_its_number(
+def test_an_unusable_row_is_named_with_its_number(
     tmp_path: Path, columns: dict[str, list[object]], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
@@ -251,7 +251,7 @@ def test_splits_that_were_saved_together_are_chosen_by_name(tmp_path: Path) -> N
     )
 
 
-def test_a_cache_of_hugging_face_is_read_at_its_main_revision(tmp_path: Path) -> None:
+def test_the_cache_of_hugging_face_is_read_at_main(tmp_path: Path) -> None:
     cache = tmp_path / "datasets--x--y"
     for revision in ("abc", "def"):
         blobs = put(cache / "blobs" / revision, "file", rows=2 if revision == "abc" else 5)

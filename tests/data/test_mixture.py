@@ -24,7 +24,7 @@ def mixed(directory: Path, *, seed: int = 0, **weights: float) -> PromptSource:
     return load_prompts(DataConfig(sources=sources, held_out=2), seed=seed)
 
 
-def test_every_prompt_is_from_the_source_that_lags_most_and_shares_stay_within_one_prompt(tmp_path: Path) -> None:
+def test_every_prompt_is_from_the_source_that_lags_most(tmp_path: Path) -> None:
     stream = PromptStream(mixed(tmp_path), seed=1)
     names = [prompt.source for n in (1, 7, 64, 128) for prompt in stream.take(n)]
     shares = {"math": Fraction(6, 10), "code": Fraction(3, 10), "chat": Fraction(1, 10)}
@@ -38,7 +38,7 @@ def test_every_prompt_is_from_the_source_that_lags_most_and_shares_stay_within_o
     assert names[:10] == ["math", "code", "math", "math", "code", "math", "chat", "math", "code", "math"]
 
 
-def test_each_source_keeps_the_split_and_the_order_that_it_has_by_itself(tmp_path: Path) -> None:
+def test_each_source_of_a_mix_keeps_split_and_order(tmp_path: Path) -> None:
     mix = mixed(tmp_path)
     alone = {name: load(tmp_path / f"{name}.jsonl", held_out=2) for name in WEIGHTS}
     taken = PromptStream(mix, seed=1).take(200)
@@ -80,7 +80,7 @@ def test_a_position_in_another_mix_is_refused(tmp_path: Path) -> None:
         PromptStream(mixed(tmp_path), seed=2).restore(position)
 
 
-def test_sources_have_keys_of_their_own_and_take_the_common_ones_where_they_name_none(tmp_path: Path) -> None:
+def test_keys_of_a_source_override_the_common_ones(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", '{"question": "q", "solution": "s"}')
     second = write(tmp_path / "b.jsonl", '{"text": "t", "label": "l"}')
     sources = (
@@ -126,7 +126,7 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
         load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
 
 
-def test_sources_have_system_messages_of_their_own_or_none_or_the_common_one(tmp_path: Path) -> None:
+def test_system_messages_of_a_source_override_the_common_one(tmp_path: Path) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 2, prefix="q"))
     told = {"common": None, "own": "Write code.", "none": ""}
     sources = tuple(DataSource(source=path, name=name, system=system) for name, system in told.items())

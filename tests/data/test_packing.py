@@ -33,7 +33,7 @@ def plan() -> StepPlan:
     )
 
 
-def test_sequences_are_laid_end_to_end_with_positions_of_their_own() -> None:
+def test_sequences_are_packed_with_positions_of_their_own() -> None:
     packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
     first, _ = packed.micro_batches
     assert packed.count == 2
@@ -74,7 +74,7 @@ def test_a_rank_gets_its_own_share() -> None:
     assert real.columns["weights"].tolist() == [0.0, 0.5]
 
 
-def test_only_the_columns_that_are_asked_for_travel_with_the_weights() -> None:
+def test_only_requested_columns_travel_with_the_weights() -> None:
     first, _ = pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):

@@ -99,13 +99,13 @@ def test_an_aggregation_weighs_the_tokens_of_a_step(aggregation: str, expected: 
         ("constant-length", [1 / (3 * 16)] * 5),
     ],
 )
-def test_an_episode_of_several_samples_is_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
+def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
     batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
     (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
     assert step.scales.tolist() == pytest.approx(expected)
 
 
-def test_the_samples_of_an_episode_are_in_one_step_and_any_number_is_divided() -> None:
+def test_samples_of_an_episode_are_in_one_step() -> None:
     rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
     batch = random_batch(len(rows)).with_rows(episode=rows, group=rows // 3)
     steps = plan_steps(batch, **{**DEFAULTS, "layout": layout(5), "mini_batches": 3, "aggregation": "sequence-mean"})
@@ -121,7 +121,7 @@ def test_the_samples_of_an_episode_are_in_one_step_and_any_number_is_divided() -
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-def test_weights_of_each_step_sum_to_one_and_are_zero_outside_of_it(aggregation: str) -> None:
+def test_weights_of_each_step_sum_to_one(aggregation: str) -> None:
     batch = random_batch(40, samples_per_group=4)
     for step in plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "aggregation": aggregation}):
         weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
@@ -141,7 +141,7 @@ PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name 
         ("constant-length", [1 / 16] * 5, 3),
     ],
 )
-def test_a_part_of_a_step_has_the_weights_of_a_step_of_which_nothing_is_counted_yet(
+def test_a_part_of_a_step_has_weights_without_the_count(
     aggregation: str, expected: list[float], denominator: int
 ) -> None:
     batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
@@ -154,7 +154,7 @@ def test_a_part_of_a_step_has_the_weights_of_a_step_of_which_nothing_is_counted_
 
 @pytest.mark.parametrize("unit", [1.0, 37.0])
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
-def test_the_parts_of_a_step_have_its_weights_once_all_are_counted(aggregation: str, unit: float) -> None:
+def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
     rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
     lengths = np.random.default_rng(2).integers(1, 30, len(rows))  # of one token, there is none with a loss
     batch = batch_of(lengths.tolist()).with_rows(episode=rows, group=rows // 3)
@@ -168,13 +168,13 @@ def test_the_parts_of_a_step_have_its_weights_once_all_are_counted(aggregation: 
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
 
 
-def test_a_part_of_a_step_keeps_to_the_budget_and_to_equally_many_micro_batches_a_rank() -> None:
+def test_a_part_of_a_step_keeps_to_the_budget() -> None:
     plan, _ = plan_part(batch := random_batch(25), **{**PART, "layout": layout(3)})
     assert len({len(rank) for rank in plan.micro_batches}) == 1
     assert all(batch.lengths[members].sum() <= 32 for rank in plan.micro_batches for members in rank)
 
 
-def test_the_members_of_a_plan_are_its_samples_without_those_that_fill_up() -> None:
+def test_members_of_a_plan_are_its_samples_without_fillers() -> None:
     for samples, ranks, fills in ((2, 5, True), (3, 4, True), (40, 4, False)):
         plan = plan_forward(random_batch(samples), layout(ranks), tokens_per_micro_batch=48)
         assert any(sum(plan.filler, ())) == fills, plan.filler
@@ -188,7 +188,7 @@ def test_the_members_of_a_plan_are_its_samples_without_those_that_fill_up() -> N
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int) -> None:
+def test_micro_batches_keep_to_budget_and_equal_counts(multiple: int) -> None:
     batch, ranks = random_batch(60), layout(3, sequence_multiple=multiple, micro_batch_multiple=4)
     forward = plan_forward(batch, ranks, tokens_per_micro_batch=64)
     (step,) = plan_steps(batch, **{**DEFAULTS, "layout": ranks, "tokens_per_micro_batch": 64})
@@ -203,7 +203,7 @@ def test_micro_batches_keep_to_the_budget_and_ranks_to_one_number(multiple: int)
     assert not forward.scales.any()
 
 
-def test_padded_to_their_longest_sample_micro_batches_keep_to_the_budget_and_are_as_few_as_can_be() -> None:
+def test_rectangular_micro_batches_are_as_few_as_the_budget_allows() -> None:
     ranks = layout(3, rectangular=True, sequence_multiple=2, micro_batch_multiple=2)
     batch = random_batch(60)
     padded = [-(-int(length) // 2) * 2 for length in batch.lengths]
@@ -266,7 +266,7 @@ def test_ranks_get_almost_equally_many_tokens() -> None:
     assert sum(tokens) == len(batch.tokens)
 
 
-def test_fewer_samples_than_ranks_are_filled_up_with_the_shortest_sample() -> None:
+def test_ranks_without_samples_get_the_shortest_as_filler() -> None:
     plan = plan_forward(batch_of([9, 4]), layout(3, micro_batch_multiple=2), tokens_per_micro_batch=16)
     assert plan.filler == ((False, True), (False, True), (True, True))
     assert [[members.tolist() for members in rank] for rank in plan.micro_batches] == [
@@ -277,7 +277,7 @@ def test_fewer_samples_than_ranks_are_filled_up_with_the_shortest_sample() -> No
 
 
 @pytest.mark.parametrize("times", [1, 1000])
-def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty(times: int) -> None:
+def test_loss_tokens_are_counted_per_sample(times: int) -> None:
     batch = SampleBatch(
         tokens=np.zeros(5 * times, dtype=np.int64),
         offsets=np.array([0, 0, 3, 3, 5, 5]) * times,
@@ -287,7 +287,7 @@ def test_loss_tokens_are_counted_per_sample_also_where_one_is_empty(times: int) 
     assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
 
 
-def test_a_batch_of_fewer_groups_than_mini_batches_is_a_step_for_each_group() -> None:
+def test_with_few_groups_each_is_a_step() -> None:
     steps = plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
     trained = [sorted(np.flatnonzero(step.scales).tolist()) for step in steps]
     assert [sorted(trained[epoch : epoch + 2]) for epoch in (0, 2)] == [[[0, 1], [2, 3]]] * 2
@@ -303,7 +303,7 @@ def test_a_batch_without_samples_is_refused() -> None:
         plan_forward(batch_of([]), layout(1), tokens_per_micro_batch=8)
 
 
-def test_a_share_is_a_dp_ranks_part_of_the_plan_counted_in_the_samples_that_it_is_given() -> None:
+def test_a_share_indexes_the_samples_that_a_rank_is_given() -> None:
     plan = StepPlan(
         micro_batches=((np.array([4, 1]), np.array([7])), (np.array([2]), np.array([1])), (np.array([9]),) * 2),
         filler=((False, False), (False, True), (False, True)),

@@ -16,7 +16,7 @@ def test_sort_digits_asks_for_five_digits_in_order() -> None:
     assert SortDigits(held_out=256, seed=0).prompt(7).text == "00007>"
 
 
-def test_held_out_prompts_are_the_same_for_a_seed_and_never_trained_on() -> None:
+def test_held_out_prompts_follow_from_the_seed() -> None:
     source, again, other = (
         SortDigits(held_out=256, seed=1),
         SortDigits(held_out=256, seed=1),
@@ -35,7 +35,7 @@ def test_holding_out_everything_is_refused(tmp_path: Path) -> None:
         load(numbered(tmp_path / "p.jsonl", 4), held_out=4)
 
 
-def test_every_epoch_has_each_training_prompt_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_each_training_prompt_once(tmp_path: Path) -> None:
     source = load(numbered(tmp_path / "p.jsonl", 21), held_out=1)
     stream = PromptStream(source, seed=5)
     taken = [prompt.index for prompt in stream.take(15) + stream.take(30) + stream.take(15)]
@@ -54,7 +54,7 @@ def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> No
     assert fresh.position == stream.position
 
 
-def test_a_position_in_other_data_or_of_another_seed_is_refused(tmp_path: Path) -> None:
+def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
     position = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5).position
     with pytest.raises(CheckpointError, match="has data=[0-9a-f]{16}, but this run has data=[0-9a-f]{16}; resume"):
         PromptStream(load(numbered(tmp_path / "q.jsonl", 11)), seed=5).restore(position)
@@ -62,14 +62,14 @@ def test_a_position_in_other_data_or_of_another_seed_is_refused(tmp_path: Path) 
         PromptStream(load(tmp_path / "p.jsonl"), seed=6).restore(position)
 
 
-def test_the_split_of_a_file_is_kept_when_it_is_loaded_again(tmp_path: Path) -> None:
+def test_a_file_is_split_alike_each_time(tmp_path: Path) -> None:
     path = numbered(tmp_path / "p.jsonl", 21)
     one, two = load(path, held_out=5), load(path, held_out=5)
     assert one.held_out_prompts() == two.held_out_prompts()
     assert not set(one.held_out.tolist()) & set(one.train.tolist())
 
 
-def test_prompts_that_are_given_back_come_first_also_after_a_resume() -> None:
+def test_returned_prompts_come_first_also_after_a_resume() -> None:
     stream = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
     begun = stream.take(5)
     stream.give_back(begun[1])
@@ -87,7 +87,7 @@ def test_prompts_that_are_given_back_come_first_also_after_a_resume() -> None:
 # ---- prompts that are left out ---------------------------------------------------------------------------------------
 
 
-def test_left_out_prompts_are_passed_over_and_the_others_keep_their_order(tmp_path: Path) -> None:
+def test_left_out_prompts_are_skipped_in_order(tmp_path: Path) -> None:
     path = numbered(tmp_path / "p.jsonl", 21)
     whole, less = load(path, held_out=5), load(path, held_out=5)
     left_out = frozenset([*less.train[::3].tolist(), int(less.held_out[1])])
@@ -99,7 +99,7 @@ def test_left_out_prompts_are_passed_over_and_the_others_keep_their_order(tmp_pa
     ]
 
 
-def test_a_mix_is_exact_where_one_source_has_prompts_that_are_left_out(tmp_path: Path) -> None:
+def test_a_mix_stays_exact_with_left_out_prompts(tmp_path: Path) -> None:
     sources = tuple(
         DataSource(source=str(numbered(tmp_path / f"{name}.jsonl", 40, prefix=name)), weight=weight)
         for name, weight in (("a", 3.0), ("b", 1.0))

@@ -86,9 +86,7 @@ def test_the_same_rows_in_another_order_are_drawn_as_before(first: Drawing, resu
 
 
 @pytest.mark.parametrize("texts", [OLD + NEW, NEW + OLD, [*OLD[::-1], *NEW]])
-def test_added_rows_come_at_the_end_of_the_epoch_and_then_with_all(
-    first: Drawing, resumed: Any, texts: list[str]
-) -> None:
+def test_added_rows_come_at_the_end_of_the_epoch(first: Drawing, resumed: Any, texts: list[str]) -> None:
     more = resumed(texts)
     assert "data: new rows: 8; they come at the end of this epoch" in more.lines and not more.differs
     assert more.held_out == first.held_out
@@ -118,7 +116,7 @@ def test_a_run_with_added_rows_is_resumed_where_it_stood(
     assert sorted(following[rest : rest + 2]) == last
 
 
-def test_an_added_copy_of_a_held_out_row_is_not_trained_on(first: Drawing, resumed: Any) -> None:
+def test_an_added_copy_of_a_held_out_row_is_skipped(first: Drawing, resumed: Any) -> None:
     trained = next(text for text in OLD if text not in first.held_out)
     more = resumed([*OLD, *first.held_out, trained])
     assert more.lines == ["data: new rows: 1; they come at the end of this epoch"]
@@ -126,7 +124,7 @@ def test_an_added_copy_of_a_held_out_row_is_not_trained_on(first: Drawing, resum
     assert more.source.copies == 4
 
 
-def test_further_rows_are_held_out_only_of_those_that_were_not_trained_on(first: Drawing, resumed: Any) -> None:
+def test_further_rows_are_held_out_of_untrained_ones(first: Drawing, resumed: Any) -> None:
     more = resumed(OLD + NEW, held_out=9)
     assert not more.differs and "data: new rows that are held out: 5" in more.lines
     assert more.held_out[:4] == first.held_out and {*more.held_out[4:]} < {*NEW}
@@ -161,7 +159,7 @@ def test_other_rows_are_told_and_begin_at_their_first_prompt(
     assert epochs[0] != epochs[1]
 
 
-def test_an_edited_row_that_was_held_out_is_held_out_again(first: Drawing, resumed: Any) -> None:
+def test_an_edited_held_out_row_is_held_out_again(first: Drawing, resumed: Any) -> None:
     edited = first.held_out[2]
     other = resumed([text if text != edited else "edited" for text in OLD])
     assert other.held_out == [*(text for text in first.held_out if text != edited), "edited"]
@@ -200,7 +198,7 @@ def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
     assert other.held_out == first.held_out
 
 
-def test_one_step_off_added_rows_wait_for_the_epoch_of_the_batch_in_flight(first: Drawing, tmp_path: Path) -> None:
+def test_one_step_off_added_rows_wait_for_the_next_epoch(first: Drawing, tmp_path: Path) -> None:
     state = first.state
     first.draw(14)  # the batch in flight goes 4 into the next epoch
     state["source"]["sampled"] = first.state["source"]["prompts"]
@@ -224,7 +222,7 @@ def mixed(directory: Path, *, held_out: int = 2, weights: Sequence[float] = (3, 
 A, B = [f"a{n}" for n in range(12)], [f"b{n}" for n in range(7)]
 
 
-def test_of_a_mix_the_source_that_grew_has_its_rows_added(tmp_path: Path) -> None:
+def test_a_source_of_a_mix_may_grow(tmp_path: Path) -> None:
     one = begun(mixed(tmp_path, a=A, b=B))
     one.draw(16)  # of b 4 of 5
     (tmp_path / "now").mkdir()
@@ -265,7 +263,7 @@ def test_a_source_of_another_name_goes_on_by_its_rows(tmp_path: Path) -> None:
     assert other.draw(60) == one.draw(60)
 
 
-def test_rows_of_a_mix_stay_held_out_where_they_become_one_source(tmp_path: Path) -> None:
+def test_rows_of_a_mix_stay_held_out_in_one_source(tmp_path: Path) -> None:
     one = begun(mixed(tmp_path, a=A, b=B))
     alone = begun(load(rows(tmp_path / "ab.jsonl", A + B), held_out=4), one.state)
     assert {*alone.held_out} == {*one.held_out}

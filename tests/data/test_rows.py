@@ -70,20 +70,20 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
         ),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+def test_an_unusable_line_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "fine"}', line, '{"prompt": "fine"}')
     with pytest.raises(DataError, match=message):
         load(path)
 
 
-def test_a_line_that_is_not_utf8_is_named_with_its_number(tmp_path: Path) -> None:
+def test_a_line_without_utf8_is_named_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
     with pytest.raises(DataError, match="p.jsonl:2: not valid JSON"):
         load(path)
 
 
-def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_path: Path) -> None:
+def test_an_answer_key_must_be_a_field_of_some_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "1"}', '{"prompt": "2", "result": "3"}')
     assert [load(path, held_out=0, answer_key="result").prompt(index).answer for index in (0, 1)] == ["", "3"]
     assert load(path, held_out=0).prompt(1).answer == ""  # the default field may be missing
@@ -94,7 +94,7 @@ def test_an_answer_key_that_the_config_names_must_be_a_field_of_some_row(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_tools_key_that_the_config_names_must_be_a_field_of_some_row(kind: str, tmp_path: Path) -> None:
+def test_a_tools_key_must_be_a_field_of_some_row(kind: str, tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "answer": ""}, {"prompt": [USER], "functions": TOOLS, "answer": "1"}]
     if kind == "jsonl":
         path = write(tmp_path / "p.jsonl", *map(json.dumps, rows))
@@ -138,7 +138,7 @@ READ = [
 ]
 
 
-def test_parts_empty_contents_and_written_arguments_are_read_as_openai_writes_them(tmp_path: Path) -> None:
+def test_messages_are_read_as_openai_writes_them(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", json.dumps({"prompt": SAID, "tools": TOOLS}), json.dumps({"prompt": SAID}))
     source = load(path)
     assert list(source.prompt(0).messages) == list(source.prompt(1).messages) == READ
@@ -147,7 +147,7 @@ def test_parts_empty_contents_and_written_arguments_are_read_as_openai_writes_th
     assert (list(source.prompt(0).tools), source.prompt(1).tools) == (TOOLS, ())
 
 
-def test_an_empty_list_of_calls_is_none_and_a_begun_answer_may_have_it(tmp_path: Path) -> None:
+def test_an_empty_list_of_calls_is_none(tmp_path: Path) -> None:
     begun = {"role": "assistant", "content": "It is "}
     row = {"prompt": [{**USER, "tool_calls": None}, {**begun, "tool_calls": []}]}
     for source in (
@@ -164,7 +164,7 @@ def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Pa
 
 
 @pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])
-def test_tools_may_be_json_text_and_stand_in_a_field_of_any_name(tmp_path: Path, written: object) -> None:
+def test_tools_may_be_json_text_in_any_field(tmp_path: Path, written: object) -> None:
     rows = ({"prompt": "2+2?", "functions": written, "tools": 3, "n": n} for n in range(2))
     path = write(tmp_path / "p.jsonl", *map(json.dumps, rows))
     assert list(load(path, chat=True, tools_key="functions").prompt(0).tools) == TOOLS
@@ -277,7 +277,7 @@ def test_skipping_leaves_out_every_row_that_cannot_be_used(tmp_path: Path) -> No
         assert f"{sum(each == kind for _, each in refused)} {kind}" in notice
 
 
-def test_a_missing_field_is_named_where_the_first_row_is_skipped(tmp_path: Path) -> None:
+def test_a_missing_field_is_named_behind_a_skipped_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "not JSON", '{"prompt": "a", "result": "1"}', '{"prompt": "b"}')
     with pytest.raises(DataError, match="no row has the field 'solution'; the first row has: prompt, result; set"):
         load(path, refused="skip", answer_key="solution")

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import pytest
 from attrs import define, field
 
 from corerl.calls import Future
-from corerl.checkpoint import commit
-from corerl.checkpoint import copies as memory_copies
+from corerl.checkpoint import writer
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
-from corerl.driver.checkpoints import Checkpoints, Copies, copies_of
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved, Event
@@ -34,6 +32,7 @@ class Group:
     stuck: bool = False  # in a call that never ends, while the save goes on beside it
     optimizer_step: int = 0
     nodes: list[str] = field(factory=lambda: ["", ""])  # as `elsewhere` calls this one where there is no Ray
+    in_memory: bool = False  # where it is told to write
     saved_at: list[Step] = field(factory=list)
     _path: Path | None = None
 
@@ -55,7 +54,8 @@ class Group:
             self.write()
         return Future(self, lambda timeout: True, lambda: 0)
 
-    def saved(self, *, wait: bool = False) -> Future[bool]:
+    def saved(self, *, wait: bool = False, memory: bool = False) -> Future[bool]:
+        assert memory == self.in_memory
         if self.ended:
             raise WorkerDied("the ranks have ended")
 
@@ -73,12 +73,6 @@ class Group:
             return not self.stuck
 
         return Future(self, ready, written)
-
-    def copy(self, path: str, step: Step) -> Future[int]:
-        return self.save(path, step, background=True)
-
-    def copied(self, *, wait: bool = False) -> Future[bool]:
-        return self.saved(wait=wait)
 
     def write(self) -> None:
         assert self._path is not None
@@ -238,168 +232,56 @@ def test_after_a_failure_a_rank_that_never_answers_keeps_what_is_written_from_no
     assert latest(tmp_path) == path(tmp_path, 2)
 
 
-def test_copies_are_of_the_newest_step_alone_told_to_nobody_and_gone_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "memory")
-    (tmp_path / "memory").mkdir()
-    heard = Heard()
-    saves = make(tmp_path / "run", heard, actor=Group())
-    with copies_in(saves) as copies:
-        (directory,) = (tmp_path / "memory").iterdir()
-        assert directory.stat().st_mode & 0o777 == 0o700
-        for step in (1, 2, 3):
-            assert copies.due(step)
-            copies.start(*at(step), background=False)
-        assert copies.newest == path(directory, 3) and read_state(path(directory, 3)) == {"rollout_step": 3}
-        # What the next one is written over is no checkpoint.
-        assert names(directory) == ["step-00000002.partial", "step-00000003"]
-        assert latest(directory, damaged={path(directory, 3): "a rank said so"}) is None
-    assert heard.saved == [] and list((tmp_path / "memory").iterdir()) == [] and saves.newest is None
-    # What a killed run has left goes when its directory is used again.
-    (directory / "checkpoints/step-00000003").mkdir(parents=True)
-    with copies_in(saves):
-        assert list(directory.iterdir()) == []
-
-
-def copies_in(saves: Checkpoints) -> contextlib.AbstractContextManager[Copies]:
-    return contextlib.contextmanager(copies_of)(saves)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(each.name for each in (directory / "checkpoints").iterdir())
-
-
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(writer, "MEMORY", tmp_path / "memory")
     (tmp_path / "memory").mkdir()
     return tmp_path / "memory"
 
 
-def test_two_sets_of_files_take_turns(tmp_path: Path, memory: Path) -> None:
-    group = Group()
-    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
+def test_in_memory_checkpoints_are_of_the_newest_step_and_end_with_the_run(tmp_path: Path, memory: Path) -> None:
+    heard, actor = Heard(), Group(in_memory=True)
+    saves = make(tmp_path / "run", heard, actor=actor)
+    with MemoryCheckpoints.of_run(saves) as kept:
         (directory,) = memory.iterdir()
-        files: list[list[int]] = []
-
-        def note(partial: Path) -> None:
-            # The driver's own file, of another name each time, as a source of batches keeps it.
-            (partial / f"{partial.stem}.npz").touch()
-            files.append(sorted(each.stat().st_ino for each in (partial / "actor").glob("*.safetensors")))
-            assert [each.name for each in partial.rglob("*") if each.suffix != ".safetensors" and each.is_file()] == [
-                f"{partial.stem}.npz"
-            ]
-
-        inodes: list[list[int]] = []
-        for step in range(1, 6):
-            copies.start(*at(step), background=False, files=note)
-            assert copies.newest == path(directory, step)
-            inodes.append(sorted(each.stat().st_ino for each in (copies.newest / "actor").glob("*.safetensors")))
-    assert files[:2] == [[], []] and files[2:] == inodes[:3]  # those of the one before the newest
+        assert directory.stat().st_mode & 0o777 == 0o700
+        for step in (1, 2, 3):
+            assert kept.due(step)
+            kept.start(*at(step), background=True)
+        assert kept.newest == path(directory, 2)  # until the next one is complete
+        actor.write()
+        kept.complete(wait=False)
+        assert kept.newest == path(directory, 3) and read_state(path(directory, 3)) == {"rollout_step": 3}
+        assert list((directory / "checkpoints").iterdir()) == [path(directory, 3)]
+    assert heard.saved == [] and list(memory.iterdir()) == [] and saves.newest is None
+    # What a killed run has left goes when its directory is used again.
+    (directory / "checkpoints/step-00000003").mkdir(parents=True)
+    with MemoryCheckpoints.of_run(saves):
+        assert list(directory.iterdir()) == []
 
 
-def test_a_copy_that_is_cut_off_after_its_files_were_given_up_leaves_the_newest(tmp_path: Path, memory: Path) -> None:
-    group = Group()
-    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
-        (directory,) = memory.iterdir()
-        for step in (1, 2):
-            copies.start(*at(step), background=False)
-        copies.start(*at(3), background=True)  # over the files of step 1
-        assert names(directory) == ["step-00000002", "step-00000003.partial"]
-        assert list(path(directory, 3).with_suffix(".partial").rglob("*.json")) == []
-        group.ended = True
-        with pytest.raises(SaveFailed, match=r"rank-00000.json is missing"):
-            copies.rescue(ask=False)
-        assert copies.newest == latest(directory) == path(directory, 2)
-        # Its successor is not written over what ranks that have died were writing.
-        copies.rewound(-1)
-        group.ended, group._path = False, None
-        copies.start(*at(3), background=True)
-        assert names(directory) == ["step-00000002", "step-00000003.partial"]
-        assert list(path(directory, 3).with_suffix(".partial").rglob("*")) == []
-        group.write()
-        copies.rescue(ask=False)  # all of it is there
-        assert copies.newest == latest(directory) == path(directory, 3)
-        assert names(directory) == ["step-00000002.partial", "step-00000003"]
+def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:
+    with MemoryCheckpoints.of_run(make(tmp_path / "run", Heard(), actor=Group(in_memory=True))) as kept:
+        kept.start(*at(1), background=False)
+        kept.start(*at(2), background=True)
+        kept.give_up()
+        assert kept.newest is None and list(memory.iterdir()) == []
+        kept.rescue(ask=False)  # nothing is in flight
 
 
-def test_what_the_ranks_hold_is_looked_at_once_for_as_long_as_they_are_the_same(
-    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked: list[str] = []
-    check = commit._check_role
-    monkeypatch.setattr(
-        commit, "_check_role", lambda directory, role, ranks: (looked.append(role), check(directory, role, ranks))
-    )
-    actor, critic = Group(), Group()
-    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
-        copies.start(*at(1), background=False)
-        copies.start(*at(2), background=False)
-        assert looked == ["actor", "critic"]
-        critic.layouts = list(critic.layouts)  # others, as many
-        copies.start(*at(3), background=False)
-        copies.start(*at(4), background=False)
-        assert looked == ["actor", "critic"] * 2
-    saves = make(tmp_path / "run", Heard(), actor=Group())
-    for step in (2, 4):
-        saves.start(*at(step), background=False)
-    assert looked[4:] == ["actor"] * 2  # checkpoints always are
+def test_no_in_memory_checkpoint_starts_where_a_rank_is_on_another_machine(tmp_path: Path, memory: Path) -> None:
+    actor, critic = Group(in_memory=True), Group(in_memory=True, nodes=["", "another"])
+    with MemoryCheckpoints.of_run(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as kept:
+        with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):
+            kept.start(*at(2), background=True)
+    assert actor.saved_at == []
 
 
-def test_files_of_ranks_that_a_smaller_group_has_not_are_given_back(tmp_path: Path, memory: Path) -> None:
-    group = Group()
-    with copies_in(make(tmp_path / "run", Heard(), actor=group)) as copies:
-        for step in (1, 2):
-            copies.start(*at(step), background=False)
-        group.layouts.pop()
-        copies.start(*at(3), background=True)
-        (directory,) = memory.iterdir()
-        left = list((path(directory, 3).with_suffix(".partial") / "actor").iterdir())
-        assert [each.name for each in left] == ["rank-00000.safetensors"]
-
-
-def test_copies_that_are_given_up_leave_no_files_and_each_role_is_asked_to_give_its_memory_back(
-    tmp_path: Path, memory: Path
-) -> None:
-    asked: list[tuple[str, bool, list[Path]]] = []
-
-    @define
-    class Asked(Group):
-        name: str = ""
-
-        def copied(self, *, wait: bool = False) -> Future[bool]:
-            asked.append((self.name, wait, list(memory.iterdir())))
-            return super().copied(wait=wait)
-
-    actor, critic = Asked(name="actor"), Asked(name="critic")
-    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
-        copies.start(*at(1), background=False)
-        copies.start(*at(2), background=False)
-        actor._path, actor.broken, critic._path = None, True, None
-        asked.clear()
-        copies.give_up()
-        assert asked == [("actor", True, []), ("critic", True, [])]
-        assert copies.newest is None
-        copies.rescue(ask=False)  # nothing is in flight
-
-
-def test_no_copy_begins_where_a_rank_is_on_another_machine(tmp_path: Path, memory: Path) -> None:
-    actor, critic = Group(), Group()
-    with copies_in(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as copies:
-        copies.start(*at(1), background=False)
-        critic.nodes = ["", "another"]
-        actor.saved_at.clear()
-        with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver, and copies have to be"):
-            copies.start(*at(2), background=True)
-        assert actor.saved_at == []
-
-
-def test_a_run_that_is_rewound_forgets_the_save_in_flight(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_forgets_the_save_in_flight(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, Heard(), actor=(group := Group()))
     checkpoints.start(*at(2), background=False)
     checkpoints.start(*at(4), background=True)
-    checkpoints.rewound(2)
+    checkpoints.forget(2)
     group.write()  # too late
     checkpoints.complete(wait=True)
     assert (checkpoints.newest, checkpoints.last_step) == (path(tmp_path, 2), 2)

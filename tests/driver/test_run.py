@@ -712,7 +712,7 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at the resume"),) * 2
 
 
-def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_that_fail(
+def test_a_step_is_saved_in_memory_where_a_run_could_resume_and_a_full_memory_ends_no_run(
     make_run: Callable[..., Run],
 ) -> None:
     class Full(Saves):
@@ -724,14 +724,14 @@ def test_a_step_is_copied_where_a_run_could_resume_and_the_run_outlives_copies_t
 
     ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
     saved: dict[str, Any] = {"source": Source(), "ears": ears}
-    copies = Saves(0)
+    memory = Saves(0)
     for step in (1, 2):
-        make_run(config, checkpoints=Saves(0), copies=copies, rollout_step=step, **saved).save()
-    assert copies.log == [("start 2", True)]
-    run = make_run(config, checkpoints=Saves(0), copies=(full := Full(0)), rollout_step=2, **saved)
+        make_run(config, checkpoints=Saves(0), memory=memory, rollout_step=step, **saved).save()
+    assert memory.log == [("start 2", True), ("complete", False)]
+    run = make_run(config, checkpoints=Saves(0), memory=(full := Full(0)), rollout_step=2, **saved)
     run.save()
-    assert run.copies is None and full.log == [("give up", True)]
-    assert told(ears) == ["no more copies in memory are kept: no space left in memory"]
+    assert run.memory is None and full.log == [("give up", True)]
+    assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
 
 
 def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
@@ -762,28 +762,54 @@ def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callabl
 
 
 class Asking:
-    """Extensions that are asked; `changes` says whether they change groups."""
+    """Extensions that are asked; these groups are changed."""
 
-    def __init__(self, *, changes: bool) -> None:
-        self.changes, self.asked = changes, 0
+    def __init__(self, changed: set[str]) -> None:
+        self.changed, self.saved = changed, list[Path]()
 
-    def between_steps(self) -> bool:
-        self.asked += 1
-        return self.changes
+    def between_steps(self, save: Callable[[], Path]) -> set[str]:
+        self.saved.append(save())
+        return self.changed
 
 
-@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("changed", [[], ["engines"], ["actor", "engines"]], ids=str)
 def test_extensions_are_asked_after_each_step_but_the_last(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changes: bool
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changed: list[str]
 ) -> None:
-    pushed: list[int] = []
-    monkeypatch.setattr(Run, "push_weights", lambda run: pushed.append(run.progress.step))
-    asking = Asking(changes=changes)
-    run = make_run(make_config(run={"steps": 9}), control=asking)
-    for step in (1, 2, 9):
+    done: list[tuple[str, int]] = []
+    monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.step)))
+    monkeypatch.setattr(Run, "_begin_snapshots", lambda run, *, resumed: done.append(("snapshots", resumed)))
+    asking = Asking(set(changed))
+    every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
+    run = make_run(make_config(**every), control=asking, checkpoints=Saves(-1), source=Source())
+    for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.step = step
         run.between_steps()
-    assert (asking.asked, pushed) == (2, [1, 2] if changes else [])
+    assert len(asking.saved) == 2
+    after = {0: [], 1: ["push"], 2: ["snapshots", "push"]}[len(changed)]
+    assert done == [(what, step if what == "push" else True) for step in (2, 4) for what in after]
     run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3, stop=Stop(True))
     run.between_steps()
-    assert asking.asked == 2
+    assert len(asking.saved) == 2
+
+
+def test_a_checkpoint_of_this_step_is_in_memory_if_there_are_such_and_room(make_run: Callable[..., Run]) -> None:
+    class Full(Saves):
+        def start(self, step: Any, state: dict[str, Any], **how: Any) -> None:
+            raise SaveFailed("no space left in memory")
+
+        def give_up(self) -> None:
+            self.newest = None
+
+    def saved(*, memory: Saves | None, disk: Saves) -> Path:
+        run = make_run(make_config(), checkpoints=disk, memory=memory, rollout_step=4, source=Source())
+        return run._checkpoint()
+
+    disk, memory = Saves(2), Saves(4)
+    memory.newest = Path("/dev/shm/newest")
+    assert saved(memory=memory, disk=disk) == memory.newest
+    assert (memory.log, disk.log) == ([("complete", True)], [("complete", True)])  # both are written by then
+    assert saved(memory=Full(3), disk=disk) == disk.newest
+    assert disk.log[-1] == ("start 4", False)
+    disk = Saves(4)
+    assert saved(memory=None, disk=disk) == disk.newest and disk.log == [("complete", True)]

@@ -50,12 +50,12 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     base = tmp_path_factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "uninterrupted"
     directory.mkdir(exist_ok=True)
-    told = directory / "finished.pickle"
+    made = directory / "finished.pickle"
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not told.exists():
-            told.write_bytes(pickle.dumps(run_without_interruption(directory)))
-    finished: Finished = pickle.loads(told.read_bytes())
+        if not made.exists():
+            made.write_bytes(pickle.dumps(run_without_interruption(directory)))
+    finished: Finished = pickle.loads(made.read_bytes())
     return finished
 
 

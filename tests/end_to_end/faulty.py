@@ -1,4 +1,4 @@
-"""A backend that fails as it is told to, named in a config as 'tests.end_to_end.faulty:SPEC'."""
+"""A backend that fails as its options say, named in a config as 'tests.end_to_end.faulty:SPEC'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "tests.end_to_end.faulty:SPEC"
 
 @frozen(kw_only=True)
 class FaultyConfig(FsdpConfig):
-    hook: Literal["", "init", "optimizer_step", "save", "copy", "update_weights", "hand_over"] = option(
+    hook: Literal["", "init", "optimizer_step", "save", "update_weights"] = option(
         "where it fails; empty never", default=""
     )
     how: Literal["raise", "kill", "freeze", "wait", "full"] = option(
@@ -32,11 +32,10 @@ SPEC = evolve(FSDP, implementation="tests.end_to_end.faulty_backend:FaultyBacken
 
 
 def fault(hook: str, how: str, *, step: int = 0, once: bool = False) -> list[str]:
-    """The overrides of a run whose rank 1 fails: where it is not for `once`, as often as the ranks are started anew,
-    which is never."""
+    """The overrides of a run whose rank 1 fails. With `once` the ranks are restarted; otherwise the run ends."""
     table = f'backends."{NAME}"'
-    told = {"hook": hook, "how": how, "step": step, "once": str(once).lower()}
+    options = {"hook": hook, "how": how, "step": step, "once": str(once).lower()}
     return [
         *(f"backend.name={NAME}", f"train.restarts={int(once)}"),
-        *(f"{table}.{name}={value}" for name, value in told.items()),
+        *(f"{table}.{name}={value}" for name, value in options.items()),
     ]

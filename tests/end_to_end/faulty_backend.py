@@ -7,8 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from corerl.checkpoint.copies import StateCopies
-from corerl.checkpoint.writer import BackgroundWriter
+from corerl.checkpoint.writer import BackgroundWriter, in_memory
 from corerl.config.schema import RoleConfig
 from corerl.plugin.hookspecs import Context
 from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
@@ -36,22 +35,12 @@ class FaultyBackend(FsdpBackend):
         return super().update_weights(sender, version, adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        if self.fails_in("save", step) and self.config.options.how == "full":
+        if self.fails_in("save", step) and (self.config.options.how == "full" or not background):
             self.fail()
         elif self.fails_in("save", step):  # in the background, while training goes on
-            self._writer = BackgroundWriter(run=lambda job: (self.fail(), job()))
+            writer = "_memory_writer" if in_memory(path) else "_writer"
+            setattr(self, writer, BackgroundWriter(run=lambda job: (self.fail(), job())))
         return super().save(path, step, background)
-
-    def copy(self, path: str, step: Step) -> SaveResult:
-        if self.fails_in("copy", step):  # written over what was there, but not complete, while training goes on
-            self._copies.close()
-            self._copies = StateCopies(self.device, run=lambda job: (self.fail(), job()))
-        return super().copy(path, step)
-
-    def hand_over(self, path: str, step: Step) -> int:
-        if self.fails_in("hand_over", step):
-            self.fail()
-        return super().hand_over(path, step)
 
     def fails_in(self, hook: str, step: Step) -> bool:
         options = self.config.options

@@ -1,4 +1,4 @@
-"""The engine on transformers, but for a replica whose process is killed, or freezes, as often as it is told to: while
+"""The engine on transformers, but for a replica whose process is killed, or freezes, as often as its options say: while
 it samples, then in the middle of an update, and so on in turns; or in its first two starts."""
 
 from __future__ import annotations

@@ -65,14 +65,14 @@ def test_a_killed_run_leaves_its_directory_free_and_no_process(
         (note,) = [line for line in first.out.splitlines() if line.startswith("note: ")]
         assert note.startswith("note: nearly all groups had equal rewards, 3 steps in a row, now ")
         before = content(run_dir)
-        for own, told in (
+        for own, refusal in (
             ("checkpoint.resume=auto", f"another run is writing to {run_dir}; set another directory, or wait for "),
             ("checkpoint.resume=never", f"{run_dir} already holds a run (step-00000002); continue it with "),
         ):
             assert main(["train", str(config), f"run.dir={run_dir}", "run.steps=9", *FAKE, own]) == 2
             out, err = capsys.readouterr()
             (line,) = err.splitlines()
-            assert out == "" and line.startswith(f"corerl: error: run.dir: {told}")
+            assert out == "" and line.startswith(f"corerl: error: run.dir: {refusal}")
         assert content(run_dir) == before
 
         (run_dir / "go").touch()
@@ -102,7 +102,7 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
         assert (command.finish(), command.err) == (0, "")
         command.assert_nothing_is_left()
 
-    told = {line["step"]: line for line in metrics(tmp_path / "run") if "train/loss" in line}
+    rows = {line["step"]: line for line in metrics(tmp_path / "run") if "train/loss" in line}
     notes = [line for line in command.out.splitlines() if line.startswith("note: ")]
     kinds: Counter[int] = Counter()
     for step, path in enumerate(saved_rollouts(tmp_path / "run/rollouts")):
@@ -114,21 +114,14 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
         ]
         np.testing.assert_array_equal(scored.rewards, np.array(wanted, dtype=np.float32))
         failed = sum(of < 3 for of in each)
-        assert told[step]["rollout/failed"] == failed > 0
-        assert told[step]["rollout/reward"] == pytest.approx(np.mean(wanted))
+        assert rows[step]["rollout/failed"] == failed > 0
+        assert rows[step]["rollout/reward"] == pytest.approx(np.mean(wanted))
         beginning = f"note: step {step}: {failed} samples failed; the first: reward '{FUNCTIONS}:unreliable' "
         assert sum(line.startswith(beginning) for line in notes) == 1
         kinds.update(each)
-    assert len(notes) == len(told) == steps
+    assert len(notes) == len(rows) == steps
     assert all(kinds[of] for of in range(3))  # each kind of failure has been there
     assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{steps:08d}"
-
-
-# A third of the limit would pass before there are further processes, which is tested with the pool.
-AT_ONCE = """
-from corerl.rollout.rewards import pool
-pool.HUNG = 0.02
-"""
 
 
 # ---- the cluster -----------------------------------------------------------------------------------------------------

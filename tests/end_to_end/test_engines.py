@@ -17,12 +17,12 @@ TURNS = ["cluster.offload=always", "extensions=[{name='jsonl'},{name='console'}]
 
 
 def run(tmp_path: Path, deaths: int, *arguments: str) -> Command:
-    """A run of which nothing is left."""
+    """A finished run that has left no process."""
     marks = tmp_path / "marks"
     marks.mkdir()
     table = f'engines."{NAME}"'
     engine = [f"rollout.engine={NAME}", f"{table}.directory={marks}", f"{table}.deaths={deaths}"]
-    engine += [f"{table}.after=2"]  # of which the first one comes before the first step
+    engine += [f"{table}.after=2"]  # the first of them before the first step
     command = Command(
         *("train", write_small(tmp_path), *SMALL, *engine, f"run.dir={tmp_path}/run", *arguments), logs=tmp_path
     )

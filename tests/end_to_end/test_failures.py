@@ -23,7 +23,7 @@ WHERE = f"tests/end_to_end/faulty_backend.py:{RAISES}"
 
 
 def fail(tmp_path: Path, *arguments: str) -> Command:
-    """A run that has ended by the fault, and of which nothing is left."""
+    """A run that the fault has ended, and that has left no process."""
     command = Command("train", write_small(tmp_path), f"run.dir={tmp_path}/run", *SAVED, *arguments, logs=tmp_path)
     with command:
         command.until((tmp_path / "run/fault").exists, "at its fault")
@@ -58,7 +58,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step, which does not end")
         os.kill(command.process.pid, signal.SIGTERM)
-        command.until(lambda: "SIGTERM: finishing this step" in command.out, "told of the first signal")
+        command.until(lambda: "SIGTERM: finishing this step" in command.out, "notified of the first signal")
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.finish(within=ENDS_WITHIN) == 130
         command.assert_nothing_is_left()

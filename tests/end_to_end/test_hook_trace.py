@@ -21,9 +21,9 @@ def test_every_ranks_hook_trace_reaches_the_terminal(tmp_path: Path, monkeypatch
     with Command("train", *words, logs=tmp_path, own_ray=True) as command:  # a shared one does not forward its logs
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
-    told = command.err.splitlines()
+    lines = command.err.splitlines()
     for rank in range(RANKS):
-        own = [line.partition(f"actor rank {rank} ")[2] for line in told if f"actor rank {rank} " in line]
+        own = [line.partition(f"actor rank {rank} ")[2] for line in lines if f"actor rank {rank} " in line]
         hooks = [tuple(line.split()[:2]) for line in own]
         train = [(sign, half) for half in HALVES for sign in "><"] * 2
         push = [(sign, "update_weights") for sign in "><"]
@@ -33,4 +33,4 @@ def test_every_ranks_hook_trace_reaches_the_terminal(tmp_path: Path, monkeypatch
         assert hooks == [(">", "init"), ("<", "init"), *push, *compare, *train, *push, *save, *ends]
         (first, *_) = [line for line in own if line.startswith("> forward_backward")]
         assert "[backend:fsdp] batch=PackedBatch(" in first and re.search(r"tokens=int64\[\d+\]", first)
-    assert any("driver > observe [extension:jsonl] event=StepFinished(step=0" in line for line in told)
+    assert any("driver > observe [extension:jsonl] event=StepFinished(step=0" in line for line in lines)

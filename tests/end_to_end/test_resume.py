@@ -52,14 +52,14 @@ def test_a_stopped_and_killed_run_equals_the_uninterrupted_one(uninterrupted: Fi
     run_dir = tmp_path / "run"
     checkpoints = run_dir / "checkpoints"
     fresh = ["train", uninterrupted.config, *uninterrupted.overrides, f"run.dir={run_dir}"]
-    # What the run has written is itself a valid input; only the backend, which waits where it is told to, is replaced.
+    # What the run has written is itself a valid input; only the backend, which waits at a fault, is replaced.
     resumed = ["train", run_dir / "config.toml", "checkpoint.resume=auto"]
 
     # Ctrl-C in the third step, before its optimizer step: the step is finished and saved.
     with Command(*fresh, *fault("optimizer_step", "wait", step=2), logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in its third step")
         command.signal_group(signal.SIGINT)
-        command.until(lambda: "SIGINT" in command.out, "told of the signal")
+        command.until(lambda: "SIGINT" in command.out, "notified of the signal")
         (run_dir / "go").touch()
         assert (command.finish(), command.err) == (0, "")
         command.assert_nothing_is_left()

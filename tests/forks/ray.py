@@ -68,8 +68,8 @@ def head() -> Iterator[Head]:
     """Start Ray in a session of its own."""
     wait_for_memory(GIB, "Ray")
     reads, writes = os.pipe()
-    told, tells = os.pipe()
-    with open(reads, "rb") as stdin, open(writes, "wb") as end, open(told) as out, open(tells, "wb") as stdout:
+    reads_out, tells = os.pipe()
+    with open(reads, "rb") as stdin, open(writes, "wb") as end, open(reads_out) as out, open(tells, "wb") as stdout:
         own = environment(PYTHONPATH=str(ROOT), **{FORK_PYTHON: "1"})  # Ray's monitor and dashboard
         streams = {"stdin": stdin, "stdout": stdout, "stderr": stdout}
         process = Forked([sys.executable], HEAD, environment=own, directory=ROOT, place=place_of(own), **streams)

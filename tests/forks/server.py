@@ -101,7 +101,7 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     gc.set_threshold(*SELDOM)
     gc.enable()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc starts its own anew after a fork
+    others = set(threads) - {"python", "jemalloc_bg_thd"}  # jemalloc restarts its own after a fork
     assert threads.count("python") == 1 and not others, f"only one thread survives a fork: {threads}"
 
     waiting = selectors.DefaultSelector()
@@ -183,7 +183,7 @@ def keep() -> None:
 
 
 def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """A request with its file descriptors; None if whoever connected has gone before it was told."""
+    """A request with its file descriptors; None if whoever connected has gone before it was answered."""
     body, length, descriptors = b"", 0, list[int]()
     with contextlib.suppress(ConnectionError):
         head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, DESCRIPTORS)

@@ -112,8 +112,8 @@ def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what
         f"cluster.environment: 'RAY_memory_monitor' {rays}",
         f"cluster.secrets: 'RAY_AUTH_TOKEN' {rays}",
         (
-            "cluster.secrets: 'LD_PRELOAD' is read as a process starts, so that its value has to go through Ray, which "
-            "logs it; if it is no secret, set it in cluster.environment"
+            "cluster.secrets: 'LD_PRELOAD' is read as a process starts, so that Ray gets its value and logs it; if it "
+            "is no secret, set it in cluster.environment"
         ),
     ]
     written = recorded(config).cluster
@@ -127,9 +127,6 @@ def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest
     table = {"secrets": ["HF_TOKEN", "API_KEY", "BOTH"], "environment": {"BOTH": "1"}}
     found = contradictions(config_of({"backend": {"name": "plain"}, "cluster": table}))
     assert [line for line in found if line.startswith("cluster.")] == [
-        (
-            "cluster.secrets: 'API_KEY' is not set in the environment of this command; set it there, or remove it from "
-            "the list"
-        ),
+        ("cluster.secrets: 'API_KEY' is not set in the environment of this command; set it, or remove it"),
         "cluster.secrets: 'BOTH' is in cluster.environment too; remove it from one of them",
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -82,7 +81,6 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     [
         ({"num_attention_heads": 0}, "model.config.num_attention_heads=0, wanted at least 1"),
         ({"hidden_size": 10**9}, "model.config: the model has "),
-        ({"rms_norm_eps": math.nan}, "model.config.rms_norm_eps=nan, wanted a finite number"),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9},
             "model.config.num_experts_per_tok=9, wanted 1 to 4, the number of experts",
@@ -120,9 +118,7 @@ def test_a_config_that_cannot_be_read_is_the_only_line_about_its_model(tmp_path:
 
 
 def notices(plan: Plan) -> tuple[str, ...]:
-    check = plan.rollout.check
-    assert check is not None and check.notices is not None
-    return check.notices
+    return tuple(line for line in plan.notices if "skipped" in line)
 
 
 def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:

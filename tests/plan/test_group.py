@@ -98,7 +98,7 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
 def test_what_cannot_be_is_told_before_a_process_starts(tables: dict[str, Any], expected: list[str]) -> None:
     found = lines(**tables)
     assert len(found) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
+    assert all(line.startswith(start) for line, start in zip(sorted(found), sorted(expected), strict=True)), found
 
 
 def test_a_group_resumes_from_its_part_of_a_checkpoint_if_the_model_is_the_same(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ ROWS = """
 run.mode=eval data.held_out=0                             | data.held_out              | [[eval.sets]]
 run.mode=train-only                                       | rollout.saved              | empty
 run.mode=rollout-only rollout.source=one-step-off         | rollout.source             | needs run.mode to be 'train'
-run.dir=/proc/nope                                        | run.dir                    | cannot write
+run.dir=/dev/null/run                                     | run.dir                    | cannot write
 rollout.saved=x                                           | rollout.saved              | needs run.mode to be
 rollout.max_staleness=2                                   | rollout.max_staleness      | to be 'asynchronous'
 rollout.stale=wait                                        | rollout.stale              | to be 'asynchronous'
@@ -32,7 +32,7 @@ rollout.prompts=1048576 rollout.samples=9                 | rollout.prompts     
 rollout.prompts=7 rollout.samples=3 roles.actor.ranks=2 backend.name=fsdp | rollout.prompts | evenly over
 rollout.samples=1                                         | rollout.samples            | at least 2
 rollout.max_tokens=200 rollout.context_length=100         | rollout.max_tokens         | no room for a prompt
-rollout.stop=["x"]                                        | rollout.stop               | 'x'
+rollout.stop=["x"] data.held_out=0                        | rollout.stop               | 'x'
 rollout.engine=fakee                                      | rollout.engine             | unknown engine
 rollout.sampler=promts                                    | rollout.sampler            | unknown sampler
 rollout.postprocess=no_such_module:f                      | rollout.postprocess        | no_such_module
@@ -95,7 +95,7 @@ eval.correct_on=x                                         | eval.correct_on     
 {SETS},reward={{name="exakt-match"}}}}]                   | eval.sets[0].reward.name   | exakt-match
 {SETS}}},{{source="sort-digits",name="a"}}]               | eval.sets[0].name eval.sets[1].name | another one
 {SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
-model.path=.                                              | model.config               | keep that
+model.path=/ | model.config model.path | /
 model.path=/nope model.config={{}}                        | model.path                 | no directory
 model.config={{}}                                         | model.path                 | unset
 model.config={{hidden_size=8}}                            | model.config.model_type    | missing
@@ -107,9 +107,6 @@ data.source=nope                                          | data.source         
 reward.name=exakt-match                                   | reward.name                | exakt-match
 reward.functions=[{{name="exact-match"}},{{name="x"}}]    | reward.functions[1].name   | unknown reward
 cluster.resources.h200=1                                  | cluster.resources          | needs cluster.address
-cluster.offload=never cluster.max_residual_gib=2.0        | cluster.max_residual_gib   | 'auto' or 'always'
-cluster.placement=disaggregated cluster.suspend_communicators=true | cluster.suspend_communicators | 'colocated'
-cluster.offload_kinds=["grad"] cluster.max_residual_gib=2.0 | cluster.max_residual_gib | param and master and optimizer
 cluster.secrets=["NOT_SET_X"]                             | cluster.secrets            | not set
 cluster.environment={{RAY_X="1"}}                         | cluster.environment        | for Ray
 {TURNS} weights.every=2 checkpoint.every=4                | weights.every              | share memory
@@ -123,8 +120,6 @@ extensions=[{{name="jsonl"}},{{name="corerl:jsonl"}}]     | extensions          
 extensions=[{{name="jsnol"}}]                             | extensions[0].name         | did you mean 'jsonl'
 extensions=[{{name="jsonl",options={{no=1}}}}]            | extensions[0].options.no   | unknown key
 train.aux_loss_coef=0.1                                   | train.aux_loss_coef        | no experts
-roles.actor.ranks=2                                       | roles.actor                | 'multi-rank'
-train.recompute=full                                      | roles.actor                | 'recompute'
 """.strip().splitlines()
 
 

@@ -68,7 +68,7 @@ def rows_of(name: str, **options: Any) -> Rows | None:
 def test_a_sampler_may_bring_prompts() -> None:
     rows = rows_of(OWN, count=2)
     assert rows is not None and rows.where(1) == f"row 1 of sampler {OWN!r}"
-    assert [row for _, row in rows.scan("prompt")] == [{"prompt": "0>", "answer": "0"}, {"prompt": "1>", "answer": "1"}]
+    assert [row for _, row in rows.scan()] == [{"prompt": "0>", "answer": "0"}, {"prompt": "1>", "answer": "1"}]
     assert rows_of("prompts") is None
 
 

@@ -8,7 +8,7 @@ from corerl.plugin.capabilities import Capability, check_capabilities, not_imple
 from corerl.plugin.registry import Kind, load
 
 
-def test_a_capability_that_is_missing_is_refused_with_who_asks_and_why_not() -> None:
+def test_a_missing_capability_is_refused_with_its_reason() -> None:
     capabilities = {Capability.CRITIC: unsupported("no value head")}
     spec = evolve(load(Kind.BACKENDS, "plain").spec, capabilities=capabilities)
     check_capabilities(spec, {Capability.SLEEP: "cluster.placement = 'colocated'"})  # not named: counts as full

@@ -88,7 +88,7 @@ UNKNOWN = CODE.format(
 
 
 @pytest.mark.parametrize(("module", "code", "grad_norm"), [("fewer", FEWER, 0.5), ("more", MORE, 7.5)])
-def test_a_backend_with_fewer_arguments_or_with_later_ones_that_have_defaults_runs(
+def test_a_backend_with_fewer_or_defaulted_arguments_runs(
     module: str, code: str, grad_norm: float, install: Install, backend_spec: str
 ) -> None:
     modules = {f"{module}_compat": backend_spec, f"{module}_compat_code": code}
@@ -108,9 +108,7 @@ def test_a_backend_with_fewer_arguments_or_with_later_ones_that_have_defaults_ru
     assert host.state is State.READY
 
 
-def test_a_later_argument_without_a_default_is_refused_with_both_signatures(
-    install: Install, backend_spec: str
-) -> None:
+def test_an_unknown_argument_without_default_is_refused(install: Install, backend_spec: str) -> None:
     modules = {"unknown_compat": backend_spec, "unknown_compat_code": UNKNOWN}
     install("corerl-other", {"backends": {"other": "unknown_compat:SPEC"}}, **modules)
     implementation = load_implementation(Kind.BACKENDS, load(Kind.BACKENDS, "other"))

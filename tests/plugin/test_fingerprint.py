@@ -29,7 +29,7 @@ MINE = Origin(what="backend 'mine'", distribution="corerl-mine", version="0.2", 
 WRAP = Origin(what="extension 'wrap'", distribution="corerl-wrap", version="0.5", value="wrap_fp:SPEC")
 
 
-def test_it_is_known_where_everything_that_runs_in_a_process_came_from(plugins: list[tuple[Kind, Loaded]]) -> None:
+def test_the_origins_of_a_process_are_plain_data(plugins: list[tuple[Kind, Loaded]]) -> None:
     own = origins_of(*plugins)
     assert own == (CORE, MINE, WRAP)
     assert pickle.loads(pickle.dumps(own)) == own

@@ -29,7 +29,7 @@ def test_a_version_in_between_is_one_to_run_with(installed: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("installed", ["0.19.7", "0.19", "0.20", "0.20.0rc1", "1.0"])
-def test_an_older_or_later_version_is_an_error_that_says_why(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_version_is_an_error_with_its_reason(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: installed)
     assert found() == Finding(
         level=Level.ERROR,

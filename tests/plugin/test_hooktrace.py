@@ -11,10 +11,8 @@ from attrs import frozen
 
 from corerl import hookimpl
 from corerl.errors import HookFailed
-from corerl.plugin.events import Notice
 from corerl.plugin.hooktrace import VARIABLE, summary
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers
 from corerl.types import Output
 from tests.plugin.test_host import BATCH, CONFIG, CONTEXT, Fake, Logs, train
 
@@ -25,7 +23,7 @@ class Pair:
     _right: Any = None
 
 
-def test_arrays_and_tensors_are_told_by_type_and_shape_and_never_read() -> None:
+def test_arrays_are_shown_by_shape_and_never_read() -> None:
     class Unreadable(torch.Tensor):
         def __repr__(self, **_: Any) -> str:
             raise AssertionError("read")
@@ -50,7 +48,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [re.sub(r" \d+\.\d ms ", " N ms ", line[13:]) for line in err]
 
 
-def test_each_call_is_told_with_who_is_in_it_outermost_first(
+def test_each_call_is_printed_with_its_plugins_outermost_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
@@ -79,7 +77,7 @@ def test_each_call_is_told_with_who_is_in_it_outermost_first(
     assert lines(capsys) == [*halves, *ends]
 
 
-def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
+def test_errors_are_printed_and_nested_calls_are_indented(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "1")
@@ -100,21 +98,6 @@ def test_an_error_is_told_and_a_call_within_a_call_stands_further_in(
     told = [line.partition("rank 1 ")[2] for line in lines(capsys)]
     assert [line[:11] for line in told] == ["> forward_b", "  > forward", "  < forward", "< forward_b"]
     assert told[-1] == "< forward_backward N ms raised ValueError: boom"
-
-
-def test_the_drivers_observers_are_told_of_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Hears:
-        @hookimpl
-        def observe(self, event: object) -> None: ...
-
-    monkeypatch.setenv(VARIABLE, "1")
-    Observers([("a", Hears())]).emit(Notice(text="hello"))
-    assert lines(capsys) == [
-        "driver > observe [extension:a] event=Notice(text='hello', step=0)",
-        "driver < observe N ms None",
-    ]
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])

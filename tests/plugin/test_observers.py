@@ -57,7 +57,7 @@ def plugins(install: Install, extension_spec: str) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_each_extension_is_made_where_its_spec_says_with_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_extension_is_constructed_in_its_process(capsys: pytest.CaptureFixture[str]) -> None:
     choices = [ExtensionChoice(name="wrap", options={"every": 3}), ExtensionChoice(name="watch", options={"every": 5})]
     assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
     load_observers(choices, "runs/x").emit(Notice(text="hello"))
@@ -78,13 +78,13 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
         load_worker_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x")
 
 
-def test_a_run_is_traced_where_an_extension_of_the_driver_wants_to_hear_of_every_call() -> None:
+def test_a_run_is_traced_if_an_extension_asks() -> None:
     assert not traced([])
     assert not traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="console")])
     assert traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="trace")])
 
 
-def test_observers_hear_in_the_order_of_the_list_and_one_that_raises_only_falls_silent(
+def test_an_observer_that_raises_is_disabled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     log: list[str] = []
@@ -132,7 +132,7 @@ class Decides:
             raise self.error
 
 
-def test_hooks_that_decide_are_asked_in_order_and_an_error_ends_the_run_with_the_extensions_name() -> None:
+def test_an_error_of_a_deciding_hook_names_the_extension() -> None:
     log: list[str] = []
     Observers([(name, Decides(name, log)) for name in ("a", "b")]).ask("between_steps", run="a run")
     assert log == ["a a run", "b a run"]
@@ -179,7 +179,7 @@ def test_nobody_hears_of_what_happens_after_the_end() -> None:
     assert log == ["a finished"]
 
 
-def test_an_extension_of_the_driver_cannot_wrap_what_runs_in_workers() -> None:
+def test_a_driver_extension_cannot_wrap_hooks_of_workers() -> None:
     class Wraps:
         @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:

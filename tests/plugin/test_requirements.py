@@ -35,7 +35,7 @@ def test_this_environment_has_what_core_and_its_plugins_require() -> None:
     assert unmet(["corerl", "corerl-fsdp", "corerl-megatron", "corerl-deepspeed", "corerl-sglang"]) == []
 
 
-def test_an_older_version_a_newer_one_and_a_missing_package_are_told_in_one_line(wants: Wants) -> None:
+def test_unmet_requirements_are_one_line(wants: Wants) -> None:
     wants("ancient>=2.1,<3", "modern<1", "absent-lib", "fine>=1", ancient="1.6.0", modern="1.0", fine="1")
     with pytest.raises(PluginIncompatible) as caught:
         require_met(["corerl-mine"])
@@ -81,7 +81,7 @@ def test_local_versions_and_pre_releases_count_as_their_release(wants: Wants, ve
     assert (wants("lib>=2.9,<3", lib=version) == []) is admitted
 
 
-def test_a_requirement_of_two_is_told_once_and_one_that_is_not_installed_requires_nothing(install: Install) -> None:
+def test_a_shared_requirement_is_reported_once(install: Install) -> None:
     install("corerl-mine", {}, version="0.2", requires=["lib>=2"])
     install("corerl-yours", {}, version="0.3", requires=["lib>=2"])
     one = Unmet(by="corerl-mine 0.2", name="lib", wanted="lib>=2", found="")

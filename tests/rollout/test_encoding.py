@@ -46,7 +46,7 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
     return made
 
 
-def test_chats_are_encoded_as_the_template_says_and_texts_with_the_tokenizers_own_tokens() -> None:
+def test_chats_and_texts_are_encoded_as_transformers_does() -> None:
     ours = tokenizer()
     by_hand = ours.apply_chat_template([dict(each) for each in CHAT.messages], add_generation_prompt=True)["input_ids"]
     assert encode(ours, [CHAT, TEXT, CHAT]) == [by_hand, ours("12>")["input_ids"], by_hand]
@@ -74,7 +74,7 @@ def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
     assert rollout.batch.rows["prompt_length"].tolist() == [len(first), len(second)]
 
 
-def test_a_chat_that_the_template_refuses_is_named_with_the_templates_reason() -> None:
+def test_a_refused_chat_is_named_with_the_templates_reason() -> None:
     with pytest.raises(
         DataError, match=r"prompt 3: .*template rejects its messages \(TemplateError: no system messages\).*: system$"
     ):
@@ -133,14 +133,14 @@ def adding(template: str, *, bos: str | None = "<s>") -> PreTrainedTokenizerBase
         ("<s> $A", "1<s>2", [0, 4, 0, 5]),  # the text's own
     ],
 )
-def test_a_text_gets_what_begins_one_once_and_nothing_that_ends_one(template: str, text: str, ids: list[int]) -> None:
+def test_a_text_begins_once_and_is_not_ended(template: str, text: str, ids: list[int]) -> None:
     ours = adding(template)
     assert encode(ours, [evolve(TEXT, text=text), evolve(TEXT, text="3")])[0] == ids
     renderer = Renderer(ours)
     assert renderer.ask(Conversation(), [{"role": "user", "content": text}]).tokens.tolist() == ids
 
 
-def test_a_tokenizer_that_knows_few_characters_begins_a_text_all_the_same() -> None:
+def test_a_tokenizer_of_few_characters_begins_a_text() -> None:
     inner = tokenizers.Tokenizer(models.BPE({"<s>": 0, "x": 1, "y": 2}, []))
     inner.add_special_tokens(["<s>"])
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -151,7 +151,7 @@ def test_a_tokenizer_that_knows_few_characters_begins_a_text_all_the_same() -> N
 
 
 @pytest.mark.parametrize("content", ["the sum is ", "4", "", " 4 "])
-def test_a_last_message_of_the_assistant_is_continued_as_transformers_continues_one(content: str) -> None:
+def test_a_last_message_of_the_assistant_is_continued(content: str) -> None:
     ours = load_tokenizer(tokenizer="characters:0123456789>ua:;thesmi ", path="")
     ours.chat_template = TEMPLATE
     messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": content})
@@ -188,7 +188,7 @@ def test_an_argument_that_no_template_would_read_is_refused(options: dict[str, o
 BRIEF = "{% if brief %}0{% endif %}" + TEMPLATE
 
 
-def test_a_rows_own_template_arguments_go_before_those_of_the_config() -> None:
+def test_a_rows_template_arguments_override_the_configs() -> None:
     ours = tokenizer(BRIEF)
     for own, config, first in [
         ({"brief": True}, {}, "0"),
@@ -266,7 +266,7 @@ def test_a_prompt_is_too_long_by_its_tokens(template: str, prompt: Prompt, monke
     assert skips(prompt, ours, 20 * length) == ""  # is not encoded, as it is surely short enough
 
 
-def test_a_text_that_the_tokenizer_makes_longer_is_measured_in_its_tokens() -> None:
+def test_a_normalized_text_is_measured_in_its_tokens() -> None:
     inner = tokenizers.Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", byte_fallback=False))
     inner.normalizer = tokenizers.normalizers.NFKC()
     ours = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
@@ -289,7 +289,7 @@ class Numbered(PromptSource):
         return Prompt(index=index, text="", answer="", messages=({"role": role, "content": str(index)},))
 
 
-def test_the_first_prompts_and_those_held_out_are_checked_before_a_run() -> None:
+def test_first_and_held_out_prompts_are_checked_before_a_run() -> None:
     source = Numbered(200, {3, 7, 80, 199}, held_out=6)  # the first six are held out
     check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True))
     assert source.left_out == {3, 7}
@@ -317,7 +317,7 @@ def test_a_prompt_is_checked_when_it_is_drawn() -> None:
         PromptStream(Numbered(200, set(range(200))), 0, check=check).take(1)
 
 
-def test_characters_that_the_tokenizer_lacks_are_found_in_the_first_prompts() -> None:
+def test_unknown_characters_are_found_in_the_first_prompts() -> None:
     texts = SortDigits(held_out=1, seed=0)
     check_first(texts, PromptCheck(tokenizer=load_tokenizer(tokenizer="characters:0123456789>", path="")))
     lacks = load_tokenizer(tokenizer="characters:0123456789", path="")
@@ -325,7 +325,7 @@ def test_characters_that_the_tokenizer_lacks_are_found_in_the_first_prompts() ->
         check_first(texts, PromptCheck(tokenizer=lacks))
 
 
-def test_a_template_that_fails_in_any_way_is_named_for_prompts_and_episodes() -> None:
+def test_a_failing_template_is_named_for_prompts_and_episodes() -> None:
     endless = tokenizer("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
     why = r"the tokenizer's chat template rejects its messages \(RecursionError: .*: user, assistant"
     with pytest.raises(DataError, match=f"^prompt 2: {why}"):

@@ -79,25 +79,6 @@ def noted(prompt: Prompt, response: str, *, directory: str) -> float:
     return act(prompt, response)
 
 
-def hangs_at_first(prompt: Prompt, response: str, *, directory: str, count: int) -> float:
-    """The first `count` calls never come back, and leave a file each when they begin."""
-    for place in range(count):
-        try:
-            Path(directory, str(place)).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        time.sleep(600)
-    return len(response) / 8
-
-
-def held(prompt: Prompt, response: str, *, directory: str) -> float:
-    """Once there is a file `hold`, never come back, and leave the process's id."""
-    while Path(directory, "hold").exists():
-        Path(directory, f"held-{os.getpid()}").touch()
-        time.sleep(0.1)
-    return len(response) / 8
-
-
 SLEEPS = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-from attrs import define, evolve, field
+from attrs import evolve
 
 from corerl.calls import Future, wait_all
-from corerl.checkpoint import copies as memory_copies
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.placement import Slot, reserved
@@ -25,17 +23,16 @@ from corerl.config.schema import Config
 from corerl.data.packing import pack
 from corerl.data.plan import StepPlan, plan_steps
 from corerl.errors import (
+    ConfigError,
     ContractError,
     CorerlError,
     HookFailed,
-    ModelError,
-    NotResident,
-    ResizeFailed,
     SaveFailed,
     WorkerDied,
 )
 from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
+from corerl.trainer import group as group_module
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
@@ -492,22 +489,18 @@ def test_a_save_is_done_when_every_rank_is() -> None:
     group, processes = group_with(
         save=[SaveResult(path="p", bytes=1, complete=False), SaveResult(path="p", bytes=2, complete=False)],
         saved=[True, False],
-        copy=[SaveResult(path="m", bytes=5, complete=False), SaveResult(path="m", bytes=6, complete=False)],
-        copied=[True, False],
         sleep=[SleepResult(freed_bytes=1, residual_bytes=10), SleepResult(freed_bytes=2, residual_bytes=20)],
         wake_up=[WakeResult(restored_bytes=3), WakeResult(restored_bytes=4)],
     )
     assert group.save("p", STEP, background=True).result() == 3
     assert group.saved(wait=True).result() is False
-    assert group.copy("m", STEP).result() == 11
-    assert group.copied(wait=True).result() is False
+    assert group.saved(memory=True).result() is False
     assert [rank.freed_bytes for rank in group.sleep([MemoryKind.PARAM]).result()] == [1, 2]
     assert group.wake_up().result() == 7
     assert processes.calls == [
         ("save", "p", STEP, True),
-        ("saved", True),
-        ("copy", "m", STEP),
-        ("copied", True),
+        ("saved", True, False),
+        ("saved", False, True),
         ("sleep", {MemoryKind.PARAM}),
         ("wake_up", set(MemoryKind)),
     ]
@@ -596,8 +589,6 @@ def test_a_number_as_step_is_refused_before_any_call() -> None:
         "actor: save got 6 as its step, expected corerl.types.Step(optimizer_step=..., rollout_step=..., lr=...); "
         "nothing was done"
     )
-    with pytest.raises(CorerlError, match="^actor: copy got 6 as its step, expected corerl.types.Step"):
-        group.copy("p", 6)  # type: ignore[arg-type]
     batch = batch_of(3)
     with pytest.raises(CorerlError, match="^actor: train got 6 as its step, expected corerl.types.Step"):
         group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
@@ -615,7 +606,6 @@ def test_a_frozen_role_refuses_training_verbs() -> None:
         "forward_backward": lambda: group.forward_backward(batch, training_plan(batch), LOSS),
         "optimizer_step": lambda: group.optimizer_step(step),
         "save": lambda: group.save("p", step),
-        "copy": lambda: group.copy("p", step),
         "update_weights": lambda: group.update_weights(Address(transport="disk", engines=()), 1),
         "plan_steps": lambda: group.plan_steps(batch, seed=0),
     }
@@ -639,305 +629,74 @@ def test_every_meeting_has_a_token_of_its_own() -> None:
 # ---- other ranks in the place of these -------------------------------------------------------------------------------
 
 
-class Moving(Answers):
-    """Ranks that are to be replaced, or that come. The state that they hand over is a file, which holds `STATE`."""
+INIT = [InitResult(layout=layout(rank), optimizer_step=2) for rank in range(2)]
+SLOTS: Any = ["slot 0", "slot 1"]
+AFTER = evolve(PLAN, environment={"OF": "the new ones"})
 
-    def __init__(self, **answers: Sequence[Any]) -> None:
-        super().__init__(**answers)
-        self.dead: CorerlError | None = None  # as the first process does not start
-        self.began_with: list[tuple[str, str]] = []  # the directory with the state, and what was in it
-        self.nodes = [""] * len(self)
+
+class Starting(Answers):
+    """Ranks that note what they resume from."""
+
+    resumed: Sequence[str] = ()
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
-        for (assignment,) in arguments:
-            state = assignment.config.resume
-            self.began_with.append((state, (Path(state) / "state").read_text() if state else ""))
+        self.resumed = [assignment.config.resume for (assignment,) in arguments]
         return super().construct(arguments)
-
-    def start(self, method: str, *args: Any, at: str = "") -> Pending:
-        pending = super().start(method, *args, at=at)
-        if method == "hand_over":
-            Path(args[0]).mkdir()
-            (Path(args[0]) / "state").write_text(STATE)
-        return pending
-
-    def listen(self, member: int) -> tuple[str, int, int]:
-        if self.dead is not None:
-            self.killed = True
-            raise self.dead
-        return super().listen(member)
-
-
-STATE = "masters and moments"
-SLOTS: Any = [SimpleNamespace(node="")] * 2
-AFTER = evolve(PLAN, environment={"OF": "the new ones"})
-INIT = [InitResult(layout=layout(rank), optimizer_step=2) for rank in range(2)]
-STAY = "the actor's ranks stay as they are, since the new ones could not take over: "
-
-
-@define
-class Move:
-    """A group of two ranks, and those that `move` starts in their place."""
-
-    group: TrainGroup
-    old: Moving
-    new: Moving
-    memory: Path  # of this machine
-    launched: list[tuple[Any, ...]] = field(factory=list)
-    told: list[str] = field(factory=list)
-
-    def __call__(self, plan: RolePlan = AFTER) -> InitResult:
-        return self.group.move(plan, SLOTS, STEP)
-
-    def fails(self, error: type[CorerlError], plan: RolePlan = AFTER) -> str:
-        with pytest.raises(CorerlError) as caught:
-            self(plan)
-        assert type(caught.value) is error
-        return caught.value.message
-
-    def stays(self) -> None:
-        """The old ranks go on, and nothing else is there."""
-        assert (self.old.killed, self.new.killed) == (False, bool(self.launched))
-        assert self.group.processes is self.old and self.group.plan is PLAN  # type: ignore[comparison-overlap]
-        assert [each.dp_size for each in self.group.layouts] == [2, 2]
-        assert self.group.saved().result() is True
-        assert list(self.memory.iterdir()) == []
 
 
 @pytest.fixture
-def make_move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Move]:
-    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path)
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[RolePlan, Any, Starting]]:
+    """The plan, slots and processes of each start of ranks."""
+    found: list[tuple[RolePlan, Any, Starting]] = []
 
-    def make(
-        *,
-        old: dict[str, Any] | None = None,
-        new: dict[str, Any] | None = None,
-    ) -> Move:
-        given = {"init": INIT, "hand_over": [8, 16], "shutdown": [None, None], "saved": [True, True], **(old or {})}
-        before, after = Moving(**given), Moving(**{"init": INIT, **(new or {})})
-        one = TrainGroup(before, PLAN)  # type: ignore[arg-type]
-        one.init().result()
-        before.calls.clear()
-        found = Move(one, before, after, tmp_path)
-        one._watching = Watching(notify=found.told.append)
+    def start(plan: RolePlan, slots: Any, watching: Watching | None) -> Starting:
+        found.append((plan, slots, Starting(init=INIT)))
+        return found[-1][2]
 
-        def started(*args: Any, **kwargs: Any) -> Moving:
-            found.launched.append((*args, kwargs["watching"]))
-            return after
-
-        monkeypatch.setattr("corerl.trainer.group.RayGroup", started)
-        return found
-
-    return make
+    monkeypatch.setattr(group_module, "_processes", start)
+    return found
 
 
-def test_other_ranks_take_the_state_and_go_on_and_then_the_old_ones_end(make_move: Callable[..., Move]) -> None:
-    move = make_move()
-    assert move() == INIT[0]
-    ((names, _, slots, environment, watching),) = move.launched
-    assert (names, slots, environment) == (["actor rank 0", "actor rank 1"], SLOTS, {"OF": "the new ones"})
-    assert watching is move.group._watching
-    (verb, path, step), ended = move.old.calls
-    assert (verb, step, ended) == ("hand_over", STEP, ("shutdown", "resized"))
-    assert Path(path).parent == move.memory and list(move.memory.iterdir()) == []
-    assert move.new.began_with == [(path, STATE)] * 2
-    assert [verb for verb, *_ in move.new.calls] == ["init"]
-    assert (move.old.killed, move.new.killed, move.told) == (True, False, [])
-    assert move.group.processes is move.new and move.group.plan is AFTER  # type: ignore[comparison-overlap]
-    move.group.manifest()
-    assert move.new.calls[-1] == ("manifest", False)
-    move.group.shutdown()
-    assert move.new.calls[-1] == ("shutdown", "finished") and len(move.old.calls) == 2
+def test_a_restart_ends_the_ranks_and_loads_by_another_plan(started: list[tuple[RolePlan, Any, Starting]]) -> None:
+    group = TrainGroup.launch(PLAN, ["old slot"])  # type: ignore[list-item]
+    assert group.restart("a part", AFTER, SLOTS).result() == INIT[0]
+    (_, _, old), (plan, slots, new) = started
+    assert old.killed and not new.killed and group.processes is new  # type: ignore[comparison-overlap]
+    assert (new.resumed, dict(plan.environment), slots) == (["a part"] * 2, {"OF": "the new ones"}, SLOTS)
+    group.restart().result()
+    assert started[2][2].resumed == ["a part"] * 2 and started[2][1] is SLOTS
+    group.restart("").result()
+    assert started[3][2].resumed == [""] * 2
 
 
-def test_the_new_ranks_layouts_are_the_groups(make_move: Callable[..., Move]) -> None:
-    whole = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(2)]
-    move = make_move(new={"init": [InitResult(layout=each) for each in whole]})
-    move(evolve(AFTER, data_parallel=1))
-    assert move.group.layouts == whole and move.group.dp_size == 1
-
-
-def test_state_goes_over_the_runs_directory_where_memory_has_no_room_or_ranks_are_apart(
-    make_move: Callable[..., Move], tmp_path: Path
+def test_a_resize_plans_before_it_ends_a_rank(
+    started: list[tuple[RolePlan, Any, Starting]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run_dir := tmp_path / "run").mkdir()
-    plan = of_run(str(run_dir))
-    full = make_move()
-    full.group.plan, begin = plan, full.old.start
+    group = TrainGroup.launch(PLAN, SLOTS)
+    with pytest.raises(CorerlError, match=r"^actor: resize needs a group of TrainGroup.start; use restart$"):
+        group.resize("a part", ranks=4)
+    asked: list[dict[str, Any]] = []
+    taken: list[Any] = []
 
-    def refused(method: str, *args: Any, at: str = "") -> Pending:
-        full.old.answers["hand_over"] = [SaveFailed("no room")] * 2 if str(run_dir) not in str(args[0]) else [8, 16]
-        return begin(method, *args, at=at)
+    def with_sizes(config: Any, role: str, **sizes: Any) -> str:
+        asked.append(sizes)
+        if sizes["ranks"] == 4:
+            raise ConfigError("roles.actor.ranks: 4 do not fit")
+        return "resized"
 
-    full.old.start = refused  # type: ignore[method-assign]
-    full(plan)
-    apart = make_move()
-    apart.group.plan, apart.old.nodes = plan, ["", "another machine"]
-    apart(plan)
-    for move in (full, apart):
-        assert move.new.began_with == [(f"{run_dir}/actor.state", STATE)] * 2
-        assert list(tmp_path.iterdir()) == [run_dir] and list(run_dir.iterdir()) == []
-
-
-def of_run(run_dir: str) -> RolePlan:
-    """The plan of ranks in a run, which has a directory."""
-    assignments = [evolve(each, context=evolve(each.context, run_dir=run_dir)) for each in AFTER.assignments]
-    return evolve(AFTER, assignments=tuple(assignments))
-
-
-def test_ranks_whose_state_has_no_place_stay_as_they_are(make_move: Callable[..., Move]) -> None:
-    move = make_move(old={"hand_over": [SaveFailed("no room")] * 2})
-    assert move.fails(ResizeFailed) == "the actor's ranks stay as they are: no room"
-    move = make_move()
-    move.old.nodes = ["another machine"]
-    assert move.fails(ResizeFailed).startswith("the actor's ranks stay as they are: ranks on other machines than this ")
-    assert move.launched == move.old.calls == []
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        HookFailed("actor rank 1: init raised OutOfMemoryError"),
-        WorkerDied("actor rank 1: its process died"),
-        ContractError("ranks disagree"),
-    ],
-)
-def test_new_ranks_that_do_not_come_are_ended_and_the_old_ones_go_on(
-    error: CorerlError, make_move: Callable[..., Move]
-) -> None:
-    move = make_move(new={"init": [error, error]})
-    assert move.fails(ResizeFailed) == STAY + error.message
-    assert [verb for verb, *_ in move.old.calls] == ["hand_over"]
-    move.stays()
-    move.group.shutdown()  # what was told is told
-
-
-def test_a_user_error_of_new_ranks_is_raised_as_it_is(make_move: Callable[..., Move]) -> None:
-    error = ModelError("no such model")
-    move = make_move(new={"init": [error, error]})
-    assert move.fails(ModelError) == "no such model"
-    move.stays()
-
-
-def test_new_ranks_that_disagree_do_not_take_over(make_move: Callable[..., Move]) -> None:
-    move = make_move(new={"init": [INIT[0], evolve(INIT[1], optimizer_step=3)]})
-    assert move.fails(ResizeFailed).startswith(f"{STAY}actor: ranks disagree on optimizer_step: rank 0 reports 2, ")
-    move.stays()
-
-
-def test_new_ranks_whose_first_process_does_not_start_do_not_take_over(make_move: Callable[..., Move]) -> None:
-    move = make_move()
-    move.new.dead = WorkerDied("actor rank 0: its process died during listen")
-    assert move.fails(ResizeFailed) == f"{STAY}actor rank 0: its process died during listen"
-    move.stays()
-
-
-def test_old_ranks_that_cannot_give_what_sleeps_go_on(make_move: Callable[..., Move]) -> None:
-    move = make_move(old={"hand_over": [NotResident("master is asleep")]})
-    assert move.fails(ResizeFailed) == f"{STAY}master is asleep"
-    move.stays()
-
-
-def test_old_ranks_that_die_end_all_with_their_error(make_move: Callable[..., Move]) -> None:
-    died = WorkerDied("actor rank 1: its process died during hand_over")
-    move = make_move(old={"hand_over": [died]})
-    assert move.fails(WorkerDied) == died.message
-    assert move.old.killed and move.launched == [] and list(move.memory.iterdir()) == []
-    assert move.group.processes is move.old  # type: ignore[comparison-overlap]
-
-
-def test_old_ranks_that_do_not_end_as_they_should_are_a_notice(make_move: Callable[..., Move]) -> None:
-    move = make_move(old={"shutdown": [HookFailed("disk full")]})
-    assert move() == INIT[0]
-    assert move.told == ["the actor's old ranks did not end as they should: disk full"]
-    assert move.old.killed and move.group.processes is move.new  # type: ignore[comparison-overlap]
-    move.group.shutdown()  # the new ones'
-
-
-def test_results_of_what_was_asked_before_come_from_the_old_ranks(make_move: Callable[..., Move]) -> None:
-    failure = SaveFailed("disk full")
-    move = make_move(old={"manifest": [MANIFEST, MANIFEST], "save": [failure]})
-    asked, failing = move.group.manifest(), move.group.save("somewhere", STEP)
-    move()
-    assert move.old.waited_for[-4:] == ["manifest", "save at optimizer step 2", "hand_over", "shutdown"]
-    assert asked.result() == MANIFEST
-    with pytest.raises(SaveFailed, match=r"^disk full$"):
-        failing.result()
-    assert move.told == ["the actor's old ranks did not end as they should: disk full"]  # nobody had asked
-
-
-def test_a_group_that_has_ended_is_not_moved_and_says_why_once(make_move: Callable[..., Move]) -> None:
-    move = make_move(old={"manifest": [WorkerDied("actor rank 0: its process died")]})
-    move.group.manifest()
-    assert move.fails(WorkerDied) == "actor rank 0: its process died"
-    assert move.fails(WorkerDied) == "the actor's ranks have ended; move can no longer be called"
-    assert move.launched == []
-
-
-def test_ranks_of_a_frozen_role_load_their_model_anew(make_move: Callable[..., Move]) -> None:
-    frozen = evolve(AFTER, objective=None)
-    move = make_move()
-    move.group.plan = evolve(PLAN, objective=None)
-    assert move(frozen) == INIT[0]
-    assert move.new.began_with == [("", "")] * 2 and move.old.calls == [("shutdown", "resized")]
-    move = make_move(new={"init": [HookFailed("no memory")] * 2})
-    move.group.plan = evolve(PLAN, objective=None)
-    assert move.fails(ResizeFailed, frozen) == f"{STAY}no memory"
-    assert move.old.calls == [] and not move.old.killed
-
-
-@pytest.mark.parametrize("plan", [AFTER, evolve(AFTER, objective=None)])
-def test_new_ranks_end_with_whoever_stops_waiting_for_them(plan: RolePlan, make_move: Callable[..., Move]) -> None:
-    def interrupted(pending: Pending) -> list[Any]:
-        raise KeyboardInterrupt
-
-    move = make_move()
-    move.new.wait = interrupted  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        move(plan)
-    assert move.new.killed and move.group.processes is move.old  # type: ignore[comparison-overlap]
-
-
-def test_only_a_group_of_start_can_be_resized(make_move: Callable[..., Move]) -> None:
-    move = make_move()
-    with pytest.raises(CorerlError) as caught:
-        move.group.resize(STEP, ranks=4)
-    assert caught.value.message == "actor: resize needs a group of TrainGroup.start; use move"
-    assert (move.old.calls, move.launched) == ([], [])
-
-
-class Told:
-    """In the place of `start`: notes whether the slots were taken or given back."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.ended: list[bool] = []
-
-    @contextlib.contextmanager
-    def __call__(self, **sizes: Any) -> Iterator[tuple[RolePlan, Any]]:
-        self.asked.append(sizes)
-        well = False
-        try:
-            yield AFTER, SLOTS
-            well = True
-        finally:
-            self.ended.append(well)
-
-
-def test_the_place_of_new_ranks_is_taken_once_they_are_there_and_not_before(make_move: Callable[..., Move]) -> None:
-    move, told = make_move(new={"init": [HookFailed("no memory")] * 2}), Told()
-    move.group._planned = told
-    with pytest.raises(ResizeFailed):
-        move.group.resize(STEP, ranks=4)
-    move.stays()
-    move = make_move()
-    move.group._planned = told
-    assert move.group.resize(STEP, backend="other", options={"shards": 2}) == INIT[0]
-    assert told.asked == [
-        {"ranks": 4, "backend": "", "options": None},
-        {"ranks": 0, "backend": "other", "options": {"shards": 2}},
-    ]
-    assert told.ended == [False, True]
+    monkeypatch.setattr("corerl.plan.settle.with_sizes", with_sizes)
+    plan: Any = SimpleNamespace(placement="a placement", role=AFTER)
+    monkeypatch.setattr("corerl.plan.make.plan_group", lambda config, role, resume: plan)
+    found = {"actor": SLOTS}
+    pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
+    group._config, group._pool = config_for(), pool
+    with pytest.raises(ConfigError):
+        group.resize("a part", ranks=4)
+    assert not started[0][2].killed
+    assert group.resize("a part", backend="other", options={"shards": 2}) == INIT[0]
+    assert asked[1] == {"ranks": 0, "backend": "other", "options": {"shards": 2}}
+    assert (taken, group._config) == ([found], "resized")  # type: ignore[comparison-overlap]
+    assert started[0][2].killed and started[1][2].resumed == ["a part"] * 2
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from corerl.backend import StateKey
-from corerl.checkpoint.copies import StateCopies
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -40,7 +37,6 @@ from corerl.data.plan import StepShare, plan_forward, plan_steps
 from corerl.errors import (
     ConfigError,
     HookFailed,
-    NotResident,
     PluginBroken,
     PluginIncompatible,
     PluginNotFound,
@@ -488,68 +484,6 @@ def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, mo
         assert receiving.result().keys() == weights.keys()
     with pytest.raises(WeightUpdateError, match=r"^weights version 3 was refused on actor rank 0, expected 4 or more"):
         worker.update_weights(elsewhere, 3)
-
-
-def test_a_worker_that_goes_on_from_a_copy_stands_where_it_was_made_though_training_went_on(
-    worker: Worker, config: Config, tmp_path: Path
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    train(worker, batches[0])
-    before = logprobs(worker, batches[1])
-    copied = worker.copy(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
-    stepped = train(worker, batches[1], 1)
-    assert worker.copied(True)
-    assert (copied.complete, copied.bytes) == (False, (tmp_path / "rank-00000.safetensors").stat().st_size)
-    resumed = Worker(assigned(config, resume=str(tmp_path)))
-    assert resumed.init("127.0.0.1", 0).optimizer_step == 1
-    assert np.array_equal(logprobs(resumed, batches[1]), before)
-    assert train(resumed, batches[1], 1) == stepped  # moments and Adam's step came along
-    resumed.shutdown("finished")
-    worker.sleep({MemoryKind.OPTIMIZER})
-    with pytest.raises(NotResident, match="copy on actor rank 0 needs memory that is asleep: optimizer"):
-        worker.copy(str(tmp_path), STEP)
-    worker.wake_up({MemoryKind.OPTIMIZER})
-
-
-def test_a_worker_that_takes_over_has_the_state_and_the_snapshots_bit_for_bit(
-    worker: Worker, config: Config, tmp_path: Path
-) -> None:
-    batches = [make_samples(seed) for seed in (3, 4)]
-    worker.create_snapshot("first")
-    train(worker, batches[0])
-    worker.create_snapshot("second")
-    written = worker.hand_over(str(tmp_path), Step(optimizer_step=1, rollout_step=1, lr=LR))
-    assert written == (tmp_path / "rank-00000.safetensors").stat().st_size
-    others = Worker(assigned(config, resume=str(tmp_path)))
-    assert others.init("127.0.0.1", 0).optimizer_step == 1
-    for weights in ("", "first", "second"):
-        assert np.array_equal(logprobs(others, batches[1], weights), logprobs(worker, batches[1], weights))
-    for key in StateKey:
-        pairs = zip(others.backend.local_state(key), worker.backend.local_state(key), strict=True)
-        assert all(torch.equal(one.view, other.view) for one, other in pairs)
-    assert train(others, batches[1], 1) == train(worker, batches[1], 1)
-    others.shutdown("finished")
-
-
-def test_a_step_waits_for_the_copy_that_still_reads_what_it_changes(worker: Worker, tmp_path: Path) -> None:
-    read: list[str] = []
-    copying = SimpleNamespace(begin=lambda pairs: lambda: read.append("waited") if not read else None)
-    worker.backend._copies = StateCopies(torch.device("cpu"), copying=copying, run=lambda job: None)
-    worker.copy(str(tmp_path), STEP)
-    samples = make_samples(5)
-    assert worker.forward_backward(samples, training_share(samples), LOSS, (), True).tokens and read == []
-    worker.optimizer_step(STEP, 1.0)
-    assert read == ["waited"]
-
-
-def test_cached_device_memory_is_given_back_before_the_state_is_handed_over(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-    monkeypatch.setattr("corerl.trainer.worker.empty_cache", lambda device: done.append(f"emptied {device}"))
-    monkeypatch.setattr(worker.backend, "hand_over", lambda *_: done.append("handed over"))
-    worker.hand_over("somewhere", STEP)
-    assert done == ["emptied cpu", "handed over"]
 
 
 def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:

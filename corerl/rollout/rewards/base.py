@@ -150,6 +150,8 @@ class Reward:
     def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once."""
         found: list[Outcome] = []
+        if on_progress is not None:
+            on_progress(0, len(samples))
         for first in range(0, len(samples), AT_ONCE):
             some = samples[first : first + AT_ONCE]
             futures = [self.start(sample) for sample in some] if self.waits else []

@@ -15,16 +15,16 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from corerl.config.schema import RewardConfig
-from corerl.descendants import descendants
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards.base import AT_ONCE, Outcome, Reward, Sample, Scorer, Scores, gathered, samples_of
 from corerl.rollout.rewards.lookup import reward_of
@@ -300,3 +300,16 @@ def _end_with_driver() -> None:
         # A reward may run forever, and nobody waits for it.
         _kill_pids(*descendants(os.getpid()), -os.getpid())
         os._exit(1)  # where the reward has put itself into another group
+
+
+def descendants(*pids: int) -> Sequence[int]:
+    """The processes that these have started, and so on, that run now; parents come before their children."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
+            children[parent].append(int(file.parent.name))
+    found = list(pids)
+    for pid in found:  # which grows
+        found += children[pid]
+    return found[len(pids) :]

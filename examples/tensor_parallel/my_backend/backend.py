@@ -203,7 +203,6 @@ class TensorParallelBackend(Backend):
             torch.nn.utils.clip_grads_with_norm_(self.params.values(), limit, torch.tensor(norm, device=self.device))
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
-            self.adam_step += 1
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)
 
@@ -226,8 +225,7 @@ class TensorParallelBackend(Backend):
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self.policy.eval()
-        with self.using(weights):
-            return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
+        return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 
     def outputs(self, *inputs: Any) -> dict[Output, Tensor]:
         half = self.config.train.precision == "bfloat16"

@@ -44,7 +44,7 @@ def amiss(findings: list[Finding]) -> list[Finding]:
 
 @pytest.mark.nightly
 @forked
-def test_a_spec_that_aborts_its_process_is_found_with_its_line_and_the_others_are_looked_at(site: Path) -> None:
+def test_a_spec_that_aborts_is_reported_with_its_line(site: Path) -> None:
     distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
     distribution(site, "corerl-leaves", "leaves = leaves_spec:SPEC", leaves_spec="import os\nos._exit(3)\n")
     findings = list(examine())
@@ -93,7 +93,7 @@ def test_an_implementation_that_aborts_is_found_by_name(site: Path) -> None:
 
 
 @forked
-def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_asked(site: Path) -> None:
+def test_a_named_backend_is_checked_in_full(site: Path) -> None:
     probe = 'yield Finding(level=Level.WARNING, what="an old driver", why="it is slow", fix="apt upgrade")'
     distribution(site, "corerl-tried", "tried = tried_spec:SPEC", tried_spec=spec(probe=probe))
     findings = list(examine("tried"))
@@ -110,7 +110,7 @@ def test_by_name_a_backend_is_imported_its_hooks_are_checked_and_its_probe_is_as
 
 
 @forked
-def test_a_probe_that_raises_and_hooks_that_break_the_contract_are_errors(site: Path) -> None:
+def test_failing_probes_and_wrong_hooks_are_errors(site: Path) -> None:
     distribution(
         site,
         "corerl-tried",
@@ -151,7 +151,7 @@ def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
 
 
 @forked
-def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_path: Path) -> None:
+def test_a_run_given_as_plugin_suggests_config(site: Path, tmp_path: Path) -> None:
     hint = "; for a run's file: corerl doctor --config FILE"
     for name in (str(tmp_path), "tried.toml"):
         (unknown,) = amiss(list(examine(name)))
@@ -160,7 +160,7 @@ def test_a_run_in_a_plugins_place_is_told_how_a_run_is_examined(site: Path, tmp_
     assert hint not in unknown.fix
 
 
-def test_a_backend_of_ours_that_is_not_installed_is_fixes_by_its_extra(absent_backend: str) -> None:
+def test_a_missing_backend_is_fixed_by_its_extra(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load(Kind.BACKENDS, absent_backend)
     assert finding_of(caught.value, Kind.BACKENDS, absent_backend).fix == "pip install 'corerl[absent]'"
@@ -184,7 +184,7 @@ def test_a_distribution_installed_twice_is_reported_with_both_places(
 
 
 @forked
-def test_entry_points_that_were_edited_after_an_installation_in_place_are_told(site: Path, tmp_path: Path) -> None:
+def test_entry_points_edited_after_installation_are_reported(site: Path, tmp_path: Path) -> None:
     project = tmp_path / "tried"
     project.mkdir()
     (project / "pyproject.toml").write_text(
@@ -239,7 +239,7 @@ def test_what_the_driver_says_is_counted(
 
 
 @forked
-def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path: Path, site: Path) -> None:
+def test_a_config_is_checked_with_its_environment(tmp_path: Path, site: Path) -> None:
     distribution(site, "corerl-tried", "tried = tried_spec5:SPEC", tried_spec5=spec())
     file = write_small(tmp_path)
     chosen = ["backend.name=tried", "roles.actor.ranks=1", f"run.dir={tmp_path}/run"]
@@ -260,7 +260,7 @@ def test_a_config_is_checked_and_what_its_processes_are_given_is_shown(tmp_path:
     assert unknown.fix == f"edit {file}, then: corerl config check {file}"
 
 
-def test_a_config_that_cannot_be_read_is_an_error_for_each_line(tmp_path: Path) -> None:
+def test_each_problem_of_a_config_is_an_error(tmp_path: Path) -> None:
     file = write_small(tmp_path)
     findings = amiss(list(examine(file=str(file), overrides=["run.stepps=3", "train.epochs=0"])))
     assert [finding.what.partition(":")[0] for finding in findings] == ["run.stepps", "train.epochs"]
@@ -279,7 +279,7 @@ def test_extensions_that_always_join_are_examined_whatever_is_listed(monkeypatch
     assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", "forecast"}, {"forecast"}]
 
 
-def test_a_package_that_is_older_than_required_is_an_error_with_the_command_for_it(old_pluggy: str) -> None:
+def test_an_unmet_requirement_has_its_command(old_pluggy: str) -> None:
     (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
     assert f"{finding.what}; {finding.fix}" == old_pluggy
     assert finding.level is Level.ERROR

@@ -116,9 +116,7 @@ def test_a_long_window_is_made_to_end_within_the_sequences() -> None:
     assert getattr(without, "sliding_window", None) is None
 
 
-def test_the_finding_says_how_well_they_agree_or_where_they_part_or_that_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_finding_says_where_the_layers_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     role = make_plan(small(tmp_path)).processes.roles["actor"].assignments[0].config
     *_, agrees = compare_layers(role, temperature=1.0)
     assert isinstance(agrees, Finding) and agrees.level is Level.OK

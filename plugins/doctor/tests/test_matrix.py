@@ -49,7 +49,7 @@ def test_another_type_has_its_reason(model_type: str) -> None:
     assert PUBLISHED[model_type] == (status, row.reason)
 
 
-def test_a_type_whose_tokens_see_later_ones_is_wrong_if_nothing_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_with_non_causal_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "OTHERS", {})
     row = examine("cpmant", check=True)
     assert row.status is Status.WRONG and row.reason.endswith("though whole")

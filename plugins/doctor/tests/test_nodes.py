@@ -140,9 +140,7 @@ OLDER = (
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("node", "says"), [("lacking", LACKING), ("older", OLDER)])
-def test_a_run_names_the_node_on_which_a_rank_could_not_start(
-    nodes: Nodes, tmp_path: Path, node: str, says: str
-) -> None:
+def test_a_failed_start_names_its_node(nodes: Nodes, tmp_path: Path, node: str, says: str) -> None:
     done = command(nodes, tmp_path, "train", f"cluster.resources.{node}=1")
     lines = [line for line in done.stderr.splitlines() if line.startswith("corerl: ")]
     assert len(lines) == 1, done.stderr

@@ -16,7 +16,3 @@ def ranks_down_and_up(sizing: Sizing) -> dict[str, int]:
     actor, critic = "roles.actor.ranks", "roles.critic.ranks"
     wanted = {1: {actor: 1}, 2: {critic: 1}, 3: {actor: 2, critic: 2}}.get(sizing.step, {})
     return {name: ranks for name, ranks in wanted.items() if name in sizing.sizes}
-
-
-def one_rank_at_step_3(sizing: Sizing) -> dict[str, int]:
-    return {"roles.actor.ranks": 1} if sizing.step == 3 else {}

@@ -49,9 +49,9 @@ def test_a_machine_that_dies_costs_steps_and_another_takes_its_place_or_the_grou
             (tmp_path / "go-4").touch()
             assert command.finish() == 0, command.err
             command.assert_nothing_is_left()
-    assert re.findall(r"all ranks are started anew from (.*)|note: actor: (.*)", command.out) == [
-        ("the checkpoint of step 2; step 3 is done again", ""),
-        ("the checkpoint of step 4", ""),
+    assert re.findall(r"restarting all ranks from (.*)|note: actor: (.*)", command.out) == [
+        ("checkpoint step 2; replaying step 3", ""),
+        ("checkpoint step 4", ""),
         ("", f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)"),
     ]
     (undisturbed := tmp_path / "undisturbed").mkdir()

@@ -68,20 +68,6 @@ def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_ranks_that_die_as_they_hand_their_state_over_cost_what_they_always_do(
-    tmp_path: Path, undisturbed: Path
-) -> None:
-    killed = fault("hand_over", "kill", step=3, once=True)
-    with started(tmp_path, *killed, scaler="one_rank_at_step_3") as command:
-        assert command.finish() == 0, command.err
-        command.assert_nothing_is_left()
-    assert "actor rank 1: its process died during hand_over" in command.out
-    assert "; all ranks are started anew from the checkpoint of step 2; step 3 is done again" in command.out
-    assert "(dp 2) -> 1 rank of" in command.out  # the step was done again, and so was what follows
-    assert_same(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.nightly
 def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
     asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
     one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
@@ -100,14 +86,12 @@ def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_
 
 
 @pytest.mark.nightly
-def test_ranks_that_train_while_others_are_sampled_change_too_and_their_copies_are_whole(
-    tmp_path: Path, undisturbed: Path
-) -> None:
+def test_a_resized_run_that_samples_ahead_restarts_from_memory(tmp_path: Path, undisturbed: Path) -> None:
     killed = fault("optimizer_step", "kill", step=4, once=True)
     more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]
     with started(tmp_path, *killed, *more, scaler="ranks_down_and_up") as command:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
     assert len(re.findall(r"note: actor: \d ranks? .*-> \d", command.out)) == 2
-    assert re.search("all ranks are started anew from the copy in memory of step [34]", command.out)
+    assert re.search("restarting all ranks from in-memory checkpoint step [34]", command.out)
     assert_same(tmp_path / "run", undisturbed)

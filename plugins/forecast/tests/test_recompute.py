@@ -14,8 +14,8 @@ from corerl.errors import ConfigError
 from corerl.plan import make
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
+from corerl_forecast.extension import settings_of
 from corerl_forecast.forecast import GIB
-from corerl_forecast.recompute import settings_of
 from plugins.forecast.tests.planned import LARGE, memory_on, on_gpus, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, make_config
 

@@ -18,7 +18,7 @@ from corerl.plan.plan import Plan
 from corerl.plugin import SlowPath
 from corerl.plugin.helpers import IN_PIECES
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl_forecast.slow import FLOAT32
+from corerl_forecast.extension import FLOAT32
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, config_in
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from corerl_testing.compare import (
     different,
     grad_norm_of,
     in_order,
+    reference,
     weights_apart,
 )
 from corerl_testing.harness import make_samples
@@ -226,3 +228,19 @@ def test_tensors_that_only_one_side_has_are_named() -> None:
     with pytest.raises(AssertionError, match=r"^weights has no box, or only replicas, of model\.norm\.weight"):
         weights_apart(none, ONE)
     assert different({"exp_avg": ONE}, {"exp_avg": ONE}, ["exp_avg"]) == []
+
+
+def test_a_reference_is_computed_once_for_equal_arguments() -> None:
+    asked = []
+
+    @reference
+    def total(directory: Path, values: np.ndarray, *, scale: float = 1.0) -> float:
+        asked.append((directory.name, scale))
+        return scale * float(values.sum())
+
+    for _ in range(2):
+        assert total(Path("a"), np.arange(4)) == 6.0
+        assert total(Path("b"), np.arange(4)) == 6.0
+        assert total(Path("a"), np.arange(5)) == 10.0
+        assert total(Path("a"), np.arange(4), scale=2.0) == 12.0
+    assert asked == [("a", 1.0), ("b", 1.0), ("a", 1.0), ("a", 2.0)]

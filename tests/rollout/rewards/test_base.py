@@ -44,13 +44,13 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_a_reward_of_ones_own_is_imported_and_given_its_options(mine: ModuleType) -> None:
+def test_a_users_reward_is_imported_and_given_its_options(mine: ModuleType) -> None:
     mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
     reward = resolve_reward("my_rewards:longer", {"than": 3})
     assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
 
 
-def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first_is_named(mine: ModuleType) -> None:
+def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> None:
     mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
     reward = evolve(resolve_reward("my_rewards:parse", {}), failed_value=-0.5)
     scores = reward.score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
@@ -62,7 +62,7 @@ def test_samples_without_a_reward_of_their_own_are_counted_by_kind_and_the_first
     )
 
 
-def test_a_reward_that_fails_on_every_sample_is_an_error_that_names_the_first() -> None:
+def test_a_reward_that_always_fails_is_an_error() -> None:
     def broken(prompt: Prompt, response: str) -> float:
         raise ValueError("no\nway")
 
@@ -82,7 +82,7 @@ def in_corerl(prompt: Prompt, response: str) -> float:
 
 
 @pytest.mark.parametrize("function", [in_a_library, in_corerl])
-def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(function: Callable[..., Any]) -> None:
+def test_a_failure_names_the_users_innermost_line(function: Callable[..., Any]) -> None:
     failure = Reward(name="mine", function=function).outcome((Prompt(index=0, text="a", answer=""), "[", ()))
     line = function.__code__.co_firstlineno + 1
     where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
@@ -90,7 +90,7 @@ def test_where_a_reward_fails_is_told_as_the_innermost_line_of_the_users_own(fun
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
-def test_a_reward_that_is_no_finite_number_is_an_error_that_shows_it(mine: ModuleType, value: object) -> None:
+def test_a_reward_without_a_finite_number_is_an_error(mine: ModuleType, value: object) -> None:
     mine.odd = lambda prompt, response: value  # type: ignore[attr-defined]
     with pytest.raises(RewardError, match="returned .*, wanted a finite number, on prompt 35018"):
         resolve_reward("my_rewards:odd", {})(SORT, "1")
@@ -204,13 +204,13 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
         (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
     ],
 )
-def test_a_value_that_cannot_be_shown_or_read_is_a_failure(value: Callable[[], object], told: str) -> None:
+def test_an_unreadable_value_is_a_failure(value: Callable[[], object], told: str) -> None:
     outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message.startswith(f"reward 'mine:f' {told}")
 
 
-def test_a_number_without_a_name_where_weights_are_set_is_a_failure() -> None:
+def test_with_weights_a_plain_number_is_a_failure() -> None:
     outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message == (
@@ -227,15 +227,13 @@ def parts(prompt: Prompt, response: str) -> dict[str, object]:
     ("weights", "rewards"),
     [({}, [2.0, 0.5]), ({"right": 3.0, "short": -1.0}, [2.0, -0.5]), ({"right": 1, "short": 0}, [1, 0])],
 )
-def test_parts_are_weighted_in_the_reward_and_summed_as_they_are(
-    weights: dict[str, float], rewards: list[float]
-) -> None:
+def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], rewards: list[float]) -> None:
     scores = Reward(name="mine:f", function=parts, weights=weights).score(rollout(["x", "yy"], [0, 0], (SORT,)))
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
 
 
-def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_it() -> None:
+def test_a_part_without_a_weight_is_a_failure() -> None:
     outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure)
     assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
@@ -243,7 +241,7 @@ def test_a_part_without_a_weight_where_others_have_one_is_a_failure_that_names_i
     assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
 
 
-def test_parts_that_are_none_are_left_out_of_sum_and_means() -> None:
+def test_parts_that_are_none_do_not_count() -> None:
     def of_task(prompt: Prompt, response: str) -> dict[str, float | None]:
         right = None if response == "y" else float(response == "x")
         return {"right": right, "short": None if response == "z" else 0.5}
@@ -258,7 +256,7 @@ def test_parts_that_are_none_are_left_out_of_sum_and_means() -> None:
         assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
 
 
-def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine: ModuleType) -> None:
+def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:
     seen: list[list[int]] = []
     mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
     batch = SampleBatch(
@@ -276,9 +274,7 @@ def test_a_function_that_has_a_parameter_for_them_gets_the_responses_tokens(mine
 
 
 @pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
-def test_tokens_go_to_the_reward_as_small_arrays_and_only_where_a_function_takes_them(
-    mine: ModuleType, others: tuple[str, ...]
-) -> None:
+def test_tokens_are_sent_only_to_functions_that_take_them(mine: ModuleType, others: tuple[str, ...]) -> None:
     mine.counting = counting  # type: ignore[attr-defined]
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in others)))
     assert reward.takes_tokens == (len(others) == 2)
@@ -403,7 +399,7 @@ def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) ->
     )
 
 
-def test_beside_an_async_function_others_run_in_the_callers_thread_and_their_time_is_the_samples(
+def test_with_an_async_function_others_run_in_the_callers_thread(
     mine: ModuleType,
 ) -> None:
     def sync(prompt: Prompt, response: str) -> float:
@@ -456,7 +452,7 @@ async def aside(call: Callable[[], Scores]) -> Scores:
     return await in_thread(call, name="scoring")
 
 
-def test_rollouts_are_scored_one_after_the_other_while_coroutines_go_on() -> None:
+def test_rollouts_are_scored_in_turn_while_coroutines_run() -> None:
     scorer = Counts()
 
     async def work() -> list[Any]:
@@ -474,7 +470,7 @@ def test_rollouts_are_scored_one_after_the_other_while_coroutines_go_on() -> Non
     assert isinstance(broken, RewardError)
 
 
-def test_scoring_that_nobody_waits_for_any_more_still_keeps_its_turn() -> None:
+def test_cancelled_scoring_still_keeps_its_turn() -> None:
     scorer = Counts()
 
     async def work() -> list[float]:
@@ -515,7 +511,7 @@ def by_length(failed: float = -1.0) -> OutcomeScorer:
     return OutcomeScorer(Reward(name="long", function=lambda prompt, text: len(text)), failed_value=failed)
 
 
-def test_samples_that_bring_no_reward_are_scored_and_the_others_are_not() -> None:
+def test_only_samples_that_bring_no_reward_are_scored() -> None:
     scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
     assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
     assert scores.failed.tolist() == [False, False, True, False]
@@ -528,13 +524,13 @@ def test_a_batch_that_brings_no_rewards_is_scored_as_ever() -> None:
     assert by_length().score(rollout).rewards.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_rows_of_an_episode_share_the_reward_of_its_last_answer() -> None:
+def test_rows_of_an_episode_share_its_reward() -> None:
     episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
     assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
 
 
-def test_a_batch_of_failures_is_an_error_and_a_part_of_one_is_not() -> None:
+def test_a_batch_of_failures_is_an_error() -> None:
     rollout = brought([LATE, LATE])
     with pytest.raises(RewardError, match="^it was late; none of the 2 samples has a reward$"):
         by_length().score(rollout)

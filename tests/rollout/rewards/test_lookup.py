@@ -17,14 +17,12 @@ SORT = Prompt(index=35018, text="35018>", answer="01358")
     ("response", "position", "exact"),
     [("01358", 1.0, 1.0), ("01385", 3 / 5, 0.0), ("013", 3 / 5, 0.0), ("0135889", 5 / 7, 0.0), ("", 0.0, 0.0)],
 )
-def test_built_in_rewards_count_right_positions_over_the_longer_text_and_exact_answers(
-    response: str, position: float, exact: float
-) -> None:
+def test_built_in_rewards_count_positions_and_exact_answers(response: str, position: float, exact: float) -> None:
     assert resolve_reward("position-match", {})(SORT, response) == pytest.approx(position)
     assert resolve_reward("exact-match", {})(SORT, response) == exact
 
 
-def test_where_a_reward_of_corerls_own_fails_is_told_as_its_innermost_line() -> None:
+def test_a_failure_of_a_built_in_reward_names_its_line() -> None:
     failure = resolve_reward("exact-match", {}).outcome((Prompt(index=0, text="a", answer=""), "x", ()))
     assert isinstance(failure, Failure) and re.search(
         r"corerl/rollout/rewards/lookup\.py:\d+\) on prompt 0", failure.message
@@ -52,7 +50,7 @@ def test_an_unknown_name_is_answered_with_what_is_wanted(name: str, end: str) ->
     assert caught.value.message.endswith(end)
 
 
-def test_unknown_names_imports_that_fail_and_options_that_do_not_fit_are_config_errors(mine: ModuleType) -> None:
+def test_what_cannot_be_called_is_a_config_error(mine: ModuleType) -> None:
     mine.number = 3  # type: ignore[attr-defined]
     for name, options, text in [
         ("exact-mach", {}, "did you mean 'exact-match'"),
@@ -85,15 +83,13 @@ def one(prompt: Prompt) -> float:
         (one, "make its first two parameters positional"),
     ],
 )
-def test_a_reward_that_cannot_be_called_with_prompt_and_response_is_refused(
-    mine: ModuleType, function: object, text: str
-) -> None:
+def test_a_reward_with_a_wrong_signature_is_refused(mine: ModuleType, function: object, text: str) -> None:
     mine.reward = function  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=text):
         resolve_reward("my_rewards:reward", {})
 
 
-def test_what_is_wrong_in_one_of_several_functions_is_told_with_its_place(mine: ModuleType) -> None:
+def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
     mine.odd = lambda prompt, response: "x"  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built in"):
         reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))

@@ -59,20 +59,20 @@ def gone(pids: set[int], *, within: float = 20.0) -> bool:
     return not any(map(alive, pids))
 
 
-def test_rewards_stand_in_the_order_of_the_samples_whatever_the_number_of_processes() -> None:
+def test_rewards_are_in_the_order_of_the_samples() -> None:
     texts = ["x" * (3 * i % 11) for i in range(150)]
     inside, outside = (scores(texts, processes=processes) for processes in (0, 2))
     assert inside.rewards.tolist() == outside.rewards.tolist() == [float(3 * i % 11) for i in range(150)]
     assert (outside.failures, outside.first) == ({}, "")
 
 
-def test_samples_that_fail_get_the_failed_value_and_the_others_of_their_chunk_their_own() -> None:
+def test_failed_samples_get_the_failed_value() -> None:
     texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
     found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
     assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
     assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
     assert found.first == (
-        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:23) on prompt 7 ('p') with the "
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:22) on prompt 7 ('p') with the "
         "response 'raise'"
     )
 
@@ -92,7 +92,7 @@ def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) 
     assert message in found.first
 
 
-def test_the_sample_at_which_a_process_is_lost_is_known_and_no_other_one_is_scored_twice(tmp_path: Path) -> None:
+def test_a_lost_process_costs_one_sample_and_no_second_call(tmp_path: Path) -> None:
     name = "tests.rollout.user_rewards:noted"
     texts = ["a", "stuck", "bb", "ccc", "exit", "four", "seven", "raise", "loop", "last"]  # 3 travel together
     found = scores(texts, name, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
@@ -122,7 +122,7 @@ def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: flo
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_a_reward_that_fails_on_every_sample_is_an_error_with_the_first_failure(processes: int) -> None:
+def test_a_batch_of_failures_is_an_error(processes: int) -> None:
     with pytest.raises(RewardError, match=r"'nan'|returned nan, wanted a finite number, on prompt 7 .*all 2 samples"):
         scores(["nan", "raise"], processes=processes)
 
@@ -160,7 +160,7 @@ def test_processes_import_no_torch_that_the_reward_does_not() -> None:
 
 
 @pytest.mark.processes
-def test_an_async_reward_that_ends_its_process_or_blocks_it_fails_on_that_sample_alone() -> None:
+def test_an_async_reward_that_breaks_its_process_fails_alone() -> None:
     found = scores(["one", "exit", "three", "block", "sleep"], name="tests.rollout.user_rewards:promised", timeout=0.5)
     assert found.rewards.tolist() == [3.0, 0.0, 5.0, 0.0, 0.0]
     assert found.failures == {"died": 1, "timeout": 2}
@@ -174,7 +174,7 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
             judge.score(rollout(["x"]))
 
 
-def test_a_process_that_ended_while_it_was_idle_is_started_again() -> None:
+def test_a_process_that_ended_while_free_is_replaced() -> None:
     config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
     with scorer(resolve_reward(config.name, {}), config) as judge:
         first = int(judge.score(rollout(["x"])).rewards[0])
@@ -185,9 +185,7 @@ def test_a_process_that_ended_while_it_was_idle_is_started_again() -> None:
     assert len(set(again.rewards)) == 1 and int(again.rewards[0]) != first
 
 
-def test_a_process_that_ends_before_it_has_imported_the_reward_is_an_error_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_before_its_import_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rewards_that_exit.py").write_text("import os\nos._exit(5)\n")
     monkeypatch.syspath_prepend(tmp_path)
     reward = Reward(name="rewards_that_exit:f", function=lambda prompt, response: 1.0)
@@ -196,7 +194,7 @@ def test_a_process_that_ends_before_it_has_imported_the_reward_is_an_error_at_on
             judge.score(rollout(["x"]))
 
 
-def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next() -> None:
+def test_late_outcomes_are_not_taken_for_the_next_rollouts() -> None:
     config = RewardConfig(name=ACT, options={"seconds": 1.0}, processes=1)
     with scorer(resolve_reward(config.name, config.options), config) as judge:
         assert judge.score(rollout(["x"])).rewards.tolist() == [1.0]  # it has started
@@ -215,7 +213,7 @@ def test_answers_to_an_interrupted_rollout_are_not_taken_for_those_to_the_next()
         assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
 
 
-def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_other_process(
+def test_closing_the_pool_ends_scoring_with_an_error(
     tmp_path: Path,
 ) -> None:
     options = {"directory": str(tmp_path)}
@@ -241,9 +239,7 @@ def test_a_thread_that_scores_while_the_pool_is_closed_is_told_and_starts_no_oth
     assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_thread_that_waits_for_processes_to_start_is_told_that_the_pool_was_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_the_pool_ends_the_wait_for_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = tmp_path / "begun"
     (tmp_path / "rewards_that_take_long.py").write_text(
         f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
@@ -284,9 +280,7 @@ if __name__ == "__main__":
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_busy_processes_and_their_own_do_not_outlive_a_driver_that_is_killed_or_interrupted(
-    tmp_path: Path, how: signal.Signals
-) -> None:
+def test_busy_processes_do_not_outlive_the_driver(tmp_path: Path, how: signal.Signals) -> None:
     script, marks = tmp_path / "driver.py", tmp_path / "marks"
     script.write_text(DRIVER)
     marks.mkdir()
@@ -305,7 +299,7 @@ def test_busy_processes_and_their_own_do_not_outlive_a_driver_that_is_killed_or_
     assert gone(pids)
 
 
-def test_functions_beside_an_async_one_run_in_the_main_thread_of_their_process_and_are_timed_by_themselves() -> None:
+def test_with_an_async_function_others_run_in_the_main_thread() -> None:
     names = ("promised", "lazy")
     config = RewardConfig(
         functions=tuple(RewardFunction(name=f"tests.rollout.user_rewards:{name}") for name in names),

@@ -75,12 +75,10 @@ class DeepSpeedBackend(Backend):
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            result = optimizer_step(self.model, lr=step.lr, scale=scale)
-        self.adam_step += result.applied
-        return result
+            return optimizer_step(self.model, lr=step.lr, scale=scale)
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.using(weights), calling_deepspeed(partitioned=self.partitioned):
+        with calling_deepspeed(partitioned=self.partitioned):
             return forward_pass(self.model, batch, outputs, device=self.device)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:

@@ -12,12 +12,11 @@ from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, User
 from corerl.messages import message_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
-from corerl.plugin import Event, Failure, PlanAnswer, RunStarted, StepFinished
+from corerl.plugin import Event, Failure, PlanAnswer, RunControl, RunStarted, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.fewer import fewer
 from corerl_elastic.places import Places
-from corerl_elastic.resizing import resize
 from corerl_elastic.scaling import Answer, Devices, Scaler, Scaling, answer, asked, balance, begin
 
 
@@ -57,7 +56,7 @@ class Elastic:
 
     @hookimpl
     def between_steps(self, run: Control) -> None:
-        """Change the groups' sizes if somebody wants that. What cannot be is told, and the run goes on."""
+        """Resize the groups if `corerl scale` or the scaler asks for it. A rejected resize is a notice."""
         self._count_steps(run)
         try:
             request = asked(self._run_dir)
@@ -68,7 +67,7 @@ class Elastic:
             changed: list[str] = []
             failed = "the run was stopped"
             try:
-                failed = _resize(run, request.overrides, changed)
+                failed = resize(run, request.overrides, changed)
             except Exception as error:  # such as of ranks that have died, whose successors know of no request
                 failed = message_of(error)
                 raise
@@ -76,7 +75,7 @@ class Elastic:
                 try:
                     answer(self._run_dir, request, Answer(changed=tuple(changed), error=failed))
                 except ConfigError as error:
-                    run.notice(f"nobody hears of the request for other sizes: {error.message}")
+                    run.notice(f"could not write the reply to the resize request: {error.message}")
         if self._scaling is not None:
             self._ask(run, self._scaling)
 
@@ -92,7 +91,7 @@ class Elastic:
             run.notice(f"{error.message}; it is not asked again")
             self._scaling = None
             return
-        if wanted and _resize(run, wanted, []):
+        if wanted and resize(run, wanted, []):
             scaling.refused(wanted, devices)
 
     def _count_steps(self, run: Control) -> None:
@@ -141,12 +140,12 @@ def devices_of(run: Control) -> Devices:
     return Devices(reserved=reserved, unused=unused, free=free)
 
 
-def _resize(run: Control, overrides: Sequence[str], changed: list[str]) -> str:
-    """Adds a line to `changed` for each group that has; returns what went wrong."""
+def resize(run: RunControl, overrides: Sequence[str], changed: list[str]) -> str:
+    """Change the groups as the overrides of the config say; adds a line to `changed` for each that has changed. Returns
+    why the resize was rejected, "" if it was not."""
     try:
-        resize(run, overrides, changed)
+        changed += run.apply(run.replan(overrides))
     except (UserError, ResizeFailed) as error:
-        told = "; ".join(error.message.splitlines())
-        run.notice(f"{'no more sizes are changed' if changed else 'the sizes stay as they are'}: {told}")
+        run.notice(f"resize rejected: {'; '.join(error.message.splitlines())}")
         return error.message
     return ""

@@ -72,7 +72,7 @@ def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], to
     request = Request(uuid.uuid4().hex, tuple(overrides))
     path = run_dir / REQUEST
     _write(path, {"id": request.id, "overrides": list(overrides)}, replace=False)
-    told("the sizes are changed when the step that runs has been trained on")
+    told("the resize takes effect after the current step")
     try:
         while True:
             alive = runs()

@@ -76,7 +76,7 @@ class FsdpBackend(Backend):
         )
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
-        result = optimizer_step(
+        return optimizer_step(
             self.policy,
             self.shards,
             self.optimizer,
@@ -85,12 +85,9 @@ class FsdpBackend(Backend):
             clip_norm=self.config.train.optimizer.clip_norm,
             loss_scale=self.scale,
         )
-        self.adam_step += result.applied
-        return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.using(weights):
-            return forward_pass(self.policy, batch, outputs, device=self.device)
+        return forward_pass(self.policy, batch, outputs, device=self.device)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         reshard(self.policy)

@@ -87,12 +87,11 @@ class MegatronBackend(Backend):
         clip_norm = self.config.train.optimizer.clip_norm
         with calling_megatron(self.device):
             result = optimizer_step(self.pipeline, self.gradients, lr=step.lr, scale=scale, clip_norm=clip_norm)
-        self.adam_step += result.applied
         self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.using(weights), calling_megatron(self.device):
+        with calling_megatron(self.device):
             return forward_pass(self.pipeline, batch, outputs)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:

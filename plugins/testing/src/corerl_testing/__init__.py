@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.algorithms.losses import clipped as clipped
-    from corerl.backend.base import SAVED as SAVED
+    from corerl.backend.primitives import SAVED as SAVED
     from corerl.checkpoint.format import WEIGHTS as WEIGHTS
     from corerl.checkpoint.writer import BackgroundWriter as BackgroundWriter
     from corerl.data.packing import pack as pack

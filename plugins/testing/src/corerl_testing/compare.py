@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import pickle
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,7 +21,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
 from corerl_testing.harness import State
-from corerl_testing.references import reference
 from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import training
 from corerl_testing.tolerances import (
@@ -31,6 +33,7 @@ from corerl_testing.tolerances import (
     WEIGHTS_L2,
 )
 
+T = TypeVar("T")
 Tensors = dict[str, Array]  # whole tensors by HF name
 
 SAVED = ("master", "exp_avg", "exp_avg_sq")
@@ -429,6 +432,22 @@ def require_same_tensors(key: str, found: Collection[str], wanted: Collection[st
 
 def same_bits(a: Array, b: Array) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def reference(function: Callable[..., T]) -> Callable[..., T]:
+    """What backends are compared with and have no part in, such as transformers' numbers, computed once in a process:
+    `function`, asked once for equal arguments: plain data, and directories whose files stay as they are. All callers
+    get the same result, which none may change."""
+    known: dict[bytes, T] = {}
+
+    @functools.wraps(function)
+    def remembering(*args: Any, **named: Any) -> T:
+        asked = pickle.dumps((args, named))
+        if asked not in known:
+            known[asked] = function(*args, **named)
+        return known[asked]
+
+    return remembering
 
 
 @reference

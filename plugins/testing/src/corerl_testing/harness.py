@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, field, frozen
 
-from corerl.backend.base import SAVED, StateKey
+from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
+from corerl.backend.primitives import SAVED, StateKey
 from corerl.checkpoint.format import BUFFER
 from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.data.packing import pack
@@ -32,6 +33,7 @@ from corerl.types import (
     Output,
     PackedBatch,
     ParallelLayout,
+    Reduction,
     SampleBatch,
     Step,
     TrainResult,
@@ -51,6 +53,16 @@ TRAIN = TrainConfig(
     tokens_per_micro_batch=32,
     optimizer=OptimizerConfig(lr=1e-3, betas=(0.85, 0.97), eps=1e-5, weight_decay=0.1, clip_norm=0.5),
 )
+
+
+def likelihood(inputs: LossInputs) -> LossResult:
+    """loss = -sum_t weights_t * logprobs_t: plain maximum likelihood, without clipping or penalties."""
+    assert inputs.logprobs is not None
+    loss = -(inputs.columns["weights"] * inputs.logprobs).sum()
+    return LossResult(loss, {"loss": TensorMetric(loss.detach(), torch.ones_like(loss), Reduction.LOSS)})
+
+
+LIKELIHOOD = LossSpec(name=f"{__name__}:likelihood", outputs=(Output.LOGPROBS,))
 
 
 TEMPERATURES = (0.8, 1.0, 0.7)

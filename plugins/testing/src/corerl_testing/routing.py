@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from corerl.types import Array, FloatArray, Output, SampleBatch
-from corerl_testing.compare import grad_norm_of, in_order, loss_of, metrics_of, whole
+from corerl_testing.compare import grad_norm_of, in_order, loss_of, metrics_of, reference, whole
 from corerl_testing.harness import TRAIN, Setup, State, make_samples
-from corerl_testing.references import reference
 from corerl_testing.require import require, require_near
 from corerl_testing.scenarios.training import EXPERTS, Replayed, Trained
 from corerl_testing.tolerances import BALANCED_ROUTER_GRADS, GRAD_NORM, LOGPROBS, LOSS, METRICS, ROUTER_GRADS

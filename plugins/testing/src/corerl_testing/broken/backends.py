@@ -15,9 +15,9 @@ from attrs import evolve
 from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
-from corerl.backend.base import SAVED
 from corerl.backend.batches import OutputCollector
 from corerl.backend.optimizer import adamw, moments
+from corerl.backend.primitives import SAVED
 from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, with_sums, write

@@ -109,14 +109,13 @@ class PlainBackend(Backend):
         if applied:
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
-            self.adam_step += 1
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         collector = OutputCollector()
         self.model.eval()
-        with self.using(weights), torch.no_grad():
+        with torch.no_grad():
             for micro in batch.micro_batches:
                 computed = self.outputs(micro, batch.temperature, routed=Output.ROUTED_EXPERTS in outputs)
                 collector.add(micro, {output: computed[output] for output in outputs})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import evolve, frozen
 
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.models.config import hf_config
 from corerl.models.files import look_at

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.memory.storage import resident_bytes
 from corerl.types import (
     MemoryKind,

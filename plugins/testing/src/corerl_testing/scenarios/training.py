@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve, field, frozen
 
-from corerl.backend.base import StateKey
+from corerl.backend.primitives import StateKey
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,
@@ -21,6 +21,7 @@ from corerl.types import (
     TrainResult,
 )
 from corerl_testing.harness import (
+    LIKELIHOOD,
     LOSS,
     Setup,
     State,
@@ -33,7 +34,6 @@ from corerl_testing.harness import (
     step_at,
     train,
 )
-from corerl_testing.losses import LIKELIHOOD
 from corerl_testing.require import require_equal
 
 EXPERTS = Output.ROUTED_EXPERTS.value

@@ -21,13 +21,13 @@ from corerl_testing.compare import (
     assert_resumes,
     files_of,
     in_order,
+    reference,
     require_same_state,
     whole,
 )
 from corerl_testing.harness import LONG, Setup, make_samples
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
-from corerl_testing.references import reference
 from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import training
 from corerl_testing.subject import PACKINGS, PLAIN, WHOLE, Subject, steps_of

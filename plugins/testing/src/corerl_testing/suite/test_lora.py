@@ -29,7 +29,7 @@ from corerl_testing.compare import (
 from corerl_testing.harness import Setup
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
-from corerl_testing.scenarios import adapting, updates
+from corerl_testing.scenarios import sleeping, updates
 from corerl_testing.subject import PLAIN, WHOLE, Checkpoint, Subject
 from corerl_testing.suite.test_memory import held_as_predicted
 
@@ -68,7 +68,7 @@ def test_adapters_train_as_the_plain_backends_and_all_else_stays(subject: Subjec
 def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> None:
     setup = adapted(subject.setup("qwen3"))
     setup = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
-    for rank in subject.run(adapting.adapt, setup):
+    for rank in subject.run(sleeping.adapt, setup):
         require(
             rank.precisions == {"bfloat16"},
             f"the weights beside adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of the "

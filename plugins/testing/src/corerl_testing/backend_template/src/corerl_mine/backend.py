@@ -89,7 +89,6 @@ class MineBackend(Backend):
         if applied:
             set_lr(self.optimizer, step.lr)
             self.optimizer.step()
-            self.adam_step += 1
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)
 
@@ -115,8 +114,7 @@ class MineBackend(Backend):
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self.policy.eval()
-        with self.using(weights):
-            return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
+        return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 
     def outputs(self, *inputs: Any) -> dict[Output, torch.Tensor]:
         """The policy's outputs, each [T] float32."""

@@ -1,0 +1,124 @@
+"""Restart failed ranks from the newest checkpoint, and say at which step the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import define, evolve, field, frozen
+
+from corerl.checkpoint.commit import read_state
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.driver.control import Control
+from corerl.errors import CorerlError, NoPlaces, WorkerDied
+from corerl.plan.resume import Start
+from corerl.plugin.spec import ACTOR
+
+
+@frozen(kw_only=True)
+class RestartPoint:
+    """Where a run goes on after its ranks have restarted."""
+
+    checkpoint: Path | None  # None: the weights that the run started with
+    state: Mapping[str, Any]  # the driver's, in the checkpoint
+    in_memory: bool = False
+    version: int = 0  # of the actor's weights in it
+
+    @property
+    def step(self) -> int:
+        """Rollout steps done."""
+        return int(self.state.get("rollout_step", 0))
+
+    def __str__(self) -> str:
+        if self.checkpoint is None:
+            return "the initial weights"
+        return f"{'in-memory ' * self.in_memory}checkpoint step {self.step}"
+
+
+@define(kw_only=True, eq=False)
+class Recovery:
+    """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
+
+    control: Control
+    checkpoints: Checkpoints
+    memory: MemoryCheckpoints | None
+    start: Start
+
+    _used: int = field(default=0, init=False)  # restarts since the last step that was not done before
+    _furthest: int = field(default=0, init=False)  # the most steps that were ever done
+
+    @contextlib.contextmanager
+    def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Callable[[], bool]]:
+        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields whether
+        the block has ended otherwise. Raises the error if no restart is allowed, or no rank has ended."""
+        died: list[WorkerDied] = []
+        try:
+            yield lambda: not died
+        except WorkerDied as error:
+            died.append(error)
+        while died:
+            self._require_allowed(died[-1])
+            self._used += 1
+            try:
+                return restore(self._restart(died[-1]))
+            except WorkerDied as error:
+                died.append(error)
+            except NoPlaces as refused:
+                raise refused.told_with(died[-1]) from refused
+
+    def step_done(self) -> None:
+        if self.control.step > self._furthest:
+            self._furthest, self._used = self.control.step, 0
+
+    def _require_allowed(self, error: WorkerDied) -> None:
+        ended = any(role.group.processes.ended for role in self.control.groups.roles.values())
+        if not ended or self.control.stop.requested:
+            raise error
+        if self._used >= (allowed := self.control.groups.roles[ACTOR].train.restarts):
+            if not allowed:
+                raise error
+            times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
+            raise WorkerDied(f"{error.message}; gave up after {times}") from error
+
+    def _restart(self, error: WorkerDied) -> RestartPoint:
+        groups, progress = self.control.groups, self.control.progress
+        point = self._newest()
+        progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
+        with progress.phase("restart"):
+            if groups.updates is not None:
+                groups.updates.given_up()  # before engines are called: they may wait for what ranks were sending
+            groups.end_ranks()
+            self.control.failed(error.message, ranks=True)
+            if point.in_memory and groups.elsewhere:  # since they have got other places
+                point = self._newest()
+                progress.notice(
+                    f"ranks are on other machines than the in-memory checkpoint; restarting them from {point}"
+                    f"{self._replayed(point)}"
+                )
+            version = groups.start_ranks(point.checkpoint)
+        self.checkpoints.forget(point.step if point.checkpoint == self.checkpoints.newest else -1)
+        if self.memory is not None:
+            self.memory.forget(-1)
+        return evolve(point, version=version)
+
+    def _replayed(self, point: RestartPoint) -> str:
+        first, last = point.step + 1, self.control.step
+        if first > last:
+            return ""
+        return f"; replaying step {last}" if first == last else f"; replaying steps {first}-{last}"
+
+    def _newest(self) -> RestartPoint:
+        """The newest complete checkpoint that all ranks can read, or the run's start."""
+        found = RestartPoint(checkpoint=self.start.resume, state=self.start.state)
+        for saves in (self.checkpoints, None if self.control.groups.elsewhere else self.memory):
+            if saves is None:
+                continue
+            with contextlib.suppress(CorerlError):  # then an older one is the newest
+                saves.rescue(ask=False)
+            if saves.newest is not None and saves.newest != self.start.resume:
+                state = read_state(saves.newest)
+                point = RestartPoint(checkpoint=saves.newest, state=state, in_memory=saves.in_memory)
+                found = point if found.checkpoint is None or point.step > found.step else found
+        return found

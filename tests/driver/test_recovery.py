@@ -1,0 +1,214 @@
+"""Whether ranks that have died restart, and from which checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from attrs import define, field
+
+from corerl.checkpoint.commit import begin, commit
+from corerl.checkpoint.writer import stage, write
+from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.errors import DataError, NoPlaces, SaveFailed, WorkerDied
+from tests.checkpoint.roles import cut, whole
+from tests.driver.fakes import Ears, progress, told
+
+
+@define
+class Groups:
+    """A run's ranks, of which the first fail to start as often as `fails` says."""
+
+    allowed: int = 2
+    ended: bool = True
+    fails: int = 0
+    elsewhere: bool = False
+    log: list[str] = field(factory=list)
+
+    @property
+    def roles(self) -> dict[str, Any]:
+        processes = SimpleNamespace(ended=self.ended)
+        group, train = SimpleNamespace(processes=processes), SimpleNamespace(restarts=self.allowed)
+        return {"actor": SimpleNamespace(group=group, train=train)}
+
+    @property
+    def updates(self) -> Any:
+        return SimpleNamespace(given_up=lambda: self.log.append("given up"))
+
+    def end_ranks(self) -> None:
+        self.log.append("end")
+
+    def start_ranks(self, checkpoint: Path | None) -> int:
+        self.log.append(f"start from {checkpoint}")
+        if self.fails:
+            self.fails -= 1
+            raise WorkerDied("no luck")
+        return 4
+
+
+@define
+class Saves:
+    newest: Path | None = None
+    in_memory: bool = False
+    log: list[Any] = field(factory=list)
+
+    def rescue(self, *, ask: bool) -> None:
+        assert not ask
+        raise SaveFailed("it is lost")
+
+    def forget(self, step: int) -> None:
+        self.log.append(step)
+
+
+def saved(directory: Path, step: int) -> Path:
+    """A complete checkpoint of one rank."""
+    partial = begin(directory, step)
+    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
+    return commit(partial, {"rollout_step": step, "of": directory.name}, ranks={"actor": 1})
+
+
+@define
+class Case:
+    recovery: Recovery
+    groups: Groups
+    ears: Ears
+    points: list[RestartPoint] = field(factory=list)
+
+    def dies(self, why: str) -> None:
+        with self.recovery.around(self.points.append) as fine:
+            raise WorkerDied(why)
+        assert not fine()
+
+
+def make(
+    *, requested: bool = False, done: int = 5, failed: Callable[[Groups, str], object] | None = None, **parts: Any
+) -> Case:
+    """`failed` is called where extensions are asked for places."""
+    saves = {name: parts.pop(name, value) for name, value in (("checkpoints", Saves()), ("memory", None))}
+    start = parts.pop("start", SimpleNamespace(resume=None, state={}))
+    groups, ears = Groups(**parts), Ears()
+
+    def asked(message: str, *, ranks: bool) -> None:
+        assert ranks
+        if failed is not None:
+            failed(groups, message)
+
+    control: Any = SimpleNamespace(
+        groups=groups, failed=asked, progress=progress(ears), step=done, stop=SimpleNamespace(requested=requested)
+    )
+    return Case(Recovery(control=control, start=start, **saves), groups, ears)
+
+
+def test_ranks_restart_as_often_as_the_config_says_without_a_new_step() -> None:
+    case = make(done=3)
+    case.dies("one")
+    assert case.groups.log == ["given up", "end", "start from None"]
+    assert case.points == [RestartPoint(checkpoint=None, state={}, version=4)]
+    case.dies("two")
+    with pytest.raises(WorkerDied, match=r"^three; gave up after 2 restarts without a new step \(train.restarts\)$"):
+        case.dies("three")
+    assert told(case.ears) == [
+        f"{cause}; restarting all ranks from the initial weights; replaying steps 1-3" for cause in ("one", "two")
+    ]
+    case.recovery.step_done()  # a step that was not done before
+    case.dies("four")
+    case.recovery.control.step = 2  # type: ignore[misc]
+    case.recovery.step_done()  # one that was
+    case.dies("five")
+    with pytest.raises(WorkerDied, match="six"):
+        case.dies("six")
+
+
+def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
+    def refuse(groups: Groups, message: str) -> None:
+        assert message == "one"
+        raise NoPlaces("roles.actor.ranks: devices are left for 0 of 2")
+
+    case = make(failed=refuse)
+    with pytest.raises(WorkerDied) as caught:
+        case.dies("one")
+    assert caught.value.message == (
+        "one; a machine is gone, and its processes have no other places: roles.actor.ranks: devices are left for 0 of 2"
+    )
+    assert case.points == [] and case.groups.log == ["given up", "end"]
+
+
+def test_ranks_that_die_as_they_start_are_started_once_more() -> None:
+    case = make(fails=1)
+    case.dies("one")
+    assert case.groups.log.count("start from None") == 2 and len(case.points) == 1
+    case = make(fails=9)
+    with pytest.raises(WorkerDied, match="no luck"):
+        case.dies("one")
+    assert case.points == []
+
+
+def test_ranks_restart_from_the_newest_checkpoint_on_disk_or_in_memory(tmp_path: Path) -> None:
+    disk, memory = tmp_path / "disk", tmp_path / "memory"
+    old, newer, newest = saved(disk, 2), saved(memory, 4), saved(disk, 5)
+    for checkpoint, kept, used, words, after in (
+        (old, None, old, "checkpoint step 2; replaying steps 3-5", ([2], None)),
+        (old, newer, newer, "in-memory checkpoint step 4; replaying step 5", ([-1], [-1])),
+        (newest, newer, newest, "checkpoint step 5", ([5], [-1])),
+    ):
+        saves, in_memory = Saves(checkpoint), Saves(kept, in_memory=True) if kept else None
+        case = make(checkpoints=saves, memory=in_memory)
+        case.dies("it")
+        assert [each.checkpoint for each in case.points] == [used]
+        assert told(case.ears) == [f"it; restarting all ranks from {words}"]
+        assert case.groups.log[2] == f"start from {used}"
+        assert (saves.log, in_memory.log if in_memory else None) == after
+
+
+@pytest.mark.parametrize("when", ["before", "as they restart"])
+def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -> None:
+    old, newer = saved(tmp_path / "disk", 2), saved(tmp_path / "memory", 4)
+
+    def failed(groups: Groups, message: str) -> None:
+        groups.elsewhere = True
+
+    saves = Saves(old)
+    kept = Saves(newer, in_memory=True)
+    case = make(checkpoints=saves, memory=kept, failed=failed, elsewhere=when == "before")
+    case.dies("it")
+    assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
+    assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
+    assert told(case.ears)[-1] == (
+        "it; restarting all ranks from checkpoint step 2; replaying steps 3-5"
+        if when == "before"
+        else "ranks are on other machines than the in-memory checkpoint; restarting them from checkpoint step 2; "
+        "replaying steps 3-5"
+    )
+
+
+def test_a_resumed_run_without_a_checkpoint_of_its_own_restarts_where_it_began(tmp_path: Path) -> None:
+    begun = saved(tmp_path, 3)
+    state = {"rollout_step": 3, "as": "the run has read it"}
+    case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), done=4)
+    case.dies("it")
+    assert case.points == [RestartPoint(checkpoint=begun, state=state, version=4)]
+    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 3; replaying step 4"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "requested", "allowed"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
+)
+def test_nothing_restarts_where_no_rank_has_ended_or_the_user_wants_none(
+    ended: bool, requested: bool, allowed: int
+) -> None:
+    case = make(ended=ended, requested=requested, allowed=allowed)
+    with pytest.raises(WorkerDied, match="^an engine, perhaps$"):
+        case.dies("an engine, perhaps")
+    assert case.points == []
+
+
+def test_other_errors_pass_and_a_block_that_ends_well_is_fine() -> None:
+    case = make()
+    with pytest.raises(DataError), case.recovery.around(case.points.append):
+        raise DataError("of the user's")
+    with case.recovery.around(case.points.append) as fine:
+        pass
+    assert fine() and case.points == []
