@@ -52,7 +52,8 @@ def planned(special_tokens: bool, *sets: bool) -> Any:
     rewarding = RewardConfig(special_tokens=special_tokens)
     own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept), source=Mock()) for kept in sets]
     rollout = Mock(rewarding=rewarding, sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
-    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)))
+    run = Mock(trains=False, steps=3)
+    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)), run=run)
 
 
 def sampling(plan: Any, fleet: Any, stack: contextlib.ExitStack) -> Sampling:
