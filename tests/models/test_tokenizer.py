@@ -138,7 +138,7 @@ def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does
 @pytest.mark.parametrize(
     "text",
     [
-        *("[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}', '{"eos_token_id": Infinity}', "[" * 200_000),
+        *("[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}', '{"eos_token_id": Infinity}'),
         *('{"eos_token_id": [2, 1%s]}' % (30 * "0"), '{"eos_token_id": "\\ud800"}', '{"text_config": [2]}'),
         *('{"eos_token_id": 2.7}', '{"eos_token_id": [1, "2"]}', '{"eos_token_id": true}'),
     ],
