@@ -166,7 +166,7 @@ def test_compilations_are_counted_and_long_ones_reported(
     steps = [evolve(result, compilations=made) for made in ((first,), (), (short, long))]
     run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
     assert ears.steps[0].metrics["perf/compilations"] == 3.0
-    line = "step 4: a rank of the actor compiled forward in modeling.py anew, in 12 s: 5120 <= size"
+    line = "step 4: a rank of the actor compiled forward in modeling.py again, in 12 s: 5120 <= size"
     assert [each for each in told(ears) if "compiled" in each] == [line]
 
 
