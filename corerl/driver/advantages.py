@@ -77,8 +77,8 @@ def compute_advantages(
             cap=algorithm.correction_cap,
             beyond=algorithm.correction_beyond,
         )
-        told = correction_metrics(corrected, samples, beyond=algorithm.correction_beyond)
-        metrics |= {f"correction/{name}": value for name, value in told.items()}
+        weights = correction_metrics(corrected, samples, beyond=algorithm.correction_beyond)
+        metrics |= {f"correction/{name}": value for name, value in weights.items()}
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * corrected.weights
     return TrainBatch(

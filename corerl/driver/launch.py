@@ -60,24 +60,24 @@ RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 @contextlib.contextmanager
 def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
-    """Start a run's processes; none survives the block, however it ends. Observers are told of errors.
+    """Start a run's processes; none survives the block, however it ends. Observers get errors.
 
     `planned` makes the run's plan, which resumes from none of the checkpoints that ranks have found to be damaged: with
     `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
             plan = planned(damaged)
-            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in told))
-            told.update(start.lost)
+            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in reported))
+            reported.update(start.lost)
             try:
                 run = stack.enter_context(_launched(evolve(plan, start=start), damaged, began))
             except CheckpointDamaged:
                 if start.resume not in damaged:
                     raise
-                told.add(skipping(start.resume, damaged[start.resume]))
+                reported.add(skipping(start.resume, damaged[start.resume]))
             else:
                 break
         yield run

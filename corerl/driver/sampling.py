@@ -15,7 +15,7 @@ from corerl.algorithms.advantages import spread
 from corerl.config.schema import RewardConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.metrics import SCORING
-from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.engines.base import UNLIMITED
 from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import EventLoop, in_thread
@@ -113,7 +113,7 @@ class Sampling:
                     special_tokens=kept,
                     context_length=rollout.context_length,
                     calls=1 if engine is None else engine.calls,
-                    on_progress=partial(self.progress.count, DRAWN),
+                    on_progress=partial(self.progress.count, GENERATED),
                 )
             )
             self.stack.callback(self._samplers[kept].close)
@@ -147,7 +147,7 @@ def make_source(
         refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
         engines=fleet,
         steps=steps,
-        on_progress=partial(progress.count, DRAWN),
+        on_progress=partial(progress.count, GENERATED),
     )
     match settings.source:
         case "synchronous":

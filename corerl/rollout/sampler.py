@@ -124,7 +124,7 @@ class SamplerContext:
     special_tokens: bool = False  # keep them in texts
     context_length: int = 0  # maximum tokens of a row; 0: unlimited
     calls: int = 1  # of `generate` that each engine answers at once
-    # Is called with how many samples that the run waits for are drawn, and how many there are.
+    # Is called with how many of the samples that the run waits for are done, and how many there are.
     on_progress: Counted | None = None
 
 
@@ -163,7 +163,7 @@ class Sampler(ABC):
         ahead: bool = False,
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step draws others. `ahead`: nobody waits for them yet.
+        the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
@@ -197,7 +197,7 @@ class Sampler(ABC):
         return GenerateRequest(
             tokens=tokens[repeated],
             offsets=rows,
-            # A prompt that occurs twice in a step (of a data set smaller than the step) must not draw the same twice.
+            # A prompt that occurs twice in a step (of a data set smaller than the step) must not get the same samples twice.
             noise_keys=hash_keys(
                 self.context.seed,
                 rollout_step,
@@ -348,15 +348,15 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
 
 
 def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
-    """If any batch has experts, give the others, of episodes that drew nothing, the column too, filled with -1."""
+    """If any batch has experts, give the others, of episodes without answers, the column too, filled with -1."""
     name = Output.ROUTED_EXPERTS.value
-    told = next((batch.columns[name] for batch in batches if name in batch.columns), None)
-    if told is None:
+    experts = next((batch.columns[name] for batch in batches if name in batch.columns), None)
+    if experts is None:
         return batches
     return [
         batch
         if name in batch.columns
-        else batch.with_columns(**{name: np.full((len(batch.tokens), *told.shape[1:]), -1, told.dtype)})
+        else batch.with_columns(**{name: np.full((len(batch.tokens), *experts.shape[1:]), -1, experts.dtype)})
         for batch in batches
     ]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from corerl import hookimpl
-from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 
@@ -62,10 +62,10 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
     progress.begin("rollout")
     clock.now = 3.0
     assert beat(progress, hears) == PhaseProgress(name="rollout", step=2, seconds=3.0)
-    progress.count(DRAWN, 5, 64)
+    progress.count(GENERATED, 5, 64)
     clock.now = 4.0
     assert beat(progress, hears) == PhaseProgress(
-        name="rollout", step=2, seconds=4.0, unit="samples drawn", done=5, of=64
+        name="rollout", step=2, seconds=4.0, unit="samples generated", done=5, of=64
     )
     progress.count(SCORED, 64, 64)
     assert beat(progress, hears) == PhaseProgress(
@@ -79,7 +79,7 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
 
 def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears) -> None:
     progress.begin("eval")
-    progress.count(DRAWN, 12, 50)
+    progress.count(GENERATED, 12, 50)
     assert beat(progress, hears) == PhaseProgress(
         name="eval", step=2, seconds=0.0, unit="answers sampled", done=12, of=50
     )
