@@ -197,7 +197,7 @@ class Sampler(ABC):
         return GenerateRequest(
             tokens=tokens[repeated],
             offsets=rows,
-            # A prompt that occurs twice in a step (of a data set smaller than the step) must not get the same samples twice.
+            # A prompt that occurs twice in a step (of a small data set) must not get the same samples twice.
             noise_keys=hash_keys(
                 self.context.seed,
                 rollout_step,
