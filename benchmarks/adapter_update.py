@@ -88,7 +88,7 @@ class Sides:
         began = time.perf_counter()
         thread = threading.Thread(target=lambda: received.append(self.engine.receive(manifest, version, self._address)))
         thread.start()
-        self._sender.begin(manifest, version)
+        self._sender.open(manifest, version)
         for bucket in manifest.buckets:
             room = self._sender.acquire_buffer(bucket.numel, torch.bfloat16)
             if room is None:
@@ -100,7 +100,7 @@ class Sides:
                 else:
                     view.copy_(tensor)
             self._sender.send(bucket, room)
-        told = self._sender.commit()
+        told = self._sender.finish()
         thread.join()
         took = time.perf_counter() - began
         errors = [received[0].error, *told.values()]

@@ -100,7 +100,6 @@ def serve_bare(pipe: Connection) -> None:
         for bucket, flat in receiver.buckets(manifest, version):
             load(bucket, flat)
             del flat
-        receiver.acknowledge(version, "")
 
     def load_ready(ready: torch.Tensor) -> None:
         for bucket in manifest.buckets:

@@ -180,11 +180,11 @@ def switches(*, overlap: bool) -> dict[str, Any]:
 class NowhereSender(WeightSender):
     """One rank gathers every bucket, and no engine takes it."""
 
-    def begin(self, manifest: Manifest, version: int) -> None: ...
+    def open(self, manifest: Manifest, version: int) -> None: ...
 
     def send(self, bucket: Bucket, flat: Tensor) -> None: ...
 
-    def commit(self) -> Mapping[str, str]:
+    def finish(self) -> Mapping[str, str]:
         return {}
 
     def close(self) -> None: ...

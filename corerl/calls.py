@@ -26,15 +26,15 @@ class Future(Generic[T]):
         group: object,
         ready: Callable[[float], bool],
         fetch: Callable[[], T],
-        heard: Callable[[Exception], None] = lambda error: None,
+        on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """`fetch` waits for the call and returns its result or raises its error; `ready` tells whether it would do so
-        at once, after at most so many seconds. `group` runs its calls one after another; it is only compared. `heard`
-        is told of the error once somebody was given it."""
+        """`fetch` waits for the call and returns its result or raises its error; `ready` says whether it would do so at
+        once, after at most so many seconds. `group` runs its calls one after another; it is only compared. `on_error`
+        gets the error once somebody was given it."""
         self.group = group
         self._ready = ready
         self._fetch: Callable[[], T] | None = fetch  # None: the call has ended
-        self._heard = heard
+        self._on_error = on_error
         self._result: T | None = None
         self._error: Exception | None = None
         self._fetching = threading.Lock()
@@ -47,7 +47,7 @@ class Future(Generic[T]):
         try:
             return self.outcome()
         except Exception as error:
-            self._heard(error)
+            self._on_error(error)
             raise
 
     def done(self) -> bool:
@@ -73,10 +73,10 @@ class Future(Generic[T]):
 
     def then(self, function: Callable[[T], Other]) -> Future[Other]:
         """The future of what `function` makes of the result, which is computed when it is first asked for."""
-        return Future(self.group, self.ready, lambda: function(self.outcome()), self._heard)
+        return Future(self.group, self.ready, lambda: function(self.outcome()), self._on_error)
 
     def outcome(self) -> T:
-        """Like `result`, for those who pass the error on: it counts as unheard."""
+        """Like `result`, for those who pass the error on: it counts as unread."""
         with self._fetching:
             if self._fetch is not None:
                 try:
@@ -122,7 +122,7 @@ class Calls:
         self._group = group
         self._running: list[Future[Any]] = []  # in order; changed by one operation at a time, as any thread may
         self._cause: Exception | None = None  # why the group has ended
-        self._unheard: list[Exception] = []
+        self._unread: list[Exception] = []
 
     def add(self, pending: Any, merge: Callable[[list[Any]], T]) -> Future[T]:
         """The future of what `merge` makes of the members' results. Calls are to be added as they are started."""
@@ -130,7 +130,7 @@ class Calls:
             self._group,
             lambda timeout: self._group.ready(pending, timeout),
             lambda: self._fetch(future, pending, merge),
-            self._hear,
+            self._given,
         )
         self._running.append(future)
         return future
@@ -138,17 +138,17 @@ class Calls:
     def wait(self) -> None:
         """Wait until all calls have ended; raises nothing."""
         for future in list(self._running):
-            with contextlib.suppress(Exception):  # kept as unheard
+            with contextlib.suppress(Exception):  # kept as unread
                 future.outcome()
 
-    def raise_unheard(self) -> None:
+    def raise_unread(self) -> None:
         """Raise the first error that nobody was given, if there is any."""
-        if self._unheard:
-            raise self._unheard.pop(0)
+        if self._unread:
+            raise self._unread.pop(0)
 
     def _fetch(self, future: Future[T], pending: Any, merge: Callable[[list[Any]], T]) -> T:
         for earlier in takewhile(lambda each: each is not future, list(self._running)):
-            with contextlib.suppress(Exception):  # kept as unheard
+            with contextlib.suppress(Exception):  # kept as unread
                 earlier.outcome()
         try:
             if self._cause is not None:
@@ -156,16 +156,16 @@ class Calls:
             result = merge(self._group.wait(pending))
         except Exception as error:
             if error is not self._cause:
-                self._unheard.append(error)
+                self._unread.append(error)
                 self._cause = error if self._group.ended else None
             self._running.remove(future)
             raise
         self._running.remove(future)
         return result
 
-    def _hear(self, error: Exception) -> None:
-        with contextlib.suppress(ValueError):  # heard before
-            self._unheard.remove(error)
+    def _given(self, error: Exception) -> None:
+        with contextlib.suppress(ValueError):  # given before
+            self._unread.remove(error)
 
 
 def wait_all(futures: Mapping[Name, Future[T]]) -> dict[Name, T]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HEARING_SECONDS = 1.0  # Ctrl-C just before the main thread begins to wait is heard only when that wait ends
+SIGNAL_SECONDS = 1.0  # Ctrl-C just before the main thread begins to wait is noticed only when that wait ends
 CLOSE_SECONDS = 10.0  # for what blocks the thread, such as code of the user's
 
 
@@ -48,7 +48,7 @@ class EventLoop:
         try:
             while not future.done():
                 with contextlib.suppress(queue.Empty):
-                    if (call := self._calls.get(timeout=HEARING_SECONDS)) is not None:
+                    if (call := self._calls.get(timeout=SIGNAL_SECONDS)) is not None:
                         call()
         except BaseException:
             future.cancel()

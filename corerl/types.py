@@ -341,7 +341,7 @@ class UpdateResult:
     version: int
     bytes: int  # sent by this rank
     seconds: float
-    engines: Mapping[str, str] = field(factory=dict)  # engine -> "" if it committed, otherwise why not
+    engines: Mapping[str, str] = field(factory=dict)  # engine -> why it lacks buckets; "" if it has all
     sums: Mapping[str, int] = field(factory=dict)  # HF tensor -> sum of its sent bit patterns, if requested
 
 

@@ -55,7 +55,7 @@ sys.exit(main())
 """
 
 
-@frozen(kw_only=True)
+@frozen
 class Trial:
     victim: str
     signal: signal.Signals
@@ -67,11 +67,11 @@ def numbers(run_dir: Path) -> dict[int, Mapping[str, Any]]:
     """The metrics of each step, the last time that it was done, without what a clock measured."""
     file = run_dir / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    steps = {line["step"]: line for line in lines if "train/loss" in line}
-    clocks = ("time/", "perf/", "idle/", "memory/")
+    measured = ("time/", "perf/", "idle/", "memory/")
     return {
-        step: {name: value for name, value in line.items() if not name.startswith(clocks)}
-        for step, line in steps.items()
+        line["step"]: {name: value for name, value in line.items() if not name.startswith(measured)}
+        for line in lines
+        if "train/loss" in line
     }
 
 
@@ -119,8 +119,8 @@ class Driver:
     def finish(self) -> int | None:
         """The exit status; None if it has not ended within the bound."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(BOUND_SECONDS)
-        return None
+            self.process.wait(BOUND_SECONDS)
+        return self.process.returncode
 
     def seconds_until_gone(self) -> float:
         """Until no process of the session is left; those that stay for too long are killed."""
@@ -139,9 +139,8 @@ def faults(trial: Trial, directory: Path, step_seconds: float, wanted: Mapping[i
     driver = Driver(directory)
     driver.wait_for(trial.step)
     time.sleep(trial.fraction * step_seconds)
-    pid = driver.pid(trial.victim)
     sent = False
-    if pid is not None and driver.process.poll() is None:
+    if (pid := driver.pid(trial.victim)) is not None and driver.process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, trial.signal)
             sent = True
@@ -186,12 +185,8 @@ def main() -> int:
             return 1
         step_seconds, wanted = (time.monotonic() - began) / (STEPS - 1), numbers(unharmed.run_dir)
         for number in range(args.trials):
-            trial = Trial(
-                victim=chosen.choice(VICTIMS),
-                signal=chosen.choice([signal.SIGKILL, signal.SIGSTOP]),
-                step=chosen.randrange(STEPS),
-                fraction=chosen.random(),
-            )
+            kind = chosen.choice([signal.SIGKILL, signal.SIGSTOP])
+            trial = Trial(chosen.choice(VICTIMS), kind, chosen.randrange(STEPS), chosen.random())
             what = f"{trial.signal.name} to {trial.victim}"
             happened, *wrong = faults(trial, Path(place) / str(number), step_seconds, wanted)
             moment = f"in step {trial.step + 1} at {trial.fraction:.0%}"

@@ -119,7 +119,7 @@ def test_then_maps_results_once_and_passes_errors() -> None:
     assert [longer.result(), longer.result(), good.result(), made] == ["aA!", "aA!", "aA", ["aA"]]
     with pytest.raises(SaveFailed, match="^disk full$"):
         bad.then(str.upper).result()
-    ranks.calls.raise_unheard()  # it was heard
+    ranks.calls.raise_unread()  # it was heard
     assert good.then(len).done() and good.then(len).result() == 2  # of one that has ended
 
 
@@ -181,7 +181,7 @@ def test_a_cancelled_await_leaves_the_call_running() -> None:
     ranks.go("a", failed, "b")
     assert (later.result(), futures[0].result()) == ("bB", "aA")
     with pytest.raises(SaveFailed, match="^disk full$"):
-        ranks.calls.raise_unheard()
+        ranks.calls.raise_unread()
 
 
 def test_threads_and_a_loop_get_the_same_result() -> None:
@@ -217,7 +217,7 @@ def test_an_error_that_ends_the_group_fails_later_calls() -> None:
         assert caught.value is died
     assert futures[0].result() == "aA"
     assert ranks.log == ["a", "its process died in b"]  # nobody waits for calls of a group that has ended
-    ranks.calls.raise_unheard()
+    ranks.calls.raise_unread()
 
 
 def test_an_unread_error_is_raised_once_at_the_end() -> None:
@@ -226,10 +226,10 @@ def test_an_unread_error_is_raised_once_at_the_end() -> None:
     assert futures[1].result() == "bB"  # the failed save changed nothing
     ranks.calls.wait()
     with pytest.raises(SaveFailed, match="^disk full$"):
-        ranks.calls.raise_unheard()
+        ranks.calls.raise_unread()
     with pytest.raises(SaveFailed, match="^still full$"):
         futures[2].result()
-    ranks.calls.raise_unheard()
+    ranks.calls.raise_unread()
 
 
 # ---- several groups --------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class WeightStream(Primitives):
             merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
             if sends:
                 with self.span("meet engines"):
-                    sender.begin(stream, version)
+                    sender.open(stream, version)
             for bucket, root in zip(gathered.buckets, roots, strict=True):
                 sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
         finally:
@@ -60,7 +60,7 @@ class WeightStream(Primitives):
         engines: Mapping[str, str] = {}
         if sends:
             with self.span("wait for engines"):
-                engines = sender.commit()
+                engines = sender.finish()
             sent = sent if sender.sent is None else sender.sent
         self.weights_version = version
         return UpdateResult(version=version, bytes=sent, seconds=time.perf_counter() - started, engines=engines)

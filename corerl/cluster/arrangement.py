@@ -1,4 +1,4 @@
-"""How processes share bundles of one device each: plain numbers, of which a config's check needs no Ray."""
+"""How processes share bundles of one device each, as plain numbers: checking a config needs no Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Placement:
     bundles: int
     bundle: Mapping[str, float]  # resources of one bundle, by Ray's names
     widths: Mapping[str, int] = field(factory=dict)  # group -> bundles per process, if more than one
-    apart: Collection[str] = ()  # groups that share their bundles with no other
+    separate: Collection[str] = ()  # groups that share their bundles with no other
 
     def taken(self, name: str, place: int) -> range:
         """The bundles of group `name`'s process whose first bundle is `place`."""
@@ -60,4 +60,4 @@ def arrange(
             # A wide process starts at a multiple of its width, so that it stays on one machine and none overlap.
             places[name] = tuple(index * (shared // width) // count * width for index in range(count))
     bundle = {"CPU": cpus, **({"GPU": gpus} if gpus else {}), **(resources or {})}
-    return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths, apart=tuple(own_devices))
+    return Placement(places=places, bundles=bundles, bundle=bundle, widths=widths, separate=tuple(own_devices))

@@ -23,7 +23,7 @@ from corerl.messages import last_line, shorten
 # neighbor vanished reports a broken connection, possibly before the neighbor's death is noticed.
 GRACE_SECONDS = 3.0
 COUNT_SECONDS = 2.0  # between two reports of how far a call is
-ASIDE_SECONDS = 5.0  # for processes to answer a call beside others
+ASIDE_SECONDS = 5.0  # for processes to answer a call while others run
 
 CallCounts = Callable[[Mapping[int, int | None]], None]  # called with parts that have ended, by member
 

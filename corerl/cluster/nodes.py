@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from corerl.errors import CorerlError
 from corerl.messages import last_line
 
-LOOK_SECONDS = 0.5  # between two looks whether nodes answer
+POLL_SECONDS = 0.5  # between two checks whether nodes answer
 GONE_WITHIN = 120.0  # seconds for Ray to say of a node that it has died
 SIOCGIFADDR = 0x8915  # of Linux, from linux/sockios.h: the address of an interface
 
@@ -67,19 +67,19 @@ def logs() -> str:
 
 
 def elsewhere(nodes: Iterable[str]) -> set[str]:
-    """Those of these nodes (Ray's ids) that are not this process's."""
+    """The nodes (Ray's ids) other than this process's."""
     return set(nodes) - {ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""}
 
 
 def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
-    """Those of these nodes (Ray's ids) that are no more. One that does not answer may be busy: Ray says after a while,
-    15 seconds if it is not told otherwise, that it has died. One of which it does not `within` seconds is there."""
+    """The nodes (Ray's ids) that are dead. A node that does not answer may be busy: Ray reports its death after 15
+    seconds by default. A node that is not reported `within` seconds counts as alive."""
     waiting = elsewhere(nodes)
     asked = {node: _ask(node) for node in waiting}
     found: set[str] = set()
     until = time.monotonic() + within
     while waiting and time.monotonic() < until:
-        ray.wait([asked[node] for node in waiting], num_returns=len(waiting), timeout=LOOK_SECONDS)
+        ray.wait([asked[node] for node in waiting], num_returns=len(waiting), timeout=POLL_SECONDS)
         found |= waiting - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         waiting -= found
         for node in list(waiting):
@@ -88,7 +88,7 @@ def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
                     ray.get(asked[node])
                     waiting.remove(node)
                 except RayError:  # it cannot be reached
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(POLL_SECONDS)
                     asked[node] = _ask(node)
     return found
 

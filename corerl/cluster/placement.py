@@ -177,7 +177,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
             there = {(group, index) for group in self._groups for index in self._nodes(group)}
             free = ray.available_resources()
         except RayError as error:
-            raise CorerlError(f"Ray does not tell how many devices there are: {first_line(error)}") from error
+            raise CorerlError(f"Ray does not report its devices: {first_line(error)}") from error
         used = {(each.group, each.index) for each in self.used(self._slots)}
         more = min((int(free.get(name, 0.0) // amount) for name, amount in bundle.items() if amount), default=0)
         return len(there), len(there - used), more

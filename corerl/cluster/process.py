@@ -27,8 +27,8 @@ from corerl.messages import one_line
 from corerl.plugin.events import Span
 
 THREADS = "OMP_NUM_THREADS"
-# What Ray adds to the niceness of its workers: 15 by default, so that beside other programs a run would hardly get on
-# while its driver waits.
+# What Ray adds to the niceness of its workers: 15 by default, so that other programs would starve a run while its
+# driver waits.
 NICENESS = "RAY_worker_niceness"
 LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1  # of Linux, from linux/prctl.h

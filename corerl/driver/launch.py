@@ -193,7 +193,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
-            source=sampling.source,
             manifest=groups[ACTOR].manifest().result(),
             adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.adapters_apart else None,
             address=groups[ACTOR].meeting(address(plan.processes, fleet.receivers)),
@@ -224,8 +223,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         address_of=address,
     )
     control = Control(groups=groups_now, progress=progress, stop=stop)
-    if updates is not None:
-        updates.places = functools.partial(control.failed, ranks=False)
     run = Run(
         plan=plan,
         progress=progress,

@@ -88,7 +88,7 @@ class Recovery:
         progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
         with progress.phase("restart"):
             if groups.updates is not None:
-                groups.updates.given_up()  # before engines are called: they may wait for what ranks were sending
+                groups.updates.ranks_ended()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
             self.control.failed(error.message, ranks=True)
             if point.in_memory and groups.elsewhere:  # since they have got other places

@@ -7,10 +7,10 @@ import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
@@ -177,7 +177,15 @@ class Run:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.updates is None:
             return self.sampling.loop.run(work)
-        return self.updates.fleet.serve(work, partial(self.ensure_serving, force=True))
+        fleet, future = self.updates.fleet, self.sampling.loop.begin(work)
+        try:
+            while not fleet.wait(future):
+                with fleet.renewing():
+                    self.ensure_serving(force=True)
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     # ---- do trainer and engines agree? ------------------------------------------------------------------------------
 
@@ -215,7 +223,8 @@ class Run:
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
-            staleness = staleness_metrics(samples, self.updates.version - 1)
+            versions = self.updates.weights_of(np.append(samples.columns["versions"], self.updates.version - 1))
+            staleness = staleness_metrics(samples.with_columns(versions=versions[:-1]), int(versions[-1]))
             batch = evolve(batch, metrics={**staleness, **batch.metrics})
         if settings.kl_target and batch.kl is not None:
             self.kl_coef = adapted_coefficient(
@@ -345,7 +354,7 @@ class Run:
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
             self.sampling.source.renumber(self.updates.version - point.version)
-            self.updates.renewed(self.sampling.source)
+            self.updates.meet()  # the old ranks are still part of what was built at the old address
             self.sampling.loop.run(self.updates.fleet.begin_anew())
         self.ensure_serving(force=True)
         self.evaluate()
@@ -389,7 +398,7 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push()
+        self.updates.push(self.sampling.source, self.control)
         self.residency.updated()
         new = self._pushed_at != self.actor.optimizer_step
         if new:

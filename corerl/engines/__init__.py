@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from corerl.engines.batching import settle as settle
     from corerl.engines.continuation import split as split
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
-    from corerl.engines.offered import shape_mismatch as shape_mismatch
-    from corerl.engines.receiving import Receiving as Receiving
+    from corerl.engines.lifecycle import Receiving as Receiving
+    from corerl.engines.lifecycle import shape_mismatch as shape_mismatch
     from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import stops_of as stops_of
     from corerl.engines.transformers import named_views as named_views

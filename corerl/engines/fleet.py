@@ -8,11 +8,11 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
-from attrs import asdict, define
+from attrs import define
 
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
@@ -105,7 +105,7 @@ class EngineFleet:
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
         self._paused = False
-        self._ensuring = False  # while True, no engine is called
+        self._renewing = False  # while True, no engine is called
         self._drawing = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
@@ -257,23 +257,21 @@ class EngineFleet:
             work.cancel()
             lost.cancel()
 
-    def serve(self, work: Coroutine[Any, Any, T], ensure: Callable[[], None]) -> T:
-        """Wait for `work`, which samples, in the thread that updates weights; call `ensure` each time that no replica
-        serves any more, which must replace those that died and update the weights of all. None is asked before it has
-        returned: the update may yet fail at another one, and is then repeated."""
-        future = self.loop.begin(work)
+    def wait(self, work: concurrent.futures.Future[Any]) -> bool:
+        """Wait for `work`, which samples, in the thread that updates weights, until it has ended or no replica serves
+        any more; returns whether it has ended."""
+        return self.loop.run(self.until(_done(work)))
+
+    @contextlib.contextmanager
+    def renewing(self) -> Iterator[None]:
+        """A context in which dead replicas are replaced and all get weights. None is called before it ends: an update
+        may yet fail at another one, and is then repeated."""
+        self._renewing = True
         try:
-            while not self.loop.run(self.until(_done(future))):
-                self._ensuring = True
-                try:
-                    ensure()
-                finally:
-                    self._ensuring = False
-                self._tell()
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+            yield
+        finally:
+            self._renewing = False
+        self._tell()
 
     async def pause(self) -> None:
         """Stop generating until `resume`; returns when nothing is being generated. Each process needs a thread for this
@@ -300,14 +298,14 @@ class EngineFleet:
     def _relieve(self) -> None:
         """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
-        if not (self._paused or self._ensuring):
+        if not (self._paused or self._renewing):
             busiest.give_up_first()
 
     def _changed(self) -> None:
         """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
         before, self._drawing = self._drawing, [replica for replica, each in enumerate(self._there) if each.serves]
         more = not set(before).issuperset(self._drawing)  # what waits is divided among them too
-        held = self._paused or self._ensuring
+        held = self._paused or self._renewing
         for replica, each in enumerate(self._replicas):
             if more or replica not in self._drawing:
                 each.batcher.abandon()
@@ -386,24 +384,22 @@ class EngineFleet:
             for each, error in zip(self._named(failed), failed.values(), strict=True):
                 each.died_of = error
 
-    def lost_weights(self, names: Iterable[str]) -> None:
-        """Note that an update did not reach these engines: they serve nothing until one does."""
-        with self._changing:
-            for each in self._named(names):
-                each.serves = each.whole = False
-        self._tell()
-
     @property
     def whole(self) -> bool:
         """Whether every replica holds all weights, so that an update of adapters alone is enough."""
         with self._changing:
             return all(each.whole for each in self._there)
 
-    def hold_all(self, names: Iterable[str]) -> None:
-        """Note that these engines have taken an update of all weights."""
+    def updated(self, taken: Collection[str], *, whole: bool) -> None:
+        """Note which engines have taken an update, of all weights or of adapters alone. The others serve nothing until
+        one reaches them."""
         with self._changing:
-            for each in self._named(names):
-                each.whole = True
+            for name, each in zip(self.names, self._there, strict=True):
+                if name not in taken:
+                    each.serves = each.whole = False
+                elif whole:
+                    each.whole = True
+        self._tell()
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
@@ -595,13 +591,9 @@ def _require_same(old: Sequence[EngineAssignment], new: Sequence[EngineAssignmen
         raise ResizeFailed("the engines cannot become 0: nothing would sample; keep 1 or more")
     for was, wanted in zip(old, new, strict=False):
         if was.context != wanted.context:
-            ours, theirs = asdict(was.context, recurse=False), asdict(wanted.context, recurse=False)
-            changed = "; ".join(
-                f"{name} {ours[name]!r}, wanted {theirs[name]!r}" for name in ours if ours[name] != theirs[name]
-            )
             raise ResizeFailed(
-                f"{was.context.name} runs with other settings than those wanted ({changed}), and engines that run are "
-                "not moved; add or remove the last ones"
+                f"{was.context.name} would need {wanted.context}, but has {was.context}, and engines that run are not "
+                "moved; add or remove the last ones"
             )
 
 

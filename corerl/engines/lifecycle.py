@@ -7,20 +7,22 @@ weights slept, it serves nothing until another update commits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, TypeAlias
 
 from corerl.engines.base import Received
-from corerl.engines.receiving import Receiving
-from corerl.errors import EngineFailed
+from corerl.errors import EngineFailed, WeightUpdateError
 from corerl.messages import message_of
+from corerl.plugin.transports import open_receiver
+from corerl.weights.adapters import is_adapter
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address
+from corerl.weights.transport import Address, Receiver
 
 if TYPE_CHECKING:
     import torch
 
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 INTERRUPT_SECONDS = 0.1  # between two calls of `interrupt`
 
@@ -124,32 +126,90 @@ class EngineLifecycle:
         failure it serves nothing until a full update commits.
         """
 
-        def transfer(refused: str) -> tuple[int, str]:
-            return self._receiving.transfer(manifest, version, address, refused=refused, check=check, load=load)
+        def transfer() -> int:
+            if refused := check(manifest):
+                raise WeightUpdateError(refused)
+            return self._receiving.transfer(manifest, version, address, load=load)
 
         return self.update(version, transfer)
 
-    def update(self, version: int, transfer: Callable[[str], tuple[int, str]]) -> Received:
-        """Like `receive`, for an engine whose weights arrive elsewhere. `transfer` gets the reason of a refusal or "";
-        it must receive the weights, report the outcome to the sender, and return the bytes received and the error."""
+    def update(self, version: int, transfer: Callable[[], int]) -> Received:
+        """Like `receive`, for an engine whose weights arrive elsewhere: `transfer` receives them and returns bytes, or
+        raises."""
         with self._busy:
-            stale = version <= self._version
-            refused = (
-                f"version {version} is not newer than {self._version}, which {self._name} already has" if stale else ""
-            )
-            if not stale:
-                self._reason = f"the update to weights version {version} did not complete"
+            if version <= self._version:
+                stale = f"version {version} is not newer than {self._version}, which {self._name} already has"
+                return Received(version=version, bytes=0, error=stale)
+            self._reason = f"the update to weights version {version} did not complete"
             try:
-                received, error = transfer(refused)
+                received = transfer()
             except Exception as failure:
-                received, error = 0, refused or message_of(failure)
-            if not error:
-                self._version, self._reason = version, ""
-            elif not stale:
-                self._reason = f"the update to weights version {version} did not complete ({error})"
-            return Received(version=version, bytes=received, error=error)
+                error = message_of(failure)
+                self._reason += f" ({error})"
+                return Received(version=version, bytes=0, error=error)
+            self._version, self._reason = version, ""
+            return Received(version=version, bytes=received)
 
     def close(self) -> None:
         with self._busy:
             self._reason = "it has been closed"
             self._receiving.close()
+
+
+class Receiving:
+    """Receives weight updates on one device, keeping the connection while the address stays the same."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index  # among the receivers of all engines
+        self._receiver: Receiver | None = None
+        self._address: Address | None = None
+
+    def transfer(
+        self,
+        manifest: Manifest,
+        version: int,
+        address: Address,
+        *,
+        load: Callable[[Bucket, torch.Tensor], None],
+    ) -> int:
+        """Receive one update; returns bytes. Raises WeightUpdateError if a bucket does not arrive or `load` fails;
+        then the sender notices that this receiver takes no more."""
+        if self._receiver is None or address != self._address:
+            self.close()
+            self._receiver, self._address = open_receiver(address, index=self._index), address
+        received, failed = 0, ""
+        with closing(self._receiver.buckets(manifest, version)) as arriving:
+            for bucket, flat in arriving:
+                try:
+                    load(bucket, flat)
+                    received += flat.nbytes
+                except Exception as failure:  # let go of, as its frames hold the sender's memory
+                    failed = message_of(failure)
+                    break
+                finally:
+                    del flat
+        if failed:
+            raise WeightUpdateError(failed)
+        return received
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+
+
+def shape_mismatch(offered: Shapes, held: Shapes, *, whole: bool = False) -> str:
+    """Why `offered` cannot be loaded into a model that holds `held`, both by HF name; "" if it can. If adapters are
+    among them, these may arrive alone once the engine holds all else, as `whole` says."""
+    alone = bool(offered) and all(map(is_adapter, offered))
+    if alone and not whole:
+        return "adapters have arrived alone, but the engine lacks the weights that they adapt; send all weights first"
+    wanted = {name: shape for name, shape in held.items() if is_adapter(name) or not alone}
+    if missing := sorted(wanted.keys() - offered.keys()):
+        return f"the trainer does not send {len(missing)} of the model's {len(wanted)} tensors, such as {missing[0]!r}"
+    if unknown := sorted(offered.keys() - wanted.keys()):
+        return f"the model lacks {len(unknown)} of the {len(offered)} tensors that were sent, such as {unknown[0]!r}"
+    for name, shape in offered.items():
+        if tuple(shape) != wanted[name]:
+            return f"the trainer sends {name!r} with shape {list(shape)}, but the model requires {list(wanted[name])}"
+    return ""

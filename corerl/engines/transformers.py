@@ -32,8 +32,7 @@ from corerl.engines.base import (
     Told,
     unheard,
 )
-from corerl.engines.lifecycle import EngineLifecycle
-from corerl.engines.offered import shape_mismatch
+from corerl.engines.lifecycle import EngineLifecycle, shape_mismatch
 from corerl.engines.specs import TransformersConfig
 from corerl.memory.cache import empty_cache
 from corerl.models.build import build_on_meta, materialize, named_weights

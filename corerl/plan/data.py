@@ -222,10 +222,11 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
     assert tokenizer is not None
     if held_out.name:
         require_encodable(held_out.source, tokenizer, options)
+        yield from held_out.source.notices
         yield from unanswered(config.data.answer_key, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
-    known = 0 if held_out.name else len(held_out.source.notices)
+    known = len(held_out.source.notices)
     check = PromptCheck(
         tokenizer=tokenizer,
         options=options,

@@ -97,7 +97,7 @@ def plan_processes(
     if engine is not None:
         with problems.stage("engines"):
             check_spec(engine, config.engines[engine.name], engines, config=config)
-            require_form(config, engine, engines)
+            require_form(config, engine)
     if fit[Kind.EXTENSIONS]:
         check_extensions(config, plugins, actor, problems)
     else:  # none is known to be there
@@ -227,15 +227,13 @@ def plan_engines(
     )
 
 
-def require_form(config: Config, engine: Loaded, cluster: ClusterInfo) -> None:
-    """Raise ConfigError if weights would be sent in another form than the engine, with these options, takes."""
+def require_form(config: Config, engine: Loaded) -> None:
+    """Raise ConfigError if weights would be sent in a form that the engine does not take."""
     if not config.run.samples:
         return
-    sent, taken = config.weights.quantize, engine.spec.quantized(config.engines[engine.name], cluster)
-    if sent != taken:
-        raise ConfigError(
-            f"weights.quantize: {sent!r}, but the engine {engine.name!r} is configured for {taken!r}; make them equal"
-        )
+    sent, taken = config.weights.quantize, engine.spec.quantized
+    if sent not in taken:
+        raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
     if adapters_apart(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "

@@ -155,10 +155,6 @@ def one(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
-def not_quantized(config: Any, cluster: ClusterInfo) -> str:
-    return "none"
-
-
 class Begun(Protocol):
     """What an engine's process has begun before the engine is imported, such as its server."""
 
@@ -226,9 +222,8 @@ class EngineSpec(Spec):
     bundles: Callable[[Any, ClusterInfo], int] = one
     # Findings about the engine's libraries on this machine; `corerl doctor` calls it in a separate process.
     probe: Callable[[], Iterable[Finding]] = nothing
-    # The form in which it takes weights; must equal the run's `weights.quantize`. "fp8" means the tensors of
-    # `corerl.weights.quantize`.
-    quantized: Callable[[Any, ClusterInfo], str] = not_quantized
+    # The values of `weights.quantize` that it takes. "fp8" means the tensors of `corerl.weights.quantize`.
+    quantized: tuple[str, ...] = ("none",)
     # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
     # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
@@ -389,6 +384,6 @@ class TransportSpec(Spec):
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     one_device: bool = False  # both ends access the same device memory
     joins: bool = False  # both ends join a process group, meeting at the address
-    # "package.module:function", called by the driver with the address of ranks that have ended: ends the receivers'
-    # wait if they do not notice that themselves, and never raises. Empty if they do.
-    give_up: str = ""
+    # "package.module:function", called by the driver with the address of ranks that have failed or ended: ends the
+    # receivers' wait if they do not notice that themselves, and never raises. Empty if they do.
+    abandon: str = ""

@@ -9,8 +9,7 @@ from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import TransportSpec
 
 if TYPE_CHECKING:
-    from corerl.weights.transport import Address, WeightSender
-    from corerl.weights.transports.protocol import Receiver
+    from corerl.weights.transport import Address, Receiver, WeightSender
 
 AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
 
@@ -36,7 +35,7 @@ DISK = TransportSpec(
     capability=Capability.UPDATE_DISK,
     api=(2, 0),
     summary="safetensors files in a shared directory",
-    give_up="corerl.weights.transports.disk:DiskReceiver.give_up",
+    abandon="corerl.weights.transports.disk:DiskReceiver.abandon",
 )
 
 
@@ -47,7 +46,7 @@ def transport_named(name: str) -> TransportSpec:
 
 
 def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
-    """The sender for the trainer's `rank`. It connects at the first `begin`; keep it for all updates, then close it."""
+    """The sender for the trainer's `rank`. It connects at the first `open`; keep it for all updates, then close it."""
     loaded = load(Kind.TRANSPORTS, address.transport)
     sender: WeightSender = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.sender)(address, rank)
     return sender
@@ -60,8 +59,8 @@ def open_receiver(address: Address, *, index: int) -> Receiver:
     return receiver
 
 
-def give_up(address: Address) -> None:
-    """End the receivers' wait for a sender that has ended, where they do not notice that themselves."""
+def abandon(address: Address) -> None:
+    """End the receivers' wait for a sender that has failed or ended, where they do not notice that themselves."""
     loaded = load(Kind.TRANSPORTS, address.transport)
-    if loaded.spec.give_up:
-        load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.give_up)(address)
+    if loaded.spec.abandon:
+        load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.abandon)(address)

@@ -1,4 +1,4 @@
-"""Drive a role's ranks as one object: a dozen verbs, each of which starts its work and returns a `Future`."""
+"""Drive a role's ranks as one object: each verb starts its work and returns a `Future`."""
 
 from __future__ import annotations
 
@@ -320,15 +320,16 @@ class TrainGroup:
         self, address: Address, version: int, *, verify: bool = False, adapters: bool = False
     ) -> Future[UpdateResult]:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
-        result, bytes are of all ranks and seconds of the slowest; an engine that could not be reached has an entry in
-        `engines`; with `verify`, `sums` has the bit sums of each sent tensor (`corerl.weights.verify`). With
-        `adapters`, these alone are sent, to engines that hold all other weights (`weights.lora = "adapter"`)."""
+        result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
+        in `engines`, and after that the next update needs another `meeting`; with `verify`, `sums` has the bit sums of
+        each sent tensor (`corerl.weights.verify`). With `adapters`, these alone are sent, to engines that hold all
+        other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters), updated)
 
-    def give_up(self, engine: str, version: int, reason: str) -> None:
-        """During the update to `version`, make its senders stop waiting for this engine, which died or gave up."""
-        self.processes.aside("give_up", engine, version, reason)
+    def engine_failed(self, address: Address, engine: str, reason: str) -> None:
+        """During an update at `address`, let its senders wait no more for this engine, which has died or refused it."""
+        self.processes.aside("engine_failed", address.token, engine, reason)
 
     def snapshot(self, name: str) -> Snapshot:
         """A handle on weights kept under this name; nothing is stored until its `create` or `load`."""
@@ -389,7 +390,7 @@ class TrainGroup:
         finally:
             if not self.processes.ended:
                 self.processes.kill()
-        self._calls.raise_unheard()
+        self._calls.raise_unread()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -403,7 +404,7 @@ class TrainGroup:
         """Start a verb on samples: each rank gets a reference to what the ranks of its node read, and its own share of
         the plan. A single node reads one copy of all samples, which is put once for every step."""
         if self.processes.ended:
-            self._calls.raise_unheard()
+            self._calls.raise_unread()
         places = [(node, layout.dp_rank) for node, layout in zip(self.processes.nodes, self.layouts, strict=True)]
         read: dict[str, set[int]] = defaultdict(set)
         for node, dp_rank in places:
@@ -428,7 +429,7 @@ class TrainGroup:
 
     def _start(self, method: str, *args: Any, at: str = "") -> Pending:
         if self.processes.ended:
-            self._calls.raise_unheard()
+            self._calls.raise_unread()
         return self.processes.start(method, *args, at=at)
 
 

@@ -1,4 +1,4 @@
-"""Put a rollout batch into the object store in pieces, of which each node pulls only what its ranks read."""
+"""Put a rollout batch into the object store in pieces: each node pulls only what its ranks read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SharedBatch:
         self._pieces: dict[tuple[frozenset[str], bytes], Any] = {}  # references, by columns and rows
 
     def piece(self, rows: IntArray | None, columns: Iterable[str]) -> Any:
-        """A reference to the samples `rows` [n], None: all, with those of their `columns` that they have. Raises
+        """A reference to the samples `rows` [n], None: all, with the `columns` that they have. Raises
         CorerlError if neither the object store nor the disk has room."""
         wanted = frozenset(columns).intersection(self.samples.columns)
         key = (wanted, b"all" if rows is None else rows.tobytes())

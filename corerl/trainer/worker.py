@@ -46,8 +46,8 @@ from corerl.types import (
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
+from corerl.weights.sending import Sending
 from corerl.weights.transport import Address, WeightSender
-from corerl.weights.verify import SummingSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -97,6 +97,7 @@ class Worker:
         )
         self.sender: WeightSender | None = None
         self._address: Address | None = None
+        self._lost: dict[str, dict[str, str]] = {}  # token of an address -> engine -> why it has failed
         self._owns_process_group = False
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
         self._span: SpanMaker | None = None
@@ -221,16 +222,15 @@ class Worker:
                 self.sender.close()
                 self.sender = None  # also where there will be no other
             self.sender, self._address = open_sender(address, rank=self.context.rank), address
-        if not verify:
-            return self.host.update_weights(sender=self.sender, version=version, adapters=adapters)
-        summing = SummingSender(self.sender, self.context.rank)
-        result = self.host.update_weights(sender=summing, version=version, adapters=adapters)
-        return evolve(result, sums=summing.sums)
+            self.sender.lost = self._lost.setdefault(address.token, {})
+        sending = Sending(self.sender, address, self.context.rank, verify=verify)
+        result = self.host.update_weights(sender=sending, version=version, adapters=adapters)
+        return evolve(result, sums=sending.sums)
 
-    def give_up(self, engine: str, version: int, reason: str) -> None:
-        """Called in another thread during `update_weights` to `version`: stop waiting for this engine."""
-        if self.sender is not None:
-            self.sender.give_up(engine, version, reason)
+    def engine_failed(self, token: str, engine: str, reason: str) -> None:
+        """Called in another thread, before or during an update at the address with this token: wait for this engine no
+        more."""
+        self._lost.setdefault(token, {})[engine] = reason
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return self.host.save(path=path, step=step, background=background)

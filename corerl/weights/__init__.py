@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import quantized as quantized
     from corerl.weights.shared import CudaPinning as CudaPinning
     from corerl.weights.transport import Address as Address
+    from corerl.weights.transport import Arriving as Arriving
+    from corerl.weights.transport import Receiver as Receiver
     from corerl.weights.transport import WeightSender as WeightSender
     from corerl.weights.transports.disk import DiskReceiver as DiskReceiver
     from corerl.weights.transports.disk import DiskSender as DiskSender
-    from corerl.weights.transports.disk import bucket_file as bucket_file
-    from corerl.weights.transports.protocol import Receiver as Receiver
-    from corerl.weights.transports.protocol import Sender as Sender
     from corerl.weights.verify import bit_sums as bit_sums
 else:
     from corerl.imports import on_demand

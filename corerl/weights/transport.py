@@ -1,28 +1,38 @@
-"""How weights leave the trainer: a sender there and a receiver in each engine, connected by an address.
+"""How weights leave the trainer: a sender on each rank, a receiver for each device of each engine, and an `Address`.
 
-driver:   an Address, plain data, for both sides
-trainer:  sender.begin(manifest, version); for each bucket gather into sender.acquire_buffer(...) and
-          sender.send(bucket, flat); sender.commit()
-engine:   for bucket, flat in receiver.buckets(manifest, version): load; then receiver.acknowledge(version, error)
+The driver controls an update, and the transport carries its data:
+
+    driver    starts `TrainGroup.update_weights` and `Engine.receive` at once, both with the same Address; their results
+              say how the update ended; meanwhile it tells ranks which engines have failed (`TrainGroup.engine_failed`)
+    rank      sender.open(manifest, version); for each bucket gather into sender.acquire_buffer(...) and
+              sender.send(bucket, flat); sender.finish()
+    engine    for bucket, flat in receiver.buckets(manifest, version): load
+
+All receivers of an Address take part. If one fails, the driver replaces its engine and sends again, at a new Address.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import field, frozen
 
+from corerl.errors import WeightUpdateError
 from corerl.weights.manifest import Bucket, Manifest
 
 if TYPE_CHECKING:
     import torch
 
+# Each bucket, its buffer [bucket.numel], and the checksum that it was sent with.
+Arriving: TypeAlias = "Generator[tuple[Bucket, torch.Tensor, int], None, None]"
+
 
 @frozen(kw_only=True)
 class Address:
-    """Where and how one run's weights are sent; sending ranks and engines all get the same object."""
+    """Where and how weights are sent; sending ranks and engines all get the same object."""
 
     transport: str  # its name
     engines: tuple[str, ...]  # receiver index -> engine name; an engine over several devices has several receivers
@@ -30,26 +40,26 @@ class Address:
     port: int = 0
     listening: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
     path: str = ""  # disk: directory with one subdirectory per version
-    token: str = ""  # part of the names where sender and receivers meet, ipc's sockets and keys of collective's store
+    token: str = ""  # part of the names where sender and receivers meet: sockets, keys of a store, directories
     senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda
-    timeout: float = 600.0  # seconds that one side waits for the other
+    timeout: float = 600.0  # seconds that a sender waits for a receiver
     options: Mapping[str, Any] = field(factory=dict)  # the transport's own table, as plain data
 
 
 class WeightSender(ABC):
-    """The trainer's end. A transport's own failure becomes an entry for its engines in `commit`, never an exception,
-    because the gathering ranks must stay in step."""
+    """The trainer's end. Its methods raise if they cannot go on: `Sending` reports that and keeps the ranks in step."""
 
-    version: int = -1  # of the current or last update; set by `begin`
     sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
+    # Engine -> why it has failed, of those that take no more part. The driver adds to it while a method waits.
+    lost: Mapping[str, str] = {}
 
     def sender_of(self, bucket: Bucket) -> int | None:
         """The rank that this bucket is gathered on and sent from; None if that is every rank."""
         return 0
 
     @abstractmethod
-    def begin(self, manifest: Manifest, version: int) -> None:
+    def open(self, manifest: Manifest, version: int) -> None:
         """Called once per update, on every sending rank, before its first bucket."""
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -62,13 +72,56 @@ class WeightSender(ABC):
         """Send a full bucket [bucket.numel]; its memory is free on return, unless it is one of the sender's buffers."""
 
     @abstractmethod
-    def commit(self) -> Mapping[str, str]:
-        """Wait for the engines; returns engine name -> "" if it committed `self.version`, otherwise the reason."""
-
-    def give_up(self, engine: str, version: int, reason: str) -> None:  # noqa: B027  -- a sender may never wait
-        """Stop waiting for this engine in the update to `version`, because its process or its part has ended. Called
-        from another thread before, during or after that update, possibly repeatedly. An answer that the engine has
-        already given still counts."""
+    def finish(self) -> Mapping[str, str]:
+        """Wait until all buckets have arrived; returns engine -> why it lacks some. No entry, or "": it has all."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free everything. Receivers that still wait for buckets should notice."""
+
+
+class Receiver(ABC):
+    """An engine's end: for one of its devices."""
+
+    def __init__(self, address: Address, index: int) -> None:
+        self.address = address
+        self.index = index
+
+    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield each bucket in order, its checksum verified. Its memory is reused for later ones. Close the iterator if
+        you stop early.
+
+        Raises WeightUpdateError if a checksum does not match, or a bucket does not arrive.
+        """
+        from corerl.weights.checksums import checksum  # needs torch, which a driver does not
+
+        with closing(self.receive(manifest, version)) as arriving:
+            for bucket, flat, sent in arriving:
+                if (got := checksum(flat)) != sent:
+                    raise WeightUpdateError(
+                        f"bucket {bucket.index} of version {version} was damaged in transit: its checksum is {got:#x}, "
+                        f"but {sent:#x} was sent; the update is rejected"
+                    )
+                try:
+                    yield bucket, self.placed(flat)
+                finally:
+                    del flat  # its memory goes back to the sender
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for the sender, which may be waiting for another engine."""
+        return 2 * self.address.timeout
+
+    @abstractmethod
+    def receive(self, manifest: Manifest, version: int) -> Arriving:
+        """Yield each bucket in order, with the checksum that it was sent with. Its memory may be reused when the next
+        one is asked for. Closed early if this engine has failed: give back what the update took, and let the sender and
+        other receivers go on."""
+
+    def placed(self, flat: torch.Tensor) -> torch.Tensor:
+        """A received bucket on the engine's device."""
+        return flat
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything; called after a failed update too. A sender that still waits should notice."""

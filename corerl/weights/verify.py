@@ -11,9 +11,6 @@ from collections.abc import Mapping
 
 import torch
 
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import WeightSender
-
 AT_ONCE = 2**24  # elements; bounds the temporaries on a device
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
@@ -48,38 +45,3 @@ def difference(sent: Mapping[str, int], loaded: Mapping[str, int]) -> str:
     name, others = wrong[0], len(wrong) - 1
     more = f" (and {others} other tensor{'s' * (others > 1)})" if others else ""
     return f"{name!r}{more}, whose bits sum to {loaded[name]:#x} in the engine, but to {sent[name]:#x} as sent"
-
-
-class SummingSender(WeightSender):
-    """Wraps the sender of `rank` and sums what it sends; if all ranks send the same, only rank 0 sums."""
-
-    def __init__(self, sender: WeightSender, rank: int) -> None:
-        super().__init__()
-        self._sender = sender
-        self._rank = rank
-        self.sums: dict[str, int] = {}
-
-    def sender_of(self, bucket: Bucket) -> int | None:
-        return self._sender.sender_of(bucket)
-
-    def begin(self, manifest: Manifest, version: int) -> None:
-        self._sender.begin(manifest, version)
-
-    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._sender.acquire_buffer(numel, dtype)
-
-    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        if (self.sender_of(bucket) or 0) == self._rank:
-            self.sums |= bit_sums(bucket.views(flat))  # before sending: afterwards the transport may reuse the memory
-        self._sender.send(bucket, flat)
-
-    def commit(self) -> Mapping[str, str]:
-        engines = self._sender.commit()
-        self.sent = self._sender.sent
-        return engines
-
-    def give_up(self, engine: str, version: int, reason: str) -> None:
-        self._sender.give_up(engine, version, reason)
-
-    def close(self) -> None:
-        self._sender.close()

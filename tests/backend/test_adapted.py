@@ -65,7 +65,7 @@ def apart(one: Array, other: Array) -> float:
     return float(np.abs(one - other).max())
 
 
-def test_the_reference_is_the_model_and_a_snapshot_of_the_adapters_is_all_that_is_kept(setup: Setup) -> None:
+def test_the_reference_of_adapters_keeps_only_adapters(setup: Setup) -> None:
     wanted = of_model(setup.model, SAMPLES)
     with running(setup) as worker:
         worker.backend.load_snapshot(REFERENCE, "")

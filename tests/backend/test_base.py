@@ -76,7 +76,7 @@ def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
         Incomplete()  # type: ignore[abstract]
 
 
-def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setup: Setup) -> None:
+def test_an_overridden_hook_needs_no_mark(setup: Setup) -> None:
     class Sleepless(PlainBackend):
         def sleep(self, kinds: Any) -> SleepResult:
             return SleepResult(freed_bytes=-1, residual_bytes=len(kinds))
@@ -87,7 +87,7 @@ def test_a_hook_that_is_overridden_without_a_mark_is_the_one_that_is_called(setu
     assert {"init", "forward_backward", "optimizer_step", "forward", "save", "sleep", "shutdown"} < set(HOOKS)
 
 
-def test_a_build_that_returns_no_layout_is_told_on_its_rank_before_anything_is_loaded(setup: Setup) -> None:
+def test_a_build_without_a_layout_is_refused_before_loading(setup: Setup) -> None:
     class Forgetful(PlainBackend):
         def build(self, *arguments: Any) -> Any:
             super().build(*arguments)
@@ -116,9 +116,7 @@ def test_a_backend_whose_ranks_never_met_shuts_down() -> None:
     PluginHost(PlainBackend(), name="plain", context=CONTEXT).shutdown("failed")
 
 
-def test_an_update_that_fails_gives_back_what_it_has_gathered_on_the_device(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_update_frees_its_gathered_memory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(InProcessSender):
         def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
             raise WeightUpdateError("it does not get through")
@@ -158,14 +156,14 @@ def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> N
     assert (result.optimizer_step, resumed.adam_step, result.weights_version) == (3, 2, 8)
 
 
-def test_bytes_of_an_update_are_the_buckets_or_what_the_transport_made_of_them(setup: Setup) -> None:
+def test_bytes_of_an_update_are_what_was_sent(setup: Setup) -> None:
     backend, sender = initialized(PlainBackend(), setup), InProcessSender(lambda tensors: None)
     assert backend.update_weights(sender, 1, False).bytes == sum(param.nbytes for param in backend.params.values())
     sender.sent = 5  # as of changes alone
     assert backend.update_weights(sender, 2, False).bytes == 5
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_does_not_fit(
+def test_a_checkpoint_of_another_model_names_the_first_misfit(
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
     initialized(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
@@ -177,7 +175,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_tensor_that_doe
     )
 
 
-def test_a_checkpoint_of_a_larger_model_is_refused_though_it_has_all_that_is_asked_for(
+def test_a_checkpoint_of_a_larger_model_is_refused(
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
     untied = evolve(setup, model=str(model_directories["qwen3"]))
@@ -221,9 +219,7 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     backend.shutdown("finished")  # said once
 
 
-def test_a_background_save_that_failed_is_told_by_the_next_one_in_the_foreground_too(
-    setup: Setup, tmp_path: Path
-) -> None:
+def test_a_failed_background_save_is_raised_by_the_next_save(setup: Setup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     backend = initialized(PlainBackend(), setup)
     backend.save(str(tmp_path / "file"), step_at(0), True)
@@ -249,7 +245,7 @@ def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, m
     backend.shutdown("finished")
 
 
-def test_a_backend_is_told_of_a_snapshots_weights_and_again_of_its_own_also_after_an_error(setup: Setup) -> None:
+def test_after_load_follows_a_swap_in_and_out(setup: Setup) -> None:
     class Caches(PlainBackend):
         """Keeps something that is made of its weights, as a working copy is."""
 
@@ -301,9 +297,7 @@ def host_memory(monkeypatch: pytest.MonkeyPatch) -> Noting:
     return noting
 
 
-def test_host_memory_is_reserved_for_weights_and_moments_to_come_where_the_run_sleeps(
-    setup: Setup, host_memory: Noting
-) -> None:
+def test_host_memory_is_reserved_for_what_will_sleep(setup: Setup, host_memory: Noting) -> None:
     def started(*sleeps: str) -> Backend:
         backend = PlainBackend()
         backend.init(evolve(role_config(setup), options=PlainConfig(), sleeps=sleeps), CONTEXT)
@@ -362,9 +356,7 @@ def host_of(backend: Backend) -> PluginHost:
     return PluginHost(backend, name="large", context=CONTEXT)
 
 
-def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_less(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_says_what_holds_the_memory(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(setup.model))
     gib = 4 * sum(param.numel() for param in model.parameters()) / 2**30
@@ -384,7 +376,7 @@ def test_a_device_without_memory_left_is_told_with_what_holds_it_and_what_needs_
     )
 
 
-def test_where_a_backend_cannot_say_what_it_holds_torchs_own_words_are_told(setup: Setup) -> None:
+def test_a_half_built_backend_shows_torchs_own_words(setup: Setup) -> None:
     backend = Large()
     backend.early = True
     with pytest.raises(HookFailed) as caught:

@@ -138,7 +138,7 @@ def test_experts_come_back_as_integers_of_every_layer() -> None:
     assert experts.tolist() == [[[t, t + 1], [-t, 0], [t, t]] for t in (200, 201, 202, 0, 1, 100)]
 
 
-def test_a_rank_with_nothing_but_fillers_gives_empty_outputs_of_the_right_kinds() -> None:
+def test_a_rank_of_fillers_gives_empty_outputs() -> None:
     collector = OutputCollector()
     filler = micro_batch([-1, -1], [2, 3], multiple=1)
     collector.add(filler, outputs(filler))

@@ -72,7 +72,7 @@ def test_a_learning_rate_of_zero_changes_nothing_but_the_moments() -> None:
         )
 
 
-def test_a_flat_shard_of_a_matrix_decays_and_a_norm_of_its_shape_does_not() -> None:
+def test_a_flat_shard_decays_as_its_matrix_does() -> None:
     config = OptimizerConfig(lr=0.5, weight_decay=0.1)
     params = {name: torch.nn.Parameter(torch.ones(3)) for name in ("matrix", "norm")}
     optimizer = adamw(params, {"matrix": (4, 3), "norm": (3,)}, config, fused=False)

@@ -108,7 +108,7 @@ def replayed(micro: MicroBatch, first: int) -> MicroBatch:
     return evolve(micro, columns={**micro.columns, "routed_experts": column[:, None].astype(np.int16)})
 
 
-def test_experts_are_told_until_the_end_of_the_backward_pass_and_of_each_micro_batch_its_own() -> None:
+def test_replayed_experts_last_through_each_backward_pass() -> None:
     micros = [replayed(FIRST, 0), replayed(SECOND, 3), FIRST]
     routers = Listening()
     losses = StepLosses(
@@ -127,7 +127,7 @@ def test_experts_are_told_until_the_end_of_the_backward_pass_and_of_each_micro_b
     assert routers.now is None
 
 
-def test_the_experts_that_were_chosen_are_an_output_beside_those_of_the_model() -> None:
+def test_chosen_experts_are_an_output() -> None:
     micros = [replayed(FIRST, 0), replayed(SECOND, 3)]
     batch = PackedBatch(micro_batches=micros, count=2, temperature=0.5)
     wanted = (Output.ENTROPY, Output.ROUTED_EXPERTS)

@@ -66,7 +66,7 @@ def test_a_column_of_another_model_is_refused(sizes: dict[str, int], others: dic
     assert f"column 'routed_experts' {said}" in caught.value.message and caught.value.message.endswith(CURE)
 
 
-def test_routers_are_told_the_column_but_for_free_tokens_or_nothing_where_there_is_none() -> None:
+def test_routers_get_the_column_without_free_tokens() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_fields("qwen3-moe-deep")))
     routers = Routers(model)

@@ -26,7 +26,7 @@ SMALL = [
     "layouts --tiny --rounds 1",
     "logprobs --tiny --rounds 1",
     "megatron bf16 --tiny --rounds 1",
-    "memory --tiny",
+    "memory fsdp --tiny",
     "residual fsdp --tiny",
     "sleep --tiny --rounds 1",
 ]

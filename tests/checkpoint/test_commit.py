@@ -77,7 +77,7 @@ def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-def test_what_the_driver_wrote_itself_is_on_the_disk_before_the_checkpoint_is_visible(
+def test_driver_files_are_synced_before_the_checkpoint_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     partial = begin(tmp_path, 4)
@@ -165,7 +165,7 @@ def test_a_buffer_has_no_moments_and_all_of_its_elements(tmp_path: Path) -> None
         saved(2, Chunk("bias", (3,), (0,), (2,), bias[:2]))
 
 
-def test_a_rank_or_role_that_did_not_write_is_refused_where_their_number_is_known(tmp_path: Path) -> None:
+def test_a_rank_or_role_that_did_not_write_is_refused(tmp_path: Path) -> None:
     partial = begin(tmp_path, 1)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
     with pytest.raises(
@@ -354,9 +354,7 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
 
 @pytest.mark.processes
 @pytest.mark.parametrize("moment", ["step-*.partial/actor/.rank-00000*", "step-*.partial/actor/rank-00000.json"])
-def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_as_the_latest(
-    tmp_path: Path, moment: str
-) -> None:
+def test_a_process_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, moment: str) -> None:
     checkpoints = tmp_path / "checkpoints"
     require_newest_of_killed(tmp_path, made=1, moment=lambda: bool(list(checkpoints.glob(moment))))
     assert list(checkpoints.glob("step-*.partial"))  # what was half done is there, and is not taken
@@ -383,7 +381,7 @@ SUMMED = {"checkpoint.json": b"something", "step-00000009.npz": b"batch"}  # fil
 
 
 @pytest.mark.parametrize("name", [*SUMMED, "actor/rank-00001.json", "actor/rank-00000.safetensors"])
-def test_one_changed_byte_of_what_the_driver_reads_is_found_before_anything_is_read(tmp_path: Path, name: str) -> None:
+def test_one_changed_byte_of_a_driver_file_is_found(tmp_path: Path, name: str) -> None:
     older, partial = save(tmp_path, 5), begin(tmp_path, 9)
     for rank in range(2):
         write(stage(cut(rank, 2, whole()), {}), partial / "actor", rank)
@@ -401,7 +399,7 @@ def test_one_changed_byte_of_what_the_driver_reads_is_found_before_anything_is_r
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_byte_of_its_own_file_changes_the_state_is_the_same_or_refused(tmp_path: Path, seed: int) -> None:
+def test_any_changed_byte_of_the_driver_file_is_harmless_or_refused(tmp_path: Path, seed: int) -> None:
     path = save(tmp_path, 5)
     file = path / "checkpoint.json"
     content = bytearray(file.read_bytes())
@@ -434,7 +432,7 @@ def test_how_the_own_file_is_laid_out_does_not_matter(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_own_file_of_another_shape_is_refused_though_its_checksum_is_right(
+def test_a_driver_file_of_another_shape_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
 ) -> None:
     older, newer = save(tmp_path, 5), save(tmp_path, 6)

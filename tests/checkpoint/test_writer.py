@@ -31,7 +31,7 @@ def test_what_is_staged_no_longer_changes_with_the_model(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 4], [4, 400, 256, 132, 1000, 12, 260, 0, 508], [2100, 300, 300, 300, 300]])
-def test_rooms_for_copies_lie_apart_in_few_blocks_that_are_powers_of_two(sizes: list[int]) -> None:
+def test_staging_memory_is_cut_from_few_blocks(sizes: list[int]) -> None:
     blocks: list[torch.Tensor] = []
 
     def allocate(nbytes: int) -> torch.Tensor:
@@ -119,9 +119,7 @@ def test_a_directory_that_cannot_be_written_is_a_failed_save(tmp_path: Path) -> 
         write(stage({}, {}), tmp_path / "file", 0)
 
 
-def test_where_the_tensors_could_not_be_written_nothing_is_left_to_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
     def full(source: Path, target: Path) -> None:

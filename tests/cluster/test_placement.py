@@ -356,7 +356,7 @@ def test_free_bundles_are_counted_by_the_scarcest_resource(
         raise RpcError("GCS is unavailable\nin many lines")
 
     monkeypatch.setattr(placement.ray, "available_resources", silent)
-    with pytest.raises(CorerlError, match="^Ray does not tell how many devices there are: GCS is unavailable$"):
+    with pytest.raises(CorerlError, match="^Ray does not report its devices: GCS is unavailable$"):
         room.count({"GPU": 1.0})
 
 

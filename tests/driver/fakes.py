@@ -103,8 +103,8 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered = manifest
 
-    def hold_all(self, names: Iterable[str]) -> None:
-        self.whole = set(names) >= set(self.names)
+    def updated(self, taken: Iterable[str], *, whole: bool) -> None:
+        self.whole = set(taken) >= set(self.names) and (whole or self.whole)
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -119,9 +119,9 @@ class Group:
     def meeting(self, address: Address) -> Address:
         return evolve(address, token="another")
 
-    def give_up(self, engine: str, version: int, reason: str) -> None:
-        self.log.append(f"give up {engine} in {version}: {reason}")
-        self.answers = True  # which is what it is for
+    def engine_failed(self, address: Address, engine: str, reason: str) -> None:
+        self.log.append(f"report {engine}: {reason}")
+        self.answers = True  # the ranks wait no more
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         for name, error in failed.items():
@@ -135,10 +135,6 @@ class Group:
 
     def leave_out(self, hanging: Mapping[str, CorerlError]) -> None:
         self.log += [f"leave out {name}" for name in hanging]
-
-    def lost_weights(self, names: Iterable[str]) -> None:
-        self.without_weights = list(names)
-        self.whole &= not self.without_weights
 
     def step_completed(self) -> None:
         self.log.append("completed")
@@ -256,7 +252,6 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
-        "source": Source(),
         "manifest": None,
         "address": Address(transport="disk", engines=fleet.names),
         "version": 0,

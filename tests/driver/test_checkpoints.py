@@ -108,7 +108,7 @@ def path(run_dir: Path, step: int) -> Path:
     return run_dir / f"checkpoints/step-{step:08d}"
 
 
-def test_they_are_due_at_every_multiple_and_never_where_every_is_0(tmp_path: Path) -> None:
+def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, Heard(), actor=Group())
     assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
     checkpoints.config = CheckpointConfig(every=0)
@@ -124,7 +124,7 @@ def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
     assert heard.saved == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
 
 
-def test_a_role_that_could_not_write_is_told_of_while_another_is_still_writing(tmp_path: Path) -> None:
+def test_a_failed_role_is_reported_while_another_writes(tmp_path: Path) -> None:
     actor, critic = Group(), Group()
     checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
@@ -188,7 +188,7 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 
-def test_after_a_failure_what_is_written_is_kept_though_the_ranks_have_ended(tmp_path: Path) -> None:
+def test_a_written_save_is_kept_after_ranks_have_ended(tmp_path: Path) -> None:
     heard, actor = Heard(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=True)
@@ -216,7 +216,7 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
     assert [event.step for event in heard.saved] == [2]
 
 
-def test_after_a_failure_a_rank_that_never_answers_keeps_what_is_written_from_nobody(tmp_path: Path) -> None:
+def test_a_rank_that_never_answers_does_not_block_a_rescue(tmp_path: Path) -> None:
     actor, critic = Group(), Group()
     checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
@@ -239,7 +239,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "memory"
 
 
-def test_in_memory_checkpoints_are_of_the_newest_step_and_end_with_the_run(tmp_path: Path, memory: Path) -> None:
+def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, memory: Path) -> None:
     heard, actor = Heard(), Group(in_memory=True)
     saves = make(tmp_path / "run", heard, actor=actor)
     with MemoryCheckpoints.of_run(saves) as kept:
@@ -269,7 +269,7 @@ def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Pat
         kept.rescue(ask=False)  # nothing is in flight
 
 
-def test_no_in_memory_checkpoint_starts_where_a_rank_is_on_another_machine(tmp_path: Path, memory: Path) -> None:
+def test_in_memory_checkpoints_need_all_ranks_here(tmp_path: Path, memory: Path) -> None:
     actor, critic = Group(in_memory=True), Group(in_memory=True, nodes=["", "another"])
     with MemoryCheckpoints.of_run(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as kept:
         with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):

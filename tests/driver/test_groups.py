@@ -285,7 +285,7 @@ def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
     return Address(transport=processes.transport, engines=tuple(receivers), path="", senders=processes.senders)
 
 
-def test_all_ranks_restart_from_a_checkpoint_of_the_step_if_some_change(tmp_path: Path) -> None:
+def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
     case = make(tmp_path)
     assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
@@ -313,7 +313,7 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     assert case.log == [] and case.state == before
 
 
-def test_updates_get_the_manifest_of_the_new_ranks_and_meet_at_them(tmp_path: Path) -> None:
+def test_updates_use_the_manifest_of_new_ranks(tmp_path: Path) -> None:
     case = make(tmp_path)
     case.change("roles.actor.ranks=2")
     assert case.updates.manifest == "manifest of 2 ranks"
@@ -353,7 +353,7 @@ def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
     assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
 
 
-def test_the_checkpoint_that_a_run_began_with_is_no_reason_to_restart(tmp_path: Path) -> None:
+def test_another_starting_checkpoint_is_no_reason_to_restart(tmp_path: Path) -> None:
     case = make(tmp_path)
     processes = case.groups.plan.processes
     resumed = {
@@ -368,7 +368,7 @@ def test_the_checkpoint_that_a_run_began_with_is_no_reason_to_restart(tmp_path: 
     assert "start actor" not in case.log
 
 
-def test_another_backend_or_layout_is_told_of_the_roles_that_have_it(tmp_path: Path) -> None:
+def test_another_backend_or_layout_is_reported_by_role(tmp_path: Path) -> None:
     case = make(tmp_path)
     lines = case.change("roles.critic.backend=deepspeed")
     assert lines == ["critic: 1 rank of fsdp (dp 1) -> 1 rank of deepspeed (dp 1)"]
@@ -393,7 +393,7 @@ class Deciding:
             run.apply(run.replan(self.overrides))
 
 
-def test_ranks_start_by_the_plan_that_an_extension_has_made_for_what_is_left(tmp_path: Path) -> None:
+def test_ranks_start_by_the_plan_of_an_extension(tmp_path: Path) -> None:
     fewer = Deciding(["roles.actor.ranks=1", "rollout.replicas=1"])
     roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
     case = make(tmp_path, roles=roles, extensions=[("fewer", fewer)])
@@ -408,7 +408,7 @@ def test_ranks_start_by_the_plan_that_an_extension_has_made_for_what_is_left(tmp
     assert case.change() == []  # what has failed is over: this is between steps again
 
 
-def test_processes_whose_machine_is_gone_end_the_run_where_nobody_has_places_for_them(tmp_path: Path) -> None:
+def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None:
     silent = Deciding()
     case = make(tmp_path, extensions=[("silent", silent)])
     case.control.failed("a rank has died", ranks=True)  # on a machine that is there
@@ -456,9 +456,7 @@ def test_a_cluster_without_room_leaves_all_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [UserError("not this one"), WorkerDied("gone"), HookFailed("no memory")])
-def test_where_new_ranks_do_not_start_the_old_ones_do_from_the_same_checkpoint(
-    error: CorerlError, tmp_path: Path
-) -> None:
+def test_if_new_ranks_fail_old_ones_restart_from_the_checkpoint(error: CorerlError, tmp_path: Path) -> None:
     case = make(tmp_path)
     plan, slots = case.groups.plan, dict(case.room.slots)
     case.ranks["critic"].failures = [error]
@@ -477,7 +475,7 @@ def test_where_new_ranks_do_not_start_the_old_ones_do_from_the_same_checkpoint(
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
 
 
-def test_where_the_old_ranks_do_not_start_either_that_is_the_error(tmp_path: Path) -> None:
+def test_old_ranks_that_do_not_start_are_the_error(tmp_path: Path) -> None:
     case = make(tmp_path)
     case.ranks["actor"].failures = [WorkerDied("the new one"), WorkerDied("the old one")]
     assert case.fails(WorkerDied, "roles.actor.ranks=2") == "the old one"
@@ -522,7 +520,7 @@ def wide(tmp_path: Path, transport: str, *, ranks: int = 4, replicas: int = 2, *
     return make(tmp_path, plan=on_gpus(plan, transport), **given)
 
 
-def test_each_engine_is_sent_to_by_the_rank_on_its_device_wherever_it_stays(tmp_path: Path) -> None:
+def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path) -> None:
     case = wide(tmp_path, "ipc")
     assert case.groups.plan.processes.senders == (0, 2)
 
@@ -535,7 +533,7 @@ def test_each_engine_is_sent_to_by_the_rank_on_its_device_wherever_it_stays(tmp_
     assert case.updates.address.senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
 
-def test_engines_that_would_have_no_rank_beside_them_are_refused_if_they_need_one(tmp_path: Path) -> None:
+def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path) -> None:
     case = wide(tmp_path, "ipc", replicas=1)
     before = case.state
     elsewhere = slots_of(case.groups.plan.processes.placement, moved=7)["engines"]

@@ -36,7 +36,7 @@ class Groups:
 
     @property
     def updates(self) -> Any:
-        return SimpleNamespace(given_up=lambda: self.log.append("given up"))
+        return SimpleNamespace(ranks_ended=lambda: self.log.append("given up"))
 
     def end_ranks(self) -> None:
         self.log.append("end")
@@ -102,7 +102,7 @@ def make(
     return Case(Recovery(control=control, start=start, **saves), groups, ears)
 
 
-def test_ranks_restart_as_often_as_the_config_says_without_a_new_step() -> None:
+def test_restarts_without_a_new_step_are_limited() -> None:
     case = make(done=3)
     case.dies("one")
     assert case.groups.log == ["given up", "end", "start from None"]
@@ -184,7 +184,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
     )
 
 
-def test_a_resumed_run_without_a_checkpoint_of_its_own_restarts_where_it_began(tmp_path: Path) -> None:
+def test_a_resumed_run_restarts_where_it_began(tmp_path: Path) -> None:
     begun = saved(tmp_path, 3)
     state = {"rollout_step": 3, "as": "the run has read it"}
     case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), done=4)
@@ -196,9 +196,7 @@ def test_a_resumed_run_without_a_checkpoint_of_its_own_restarts_where_it_began(t
 @pytest.mark.parametrize(
     ("ended", "requested", "allowed"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
 )
-def test_nothing_restarts_where_no_rank_has_ended_or_the_user_wants_none(
-    ended: bool, requested: bool, allowed: int
-) -> None:
+def test_nothing_restarts_if_not_allowed(ended: bool, requested: bool, allowed: int) -> None:
     case = make(ended=ended, requested=requested, allowed=allowed)
     with pytest.raises(WorkerDied, match="^an engine, perhaps$"):
         case.dies("an engine, perhaps")

@@ -30,7 +30,7 @@ ALL = frozenset(MemoryKind)
 STEP = (SAMPLE, FORWARD, training("critic"), training("actor"), UPDATE, saving("actor"), saving("critic"), SAMPLE)
 
 
-def test_engines_have_memory_for_weights_beside_parameters_alone_and_roles_train_one_after_the_other() -> None:
+def test_engines_get_memory_once_ranks_hold_only_parameters() -> None:
     plan = residency_plan(["actor", "critic"], passed=["critic"])
     assert plan[FORWARD].ranks == {"critic": {MemoryKind.PARAM}}
     assert [plan[training(role)].ranks for role in ("actor", "critic")] == [{"actor": ALL}, {"critic": ALL}]
@@ -42,14 +42,14 @@ def test_engines_have_memory_for_weights_beside_parameters_alone_and_roles_train
         assert stage.engines is not EngineMemory.ALL or not resident
 
 
-def test_a_frozen_role_is_there_while_it_passes_samples_and_in_no_other_stage() -> None:
+def test_a_frozen_role_is_awake_only_for_its_passes() -> None:
     plan = residency_plan(["actor", "teacher"], passed=["teacher"], frozen=["teacher"])
     assert {name for name, stage in plan.items() if "teacher" in stage.ranks} == {FORWARD}
     assert plan[FORWARD].ranks == {"teacher": {MemoryKind.PARAM}}
     assert plan.keys() == residency_plan(["actor"], passed=[]).keys()
 
 
-def test_kinds_that_do_not_sleep_are_there_in_every_stage_beside_what_it_needs() -> None:
+def test_kinds_that_do_not_sleep_stay_in_every_stage() -> None:
     sleeps = [MemoryKind.PARAM, MemoryKind.GRAD]
     stays = {MemoryKind.MASTER, MemoryKind.OPTIMIZER}
     roles = ["actor", "critic"]
@@ -125,7 +125,7 @@ def shared(device: Device, engine: Engine) -> Residency:
     return sharing(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
 
 
-def test_each_stage_holds_what_its_plan_says_whatever_stage_it_is_entered_from() -> None:
+def test_each_stage_holds_what_its_plan_says() -> None:
     for before, after in itertools.product((FORWARD, TRAIN, training("critic"), UPDATE, SAMPLE, REST), STEP):
         device = Device()
         residency = shared(device, Engine(device))
@@ -153,7 +153,7 @@ def test_only_the_kinds_that_sleep_are_moved() -> None:
             assert held == stays | more, (name, role)
 
 
-def test_the_most_that_a_step_holds_is_one_role_in_training_and_it_is_told_by_stage() -> None:
+def test_the_peak_of_a_step_is_one_training_role() -> None:
     device = Device()
     engine = Engine(device)
     residency = shared(device, engine)
@@ -193,7 +193,7 @@ def test_roles_on_one_device_train_in_turns_and_others_beside_the_first(
     assert sharing({"actor": Group(), "critic": Group()}).turns(roles) == turns
 
 
-def test_where_nobody_shares_a_device_roles_train_at_the_same_time_and_nobody_moves() -> None:
+def test_roles_on_devices_of_their_own_train_together() -> None:
     residency = staying()
     assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
     residency.enter("train")
@@ -281,7 +281,7 @@ def test_nothing_stays_before_each_role_was_trained_twice(trained: tuple[str, ..
 
 
 @pytest.mark.parametrize("changed", ["ranks", "engines", "moved"])
-def test_new_ranks_or_engines_and_those_that_are_to_move_take_turns_until_they_are_measured(changed: str) -> None:
+def test_new_ranks_or_engines_take_turns_until_measured(changed: str) -> None:
     residency, device, engine = measured(38, 38)
     assert residency.settle()
     if changed == "ranks":
@@ -298,7 +298,7 @@ def test_new_ranks_or_engines_and_those_that_are_to_move_take_turns_until_they_a
     assert residency.settle()
 
 
-def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(tmp_path: Path) -> None:
+def test_taking_turns_changes_no_number_of_a_run(tmp_path: Path) -> None:
     steps = {}
     for name, offload in {"never": [], "always": [], "some": ["cluster.offload_kinds=['grad', 'optimizer']"]}.items():
         config = small(
@@ -320,7 +320,7 @@ def test_taking_turns_changes_no_number_of_a_run_with_a_critic_and_a_reference(t
         assert len(without) == 3
 
 
-def test_engines_make_room_for_ranks_that_are_started_anew_and_sleep_only_once() -> None:
+def test_engines_sleep_once_while_ranks_restart() -> None:
     both = Group()
     residency = sharing({"actor": both}, fleet=both)
     residency.enter(SAMPLE)

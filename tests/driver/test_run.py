@@ -78,7 +78,12 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             tags=plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
         )
-        sampling = {"loop": SimpleNamespace(run=asyncio.run), "source": None, "sampler": "a sampler", "held_out": []}
+        sampling = {
+            "loop": SimpleNamespace(run=asyncio.run),
+            "source": Source(),
+            "sampler": "a sampler",
+            "held_out": [],
+        }
         sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
@@ -93,7 +98,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
-                "control": SimpleNamespace(plan=plan),
+                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
                 **parts,
             }
@@ -407,7 +412,7 @@ def test_saved_batches_are_not_postprocessed(
 
 def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., Run], engines: Engines) -> None:
     actor, ears, source = Group(), Ears(), sampling.source(engines, steps=1)
-    updates = make_updates(make_config(), actor, engines.fleet, ears, source=source)
+    updates = make_updates(make_config(), actor, engines.fleet, ears)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
@@ -430,6 +435,10 @@ def test_staleness_counts_from_the_weights_that_are_trained(
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.with_advantages(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
+    assert run.updates is not None
+    run.updates._again = [4]  # the weights of 3, sent again as an engine had failed
+    metrics = run.with_advantages(scored()).metrics
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
 
@@ -763,6 +772,8 @@ def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callabl
 
 class Asking:
     """Extensions that are asked; these groups are changed."""
+
+    plan = SimpleNamespace(record={})
 
     def __init__(self, changed: set[str]) -> None:
         self.changed, self.saved = changed, list[Path]()

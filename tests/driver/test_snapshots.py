@@ -51,9 +51,7 @@ def test_the_reference_may_be_another_model(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("sampled_by", "setting"), [("old", "rollout.source=one-step-off"), ("rollout", "weights.every=2")]
 )
-def test_log_probs_of_the_weights_that_have_sampled_are_those_of_the_engines(
-    tmp_path: Path, sampled_by: str, setting: str
-) -> None:
+def test_logprobs_of_the_sampling_weights_equal_the_engines(tmp_path: Path, sampled_by: str, setting: str) -> None:
     given = [*KL[1:], "algorithm.old_logprobs=recompute", "run.steps=4", "checkpoint.every=4", setting]
     differences = {}
     for weights in ("current", sampled_by):

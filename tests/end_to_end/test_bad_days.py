@@ -84,7 +84,7 @@ def test_a_killed_run_leaves_its_directory_free_and_no_process(
         os.kill(first.process.pid, signal.SIGKILL)
         assert first.finish() == -signal.SIGKILL
         with occupied(run_dir):
-            first.assert_nothing_is_left()
+            first.assert_nothing_is_left(killed=True)
     newest = latest(run_dir)
     assert newest is not None and read_state(newest)["rollout_step"] >= 2
 

@@ -45,7 +45,7 @@ def kill(command: Command) -> None:
     """SIGKILL the driver, and wait until no rank, engine or server of its is left that could disturb a next run."""
     os.kill(command.process.pid, signal.SIGKILL)
     assert command.finish() == -signal.SIGKILL
-    command.assert_nothing_is_left()
+    command.assert_nothing_is_left(killed=True)
 
 
 def test_a_stopped_and_killed_run_equals_the_uninterrupted_one(uninterrupted: Finished, tmp_path: Path) -> None:

@@ -94,15 +94,13 @@ def update(
     for thread in threads:
         thread.start()
     sender = open_sender(address)
-    sender.begin(manifest, version)
+    sender.open(manifest, version)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-    committed = sender.commit()
+    sender.finish()
     for thread in threads:
         thread.join()
-    done = [result for result in results if result is not None]
-    assert [result.error for result in done] == list(committed.values())
-    return done
+    return [result for result in results if result is not None]
 
 
 def pause_after(monkeypatch: pytest.MonkeyPatch, asked: int) -> None:

@@ -13,9 +13,7 @@ def request(rows: int) -> GenerateRequest:
 
 
 @pytest.mark.parametrize(("rows", "n", "expected"), [(10, 3, [3, 3, 4]), (2, 4, [1, 1]), (5, 1, [5]), (0, 2, [])])
-def test_rows_are_split_evenly_in_order_and_nobody_gets_an_empty_request(
-    rows: int, n: int, expected: list[int]
-) -> None:
+def test_requests_are_split_evenly_and_in_order(rows: int, n: int, expected: list[int]) -> None:
     shares = request(rows).parts(n)
     assert [len(share) for share in shares] == expected
     assert [key for share in shares for key in share.noise_keys.tolist()] == request(rows).noise_keys.tolist()

@@ -77,7 +77,7 @@ def begin(work: Coroutine[Any, Any, Generation | None]) -> asyncio.Task[Generati
     return asyncio.ensure_future(work)
 
 
-def test_what_waits_is_sent_together_up_to_the_width_by_number_and_each_gets_its_own_rows() -> None:
+def test_waiting_requests_are_sent_together_up_to_the_width() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=4)
         tasks = [begin(batcher.generate(rows(10 * number, 2), number=number)) for number in (3, 1, 2)]
@@ -94,7 +94,7 @@ def test_what_waits_is_sent_together_up_to_the_width_by_number_and_each_gets_its
     asyncio.run(run())
 
 
-def test_where_several_calls_are_answered_what_waits_is_spread_over_them_and_no_request_divided() -> None:
+def test_waiting_requests_are_spread_over_concurrent_calls() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=3, width=100)
         tasks = [
@@ -109,7 +109,7 @@ def test_where_several_calls_are_answered_what_waits_is_spread_over_them_and_no_
     asyncio.run(run())
 
 
-def test_requests_of_other_parameters_go_apart_and_only_one_that_is_alone_is_counted() -> None:
+def test_requests_with_other_parameters_are_sent_separately() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=100)
         count: list[int] = []
@@ -124,7 +124,7 @@ def test_requests_of_other_parameters_go_apart_and_only_one_that_is_alone_is_cou
     asyncio.run(run())
 
 
-def test_what_is_cancelled_before_it_is_sent_is_not_and_what_is_under_way_costs_no_other_its_answer() -> None:
+def test_cancelled_requests_are_not_sent() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=100)
         under_way = [begin(batcher.generate(rows(10 * number, 1), number=number)) for number in range(2)]
@@ -142,7 +142,7 @@ def test_what_is_cancelled_before_it_is_sent_is_not_and_what_is_under_way_costs_
     asyncio.run(run())
 
 
-def test_held_it_sends_nothing_and_is_idle_once_its_calls_have_ended() -> None:
+def test_a_held_batcher_sends_nothing() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=2, width=100)
         task = begin(batcher.generate(rows(0, 1), number=0))
@@ -161,7 +161,7 @@ def test_held_it_sends_nothing_and_is_idle_once_its_calls_have_ended() -> None:
     asyncio.run(run())
 
 
-def test_a_death_is_told_to_all_and_a_failure_raised_in_those_that_shared_the_call() -> None:
+def test_a_failure_reaches_all_requests_of_the_call() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=1)
         tasks = [begin(batcher.generate(rows(number, 1), number=number)) for number in range(3)]
@@ -183,7 +183,7 @@ def test_a_death_is_told_to_all_and_a_failure_raised_in_those_that_shared_the_ca
     asyncio.run(run())
 
 
-def test_a_request_that_is_larger_than_the_width_goes_as_it_is() -> None:
+def test_a_request_larger_than_the_width_is_not_divided() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=2)
         large = evolve(rows(0, 5), limits=np.full(5, 7))

@@ -29,7 +29,7 @@ def request(rows: int) -> GenerateRequest:
     )
 
 
-def test_answers_are_a_function_of_prompt_noise_and_version_and_end_as_real_ones_do(tmp_path: Path) -> None:
+def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> None:
     engines = [fake(0), fake(1)]
     with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         engines[0].generate(request(1))

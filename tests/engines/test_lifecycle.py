@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from corerl.engines.lifecycle import EngineLifecycle
-from corerl.errors import EngineFailed
+from corerl.engines import lifecycle
+from corerl.engines.lifecycle import EngineLifecycle, Receiving, Shapes, shape_mismatch
+from corerl.errors import EngineFailed, WeightUpdateError
+from corerl.weights.adapters import adapters_of
+from corerl.weights.checksums import checksum
+from corerl.weights.manifest import Bucket, Manifest, build_manifest
+from corerl.weights.transport import Address, Arriving, Receiver
 from tests.engines.models import update
 
 LIMIT = 60.0  # seconds, against hangs
@@ -30,7 +36,7 @@ def served(serving: EngineLifecycle, directory: Path) -> EngineLifecycle:
     return serving
 
 
-def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_weights_meanwhile(
+def test_weights_do_not_change_while_calls_generate(
     tmp_path: Path,
 ) -> None:
     serving = served(EngineLifecycle("engine-0", 0, calls=2), tmp_path)
@@ -62,7 +68,7 @@ def test_as_many_calls_as_are_allowed_generate_side_by_side_and_nothing_changes_
         raise AssertionError("it must not come to this")
 
 
-def test_it_is_paused_once_nothing_is_generated_and_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_pause_waits_until_nothing_is_generated(tmp_path: Path) -> None:
     serving = served(EngineLifecycle("engine-0", 0), tmp_path)
     begun = threading.Event()
 
@@ -81,3 +87,93 @@ def test_it_is_paused_once_nothing_is_generated_and_until_it_is_resumed(tmp_path
     generating.join(LIMIT)
     serving.resume()
     assert not serving.paused
+
+
+def test_a_stale_version_and_a_refused_manifest_load_nothing(tmp_path: Path) -> None:
+    serving = served(EngineLifecycle("engine-0", 0), tmp_path)
+    manifest = build_manifest([("w", (2,))], dtype="float32", bucket_bytes=8)
+    loaded: list[Bucket] = []
+
+    def receive(version: int, refused: str) -> str:
+        given = manifest, version, Address(transport="disk", engines=("engine-0",), path=str(tmp_path))
+        take = lambda bucket, flat: loaded.append(bucket)  # noqa: E731
+        return serving.receive(*given, check=lambda manifest: refused, load=take).error
+
+    assert receive(7, "") == "version 7 is not newer than 7, which engine-0 already has"
+    with serving.generating() as version:
+        assert version == 7
+    assert receive(8, "it has another shape") == "it has another shape"
+    with pytest.raises(EngineFailed, match=r"to weights version 8 did not complete \(it has another"):
+        serving.generating().__enter__()
+    assert loaded == []
+
+
+class Lender(Receiver):
+    """Lends its memory for a bucket, and notes whether it has it back when the update ends."""
+
+    back: bool | None = None
+    closed = False
+
+    def receive(self, manifest: Manifest, version: int) -> Arriving:
+        flat = torch.zeros(4)
+        lent = weakref.ref(flat)
+        try:
+            yield manifest.buckets[0], flat, checksum(flat)
+        finally:
+            del flat
+            self.back = lent() is None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize("error", ["", "it does not fit"])
+def test_a_buckets_memory_is_free_before_the_update_ends(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    address = Address(transport="ipc", engines=("engine-0",))
+    lender = Lender(address, 0)
+    monkeypatch.setattr(lifecycle, "open_receiver", lambda address, *, index: lender)
+
+    def load(bucket: Bucket, flat: torch.Tensor) -> None:
+        if error:
+            raise ValueError(error)
+
+    manifest = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=16)
+    receiving = Receiving(0)
+    if error:
+        with pytest.raises(WeightUpdateError, match="^ValueError: it does not fit$"):
+            receiving.transfer(manifest, 1, address, load=load)
+    else:
+        assert receiving.transfer(manifest, 1, address, load=load) == 16
+    assert lender.back
+    receiving.close()
+    assert lender.closed
+
+
+A, B = adapters_of("model.layers.0.self_attn.q_proj.weight")
+WHOLE: Shapes = {"a": (2, 3), "b": (4,)}
+ADAPTERS: Shapes = {A: (8, 3), B: (2, 8)}
+
+
+@pytest.mark.parametrize(
+    ("offered", "told"),
+    [
+        (WHOLE, ""),
+        ({"a": (2, 3)}, "the trainer does not send 1 of the model's 2 tensors, such as 'b'"),
+        ({**WHOLE, "c": (1,)}, "the model lacks 1 of the 3 tensors that were sent, such as 'c'"),
+        ({**WHOLE, "a": (3, 2)}, "the trainer sends 'a' with shape [3, 2], but the model requires [2, 3]"),
+        ({}, "the trainer does not send 2 of the model's 2 tensors, such as 'a'"),
+        ({**WHOLE, **ADAPTERS}, f"the model lacks 2 of the 4 tensors that were sent, such as {A!r}"),
+    ],
+)
+def test_an_update_has_exactly_the_models_tensors(offered: Shapes, told: str) -> None:
+    assert shape_mismatch(offered, WHOLE) == told
+
+
+def test_adapters_may_arrive_alone_once_the_engine_has_the_rest() -> None:
+    held = {**WHOLE, **ADAPTERS}
+    for whole in (False, True):
+        assert shape_mismatch(held, held, whole=whole) == ""
+        assert shape_mismatch(WHOLE, held, whole=whole).startswith("the trainer does not send 2 of the model's 4 tens")
+    assert shape_mismatch(ADAPTERS, held, whole=True) == ""
+    assert shape_mismatch(ADAPTERS, held, whole=False).startswith("adapters have arrived alone, but the engine lacks")
+    assert shape_mismatch({A: (8, 3)}, held, whole=True).startswith("the trainer does not send 1 of the model's 2 ")

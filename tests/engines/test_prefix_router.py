@@ -57,7 +57,7 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
         assert sum(map(len, parts)) == prompts  # none is in two
 
 
-def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> None:
+def test_a_row_goes_to_the_replica_with_least_work() -> None:
     shares = PrefixRouter()
     with shares.drawing({0: 3, 1: 1}) as ended:
         assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
@@ -70,7 +70,7 @@ def test_what_is_being_drawn_counts_and_a_single_row_goes_to_who_has_least() -> 
     assert {len(rows) for rows in shared(shares, [[1], [2], [3]], [0, 1, 2]).values()} == {1}
 
 
-def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_change() -> None:
+def test_turns_stay_on_a_replica_until_weights_change() -> None:
     shares = PrefixRouter()
     prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
     responses = [[5], [6, 6], [7], [8]]
@@ -89,7 +89,7 @@ def test_the_next_turn_goes_where_the_one_before_it_was_drawn_until_weights_chan
     assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
 
 
-def test_a_row_goes_to_who_has_read_the_longest_beginning_of_it() -> None:
+def test_a_row_goes_to_the_longest_cached_prefix() -> None:
     shares = PrefixRouter()
     for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
         shares.drew(replica, request([[9, 1]]), answer([response]))

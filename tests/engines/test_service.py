@@ -20,7 +20,7 @@ from corerl.plugin.spec import Begun
 CONTEXT = EngineContext(name="engine-1", index=1, device="cpu", precision="float32")
 
 
-def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_gets_what_its_spec_started_before_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[Any] = []
     server = mock.Mock()
 
@@ -47,7 +47,7 @@ def test_an_engine_finds_what_its_spec_has_begun_before_it_was_imported(monkeypa
     server.stop.assert_not_called()
 
 
-def test_what_was_begun_for_an_engine_that_cannot_be_made_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_stops_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, loaded = mock.Mock(), SimpleNamespace(name="fake", spec=evolve(FAKE, begin=lambda *_: begun))
     monkeypatch.setattr(service, "load", lambda kind, name: loaded)
     monkeypatch.setattr(service, "require_same", lambda *_: None)

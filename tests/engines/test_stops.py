@@ -49,9 +49,7 @@ def byte_level(*merged: str) -> PreTrainedTokenizerBase:
         ([], "stop", None, ""),
     ],
 )
-def test_a_stop_text_ends_with_the_token_that_completes_it_and_the_text_before_it_is_kept(
-    pieces: list[str], stop: str, kept: int | None, text: str
-) -> None:
+def test_a_stop_text_ends_with_its_completing_token(pieces: list[str], stop: str, kept: int | None, text: str) -> None:
     ours = byte_level(*dict.fromkeys(piece for piece in pieces if len(piece) > 1))
     tokens = ours.convert_tokens_to_ids(pieces)
     stops = Stops(ours, [stop])
@@ -59,19 +57,19 @@ def test_a_stop_text_ends_with_the_token_that_completes_it_and_the_text_before_i
     assert stops.text(tokens[:kept], special_tokens=False) == text
 
 
-def test_of_several_stop_texts_the_first_that_is_complete_ends_a_response() -> None:
+def test_the_first_complete_stop_text_ends_a_response() -> None:
     tokens = CHARACTERS.encode("12345", add_special_tokens=False)
     assert Stops(CHARACTERS, ["2345", "34"]).end(tokens) == 4
     assert Stops(CHARACTERS, ["2345", "34"]).text(tokens[:4], special_tokens=False) == "12"
 
 
-def test_a_text_of_characters_of_several_bytes_is_complete_with_its_last_byte() -> None:
+def test_multibyte_stop_texts_are_complete_with_their_last_byte() -> None:
     ours = byte_level()
     tokens = ours.encode("a\u65e5\u672cb")
     assert (len(tokens), Stops(ours, ["\u65e5\u672c"]).end(tokens)) == (8, 7)
 
 
-def test_special_tokens_stand_in_no_stop_texts_way_unless_it_names_them() -> None:
+def test_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     think = ours.convert_tokens_to_ids("<think>")
     tokens = [*ours.encode("a"), think, *ours.encode("b"), *ours.encode("cd")]
@@ -84,7 +82,7 @@ def test_special_tokens_stand_in_no_stop_texts_way_unless_it_names_them() -> Non
     assert (named.end(tokens), named.text(tokens, special_tokens=True)) == (3, "a")
 
 
-def test_tokens_that_are_special_without_a_use_are_so_in_stop_texts_too() -> None:
+def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     ours.add_tokens([tokenizers.AddedToken("<call>", special=True)])
     assert "<call>" not in ours.all_special_tokens
@@ -96,7 +94,7 @@ def test_tokens_that_are_special_without_a_use_are_so_in_stop_texts_too() -> Non
 
 
 @pytest.mark.parametrize("between", [0, 1, 24, 25, 400])
-def test_any_number_of_special_tokens_may_stand_inside_a_stop_text(between: int) -> None:
+def test_any_number_of_special_tokens_may_interrupt_a_stop_text(between: int) -> None:
     ours = byte_level()
     silent = [ours.convert_tokens_to_ids("<think>")] * between
     tokens = [*ours.encode("xa"), *silent, *ours.encode("bc")]
@@ -104,12 +102,12 @@ def test_any_number_of_special_tokens_may_stand_inside_a_stop_text(between: int)
 
 
 @pytest.mark.parametrize("known", range(9))
-def test_what_is_known_to_hold_no_stop_text_may_hold_its_beginning(known: int) -> None:
+def test_searched_text_may_hold_the_start_of_a_stop_text(known: int) -> None:
     tokens = CHARACTERS.encode("0" * 400 + "123456789" + "000", add_special_tokens=False)
     assert Stops(CHARACTERS, ["123456789"]).end(tokens, 400 + known) == 409
 
 
-def test_texts_that_one_token_says_are_tokens_and_all_others_texts() -> None:
+def test_stop_texts_of_one_token_become_stop_tokens() -> None:
     ours = byte_level("ab", "s>")
     ids = ours.convert_tokens_to_ids
     assert stops_of(["<|end|>", "\n", "<think>"], ours) == ([ids("<|end|>"), ids("\u010a"), ids("<think>")], [])
@@ -146,7 +144,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
 @pytest.mark.parametrize("part", [1, 5, 64])
 @pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
 @pytest.mark.parametrize("stop", [("12",), ("7", "84", "123"), ("0", "1", "2")])
-def test_an_engine_keeps_the_tokens_up_to_the_one_that_completes_a_stop_text(
+def test_engines_keep_tokens_up_to_the_stop_texts_end(
     kind: str, stop: tuple[str, ...], part: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART", part)
@@ -169,7 +167,7 @@ def test_an_engine_keeps_the_tokens_up_to_the_one_that_completes_a_stop_text(
 
 
 @pytest.mark.parametrize("asked_first", [1, 3, 6, 10])
-def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
+def test_a_stop_text_is_found_across_a_pause(
     asked_first: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines["fake"]
@@ -186,7 +184,7 @@ def test_a_stop_text_is_found_though_a_pause_cut_it_in_two(
     assert_cut_at(stop, append(asked, first, more), whole, CHARACTERS)
 
 
-def test_a_long_response_is_drawn_in_parts_of_an_eighth_of_it() -> None:
+def test_long_responses_are_sampled_in_eighths() -> None:
     asked: list[int] = []
 
     def generate(request: GenerateRequest) -> Generation:
@@ -208,7 +206,7 @@ def test_a_long_response_is_drawn_in_parts_of_an_eighth_of_it() -> None:
     assert all(size <= max(64, sum(asked[:part]) // 8) for part, size in enumerate(asked))
 
 
-def test_of_an_episode_only_the_answer_being_sampled_is_looked_through(engines: dict[str, Engine]) -> None:
+def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, Engine]) -> None:
     engine = engines["fake"]
     first = request(1)
     whole = engine.generate(first)
@@ -226,7 +224,7 @@ def test_of_an_episode_only_the_answer_being_sampled_is_looked_through(engines: 
         assert_cut_at(stop, found, drawn, CHARACTERS)
 
 
-def test_the_process_of_an_engine_looks_for_stop_texts_with_the_models_tokenizer(tmp_path: Path) -> None:
+def test_the_engines_process_finds_stop_texts_by_the_tokenizer(tmp_path: Path) -> None:
     assignment = EngineAssignment(
         engine="fake",
         origins=(),

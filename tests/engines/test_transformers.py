@@ -90,9 +90,7 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, 
 
 
 @pytest.mark.parametrize("fields", [TIED, UNTIED, MOE], ids=["tied", "untied", "moe"])
-def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
-    fields: Mapping[str, Any], tmp_path: Path
-) -> None:
+def test_logprobs_equal_a_plain_forward_pass(fields: Mapping[str, Any], tmp_path: Path) -> None:
     model = random_model(fields, seed=1)
     tensors = hf_tensors(model, tmp_path / "hf")
     served = engine(fields)
@@ -109,9 +107,7 @@ def test_recorded_logprobs_are_those_of_a_plain_forward_pass_of_each_sequence(
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "bloom"])
-def test_of_models_with_windows_sinks_states_and_distances_greedy_samples_are_what_generate_returns(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_greedy_samples_of_special_attentions_equal_generate(model_type: str, tmp_path: Path) -> None:
     config = smallest_config(model_type)
     model, params = drawn_model(config), SamplingParams(temperature=1.0, max_tokens=12, stop_tokens=(2,), greedy=True)
     tensors = hf_tensors(model, tmp_path / "hf")
@@ -148,7 +144,7 @@ def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> No
     assert cut.truncated.tolist() == (~ended).tolist() and not cut.unfinished.any()
 
 
-def test_the_experts_that_are_told_are_those_of_a_plain_forward_pass_of_each_sequence(tmp_path: Path) -> None:
+def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
     model = random_model(MOE, seed=1)
     served = engine(MOE, batch_size=10)
     update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
@@ -191,7 +187,7 @@ def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: P
         torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=2e-2, rtol=0)
 
 
-def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_engines(tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_batches_or_engines(tmp_path: Path) -> None:
     tensors = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
     engines = [engine(TIED), engine(TIED, index=1, batch_size=5), engine(TIED, index=2, batch_size=1)]
     assert [received.error for received in update(engines, tensors, version=1, path=tmp_path / "w")] == ["", "", ""]
@@ -206,7 +202,7 @@ def test_what_is_drawn_depends_neither_on_the_batch_size_nor_on_the_number_of_en
     )
 
 
-def test_a_sample_ends_with_its_first_stop_token_or_is_truncated_at_max_tokens(
+def test_a_sample_ends_at_its_stop_token_or_limit(
     tied: tuple[TransformersEngine, Any],
 ) -> None:
     served, _ = tied
@@ -263,7 +259,7 @@ def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mappi
         torch.testing.assert_close(torch.tensor(logprobs), chosen, atol=1e-5, rtol=0)
 
 
-def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distributions_logprobs(
+def test_top_p_samples_the_nucleus_and_records_full_logprobs(
     tied: tuple[TransformersEngine, Any],
 ) -> None:
     served, model = tied
@@ -287,7 +283,7 @@ def test_top_p_draws_from_the_renormalized_nucleus_and_records_the_whole_distrib
     np.testing.assert_allclose(generation.logprobs, full[torch.from_numpy(generation.tokens)], atol=1e-5, rtol=0)
 
 
-def test_the_nucleus_is_the_smallest_set_that_holds_top_p_and_top_k_counts_tokens() -> None:
+def test_top_p_and_top_k_keep_the_likeliest_tokens() -> None:
     logprobs = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.97, 0.01, 0.01, 0.01]]).log()
     for top_p, top_k, expected in [
         (0.4, 0, [[False, True, False, False], [True, False, False, False]]),
@@ -314,9 +310,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[Transfo
     assert_same_samples(generation, served.generate(evolve(asked, noise_keys=asked.noise_keys + 1)))
 
 
-def test_defaults_that_a_model_brings_for_generation_do_not_bend_its_distribution(
-    tied: tuple[TransformersEngine, Any], tmp_path: Path
-) -> None:
+def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEngine, Any], tmp_path: Path) -> None:
     served, model = tied
     asked = request(16)
     directory = tmp_path / "model"
@@ -330,7 +324,7 @@ def test_defaults_that_a_model_brings_for_generation_do_not_bend_its_distributio
     assert_same_samples(served.generate(asked), from_directory.generate(asked))
 
 
-def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_until_one_commits(
+def test_nothing_is_served_without_a_complete_update(
     tmp_path: Path,
 ) -> None:
     model = random_model(UNTIED, seed=1)
@@ -360,9 +354,7 @@ def test_nothing_is_served_before_weights_arrive_nor_after_an_update_broke_off_u
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_tells_the_sums_of_what_was_sent_though_experts_are_fused_and_it_holds_them_wider(
-    tmp_path: Path, dtype: str
-) -> None:
+def test_sums_of_fused_and_wider_weights_equal_those_sent(tmp_path: Path, dtype: str) -> None:
     sent = {
         name: tensor.to(getattr(torch, dtype))
         for name, tensor in hf_tensors(random_model(MOE, seed=1), tmp_path / "hf").items()
@@ -377,7 +369,7 @@ def test_it_tells_the_sums_of_what_was_sent_though_experts_are_fused_and_it_hold
     assert served.weight_sums(dtype) != wanted
 
 
-def test_it_tells_the_sums_of_tensors_that_came_each_in_its_own_dtype(tmp_path: Path) -> None:
+def test_sums_are_taken_in_each_tensors_own_dtype(tmp_path: Path) -> None:
     sent = {name: tensor.bfloat16() for name, tensor in hf_tensors(random_model(TIED, seed=1), tmp_path / "hf").items()}
     manifest = build_manifest([(name, tuple(tensor.shape)) for name, tensor in sent.items()], dtype="bfloat16")
     own = quantized(manifest, None, precise={"model.norm.weight": "float32"})
@@ -392,7 +384,7 @@ def test_it_tells_the_sums_of_tensors_that_came_each_in_its_own_dtype(tmp_path: 
     assert served.weight_sums(own.dtype) == wanted
 
 
-def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:
+def test_an_engine_with_narrower_weights_reports_no_sums() -> None:
     served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
     assert served.weight_sums("float32") is None
     name = next(iter(served._views))
@@ -401,7 +393,7 @@ def test_an_engine_that_holds_less_than_was_sent_cannot_tell_its_sums() -> None:
     assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
 
 
-def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_goes_on_serving(tmp_path: Path) -> None:
+def test_an_old_version_is_refused_and_serving_goes_on(tmp_path: Path) -> None:
     old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
     new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")
     served = engine(TIED)
@@ -418,7 +410,7 @@ def test_a_version_that_is_not_above_the_current_one_is_refused_and_the_engine_g
     assert set(after.versions.tolist()) == {6}
 
 
-def test_sleep_frees_every_parameter_once_and_waking_asks_for_fresh_weights(tmp_path: Path) -> None:
+def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -> None:
     model = random_model(TIED, seed=1)
     tensors = hf_tensors(model, tmp_path / "hf")
     size = sum(tensor.numel() * 4 for tensor in tensors.values())  # a tied embedding is in the file once
@@ -454,7 +446,7 @@ def test_an_engine_closes_at_once_while_it_generates(tmp_path: Path) -> None:
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_that_arrive_apart_draw_what_merged_weights_do_and_alone_only_beside_these(tmp_path: Path) -> None:
+def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     lora = LoraConfig(rank=3, alpha=7.0).settled({})
     served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), lora=lora))
     plain = engine(TIED)
@@ -496,7 +488,7 @@ def test_adapters_that_arrive_apart_draw_what_merged_weights_do_and_alone_only_b
 
 
 @pytest.mark.parametrize("fields", [TIED, MOE], ids=["tied", "moe"])
-def test_what_is_interrupted_and_continued_is_what_would_have_been_drawn_without(
+def test_interrupted_samples_equal_uninterrupted_ones(
     fields: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = engine(fields, batch_size=4)
@@ -526,9 +518,7 @@ def test_what_is_interrupted_and_continued_is_what_would_have_been_drawn_without
         np.testing.assert_array_equal(together.routed_experts, whole.routed_experts)
 
 
-def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_token_has_its_own_version_and_logprob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served, models = engine(TIED), {version: random_model(TIED, seed=version) for version in (1, 2)}
 
     def push(version: int) -> None:
@@ -551,7 +541,7 @@ def test_each_token_has_the_version_and_the_logprob_of_the_weights_that_drew_it(
             assert logprob == pytest.approx(float(wanted[token - 1, response[position]]), abs=1e-4)
 
 
-def test_a_paused_engine_answers_at_once_with_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_paused_engine_returns_nothing_until_resumed(tmp_path: Path) -> None:
     served = engine(TIED)
     update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
     served.pause()

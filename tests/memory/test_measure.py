@@ -81,7 +81,7 @@ def test_the_residual_is_this_processs_and_its_parts_add_up(gpu: Library) -> Non
     )
 
 
-def test_where_the_driver_does_not_tell_processes_apart_the_residual_is_the_devices(gpu: Library) -> None:
+def test_without_process_counts_the_residual_is_the_devices(gpu: Library) -> None:
     gpu.processes = [(1, 6 * GIB)]
     held = DeviceMeter(torch.device("cuda", 0)).held([])
     assert (held.own, held.residual) == (None, 50 * GIB)

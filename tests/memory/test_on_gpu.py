@@ -50,9 +50,7 @@ def test_memory_is_pinned_by_threads_and_unpinned_in_the_end(device: torch.devic
     assert not any(piece.memory.is_pinned() for piece in pieces)
 
 
-def test_state_comes_back_bit_for_bit_after_kernels_that_were_not_waited_for(
-    device: torch.device, sleeper: StorageSleeper
-) -> None:
+def test_state_comes_back_bit_for_bit_after_unfinished_kernels(device: torch.device, sleeper: StorageSleeper) -> None:
     expected, held = state(device), state(device)
     sleeper.reserve(sum(SIZES))
     side = torch.cuda.Stream(device)

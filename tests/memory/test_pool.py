@@ -62,9 +62,7 @@ def sizes(pieces: list[Any]) -> list[int]:
     return [piece.memory.numel() for piece in pieces]
 
 
-def test_reserving_returns_before_anything_is_pinned_and_the_first_taking_waits_for_it(
-    pool: PinnedPool, driver: Driver
-) -> None:
+def test_reserving_is_asynchronous_and_taking_waits(pool: PinnedPool, driver: Driver) -> None:
     driver.allowed.clear()
     pool.reserve(10 * PAGE)
     assert (pool.size, driver.pinned) == (12 * PAGE, [])  # three segments, equal and of whole pages
@@ -82,7 +80,7 @@ def test_pages_are_there_before_they_are_pinned(pool: PinnedPool) -> None:
     assert piece.memory.tolist() == [7] * PAGE
 
 
-def test_what_is_given_back_is_handed_out_again_and_nothing_is_pinned_anew(pool: PinnedPool, driver: Driver) -> None:
+def test_returned_memory_is_reused_without_pinning_again(pool: PinnedPool, driver: Driver) -> None:
     pool.reserve(8 * PAGE)
     first, second, third = (pool.take(2 * PAGE) for _ in range(3))
     pool.give_back(second)
@@ -124,7 +122,7 @@ def test_all_of_it_is_unpinned_in_the_end(driver: Driver) -> None:
     pool.close()
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_reason_kept() -> None:
+def test_memory_that_cannot_be_pinned_is_used_unpinned() -> None:
     driver = Driver(reason="out of memory")
     pool = PinnedPool(driver, threads=1)
     assert pool.refusal == ""
@@ -135,9 +133,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_and_the_reason_kept() -> 
     pool.close()  # what was never pinned is not unpinned
 
 
-def test_a_host_without_memory_says_so_and_what_was_made_is_used_later(
-    pool: PinnedPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_memory_is_an_error(pool: PinnedPool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.reserve(4 * PAGE)
     pool.give_back(pool.take(PAGE))
     monkeypatch.setattr(mmap, "mmap", full)

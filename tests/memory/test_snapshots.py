@@ -130,7 +130,7 @@ class Segments(HostMemory):
         self.out -= sum(piece.memory.numel() for piece in pieces)
 
 
-def test_copies_lie_in_the_memory_that_is_given_also_across_its_borders_and_a_swap_returns_what_it_took() -> None:
+def test_snapshots_use_given_memory_and_a_swap_returns_it() -> None:
     parameters = [torch.randn(120), torch.randn(10, 30), torch.randn(7).bfloat16(), torch.randn(0)]
     chunks = [Chunk(str(i), tuple(p.shape), (0,) * p.ndim, tuple(p.shape), p) for i, p in enumerate(parameters)]
     before = [parameter.clone() for parameter in parameters]

@@ -23,7 +23,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return values
 
 
-def test_released_memory_is_gone_and_comes_back_bit_for_bit_under_every_alias() -> None:
+def test_released_memory_comes_back_under_every_alias() -> None:
     weight = torch.nn.Parameter(torch.randn(8, 4))
     weight.data[0, 0] = float("nan")
     view, tied = weight.data[2:4], weight.data.t()
@@ -90,7 +90,7 @@ def mixed() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.GRAD))))
-def test_large_and_small_storages_come_back_bit_for_bit_in_any_order_of_kinds(
+def test_storages_come_back_bit_for_bit_in_any_order(
     order: Sequence[MemoryKind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "PACK", 100)  # the small ones make several packs

@@ -114,9 +114,7 @@ def test_settings_that_a_directory_of_peft_contradicts_are_all_told(tmp_path: Pa
     )
 
 
-def test_a_directory_that_is_none_of_peft_or_of_another_model_is_told_with_its_setting(
-    tmp_path: Path, peft: Path
-) -> None:
+def test_a_wrong_peft_directory_is_refused_with_its_setting(tmp_path: Path, peft: Path) -> None:
     (line,) = refused(tmp_path, lora={"path": str(tmp_path / "nothing")})
     assert line == (
         f"lora.path: {tmp_path}/nothing/adapter_config.json cannot be read (No such file or directory); name a "
@@ -139,7 +137,7 @@ def test_a_directory_that_is_none_of_peft_or_of_another_model_is_told_with_its_s
     assert line == f"lora.path: {peft} has no adapter_model.safetensors; name a directory that PEFT has saved"
 
 
-def test_a_backend_that_cannot_train_adapters_is_named_with_the_setting(tmp_path: Path) -> None:
+def test_a_backend_without_adapters_is_refused(tmp_path: Path) -> None:
     (line,) = refused(tmp_path, backend={"name": "tests.plan.backends:WITHOUT_LORA"}, lora={})
     assert line == (
         "roles.actor: lora requires 'lora', which the backend 'tests.plan.backends:WITHOUT_LORA' does not support yet: "

@@ -152,7 +152,7 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
     )
 
 
-def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
+def test_a_kl_penalty_is_in_loss_or_reward() -> None:
     for place, expected in (("loss", 0.25), ("reward", 0.0)):
         algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
         plan = plan_algorithm(resolve_tables(evolve(GRPO, algorithm=algorithm)))
@@ -160,7 +160,7 @@ def test_the_kl_penalty_is_the_losss_only_where_it_is_not_the_rewards() -> None:
         assert plan.compares == (place == "loss")
 
 
-def test_a_step_passes_samples_through_the_models_whose_columns_are_read() -> None:
+def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
     def passes(config: Config) -> list[tuple[Any, ...]]:
         found = plan_algorithm(resolve_tables(config)).passes
         return [(each.role, dict(each.columns), each.weights, each.replay) for each in found]
@@ -226,7 +226,7 @@ def test_a_spec_that_no_run_could_follow_is_refused(
         ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_what_an_algorithm_says_against_its_spec_is_found_before_a_run(
+def test_an_algorithm_that_contradicts_its_spec_is_refused(
     method: str, value: Any, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FromFiles, method, value)
@@ -236,7 +236,7 @@ def test_what_an_algorithm_says_against_its_spec_is_found_before_a_run(
     assert line in caught.value.message
 
 
-def test_earlier_weights_are_those_that_passes_ask_for_each_with_who_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshots_are_listed_with_the_setting_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshots(config: Config) -> dict[str, str]:
         return plan_algorithm(resolve_tables(settle_algorithm(config))).snapshots("actor")
 
@@ -293,7 +293,7 @@ def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
     assert line == "algorithm.dynamic_sampling_on: 'right', but algorithm.dynamic_sampling=0 drops no groups"
 
 
-def test_a_frozen_role_is_asked_and_not_trained_and_refuses_what_only_training_reads() -> None:
+def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
     distill = evolve(GRPO, algorithm=AlgorithmConfig(name="distill"), roles=RolesConfig(teacher=SideRoleChoice()))
     plan = plan_algorithm(resolve_tables(settle_algorithm(distill)))
     assert [(each.role, dict(each.columns)) for each in plan.passes] == [
@@ -313,7 +313,7 @@ def test_a_frozen_role_is_asked_and_not_trained_and_refuses_what_only_training_r
 # ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------
 
 
-def test_a_reference_that_is_a_role_is_passed_through_as_itself() -> None:
+def test_a_reference_role_is_passed_through_as_itself() -> None:
     roles = evolve(GRPO.roles, reference=SideRoleChoice())
     apart = evolve(GRPO, roles=roles)
     assert lines(apart, kl_coef=0.1) == []

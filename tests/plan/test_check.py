@@ -45,7 +45,7 @@ def test_settings_that_fit_each_other_are_not_refused(sound: str) -> None:
     assert lines(*sound.split()) == []
 
 
-def test_a_need_is_met_by_a_value_or_by_any_or_by_none() -> None:
+def test_a_need_is_met_by_a_value_or_by_none() -> None:
     assert (Need(text="a.b").path, Need(text="!a.b").path, Need(text="!a.b=c|d").path) == ("a.b",) * 3
     assert Need(text="!a.b=c|d").values == ("c", "d") and Need(text="a.b").values == ()
     (line,) = lines("algorithm.kl_target=0.1")
@@ -78,7 +78,7 @@ def test_a_run_that_only_scores_asks_nothing_of_the_algorithm() -> None:
             assert contradictions(settle_algorithm(config)) == []
 
 
-def test_a_group_alone_is_not_asked_what_only_a_run_has() -> None:
+def test_a_group_is_not_checked_as_a_run() -> None:
     config = config_of(DATA, ["rollout.prompts=7", "train.mini_batches=2", 'cluster.offload_kinds=["grad"]'])
     assert contradictions_of_a_group(config) == [] != contradictions(config)
 

@@ -14,7 +14,7 @@ from corerl.plan.check import contradictions
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_run_writes_down_names_variables_without_their_values_and_can_be_loaded_again() -> None:
+def test_a_recorded_config_names_variables_without_values() -> None:
     table = {"environment": {"API_KEY": "s3cr3t", "NCCL_DEBUG": "INFO"}, "secrets": ["HF_TOKEN", "NCCL_DEBUG"]}
     config = config_of({"backend": {"name": "plain"}, "cluster": table})
     written = dump_toml(recorded(config))
@@ -98,7 +98,7 @@ def test_an_environment_of_another_type_is_told_what_to_set(override: str, line:
     assert caught.value.message == line
 
 
-def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what_is_rays_is_set_elsewhere(
+def test_variables_of_process_start_are_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN"):
@@ -121,7 +121,7 @@ def test_what_is_read_as_a_process_starts_is_no_secret_and_written_down_and_what
     assert written.secrets == ("LD_PRELOAD", "LD_SDK_KEY", "RAY_AUTH_TOKEN", "LD_API_KEY", "RAY_memory_monitor")
 
 
-def test_a_secret_is_named_once_and_set_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_named_once_and_set_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cr3t")
     monkeypatch.delenv("API_KEY", raising=False)
     table = {"secrets": ["HF_TOKEN", "API_KEY", "BOTH"], "environment": {"BOTH": "1"}}

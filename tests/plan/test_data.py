@@ -89,7 +89,7 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_a_model_that_cannot_be_built_or_held_is_one_line(
+def test_a_model_that_cannot_be_built_is_one_line(
     fields: dict[str, Any], told: str, on_disk: bool, tmp_path: Path
 ) -> None:
     model = {**DATA["model"], "config": {**DATA["model"]["config"], **fields}}
@@ -104,7 +104,7 @@ def test_a_model_that_cannot_be_built_or_held_is_one_line(
     assert caught.value.message.startswith(told) and "\n" not in caught.value.message
 
 
-def test_a_config_that_cannot_be_read_is_the_only_line_about_its_model(tmp_path: Path) -> None:
+def test_an_unreadable_config_is_the_only_line_about_its_model(tmp_path: Path) -> None:
     fields = {**DATA["model"]["config"], "rms_norm_eps": "x"}
     character_tokenizer("0123456789>s").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -128,7 +128,7 @@ def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
     return {"source": str(path), "held_out": 0}
 
 
-def test_prompts_that_leave_no_room_for_a_response_are_left_out_and_told(tmp_path: Path) -> None:
+def test_prompts_without_room_for_a_response_are_skipped(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
     rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20}
     data = prompts_of(tmp_path, 9, 10, 9, 15)  # <bos> before them
@@ -155,7 +155,7 @@ def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:
         make_plan(config_in(tmp_path / "run", data=data, rollout={**rollout, "context_length": 29}))
 
 
-def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path: Path) -> None:
+def test_a_context_longer_than_the_position_table_is_refused(tmp_path: Path) -> None:
     fields = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
     model = {**DATA["model"], "config": fields}
     rollout = {**DATA["rollout"], "max_tokens": 8}
@@ -171,7 +171,7 @@ def test_a_context_longer_than_the_models_table_of_positions_is_refused(tmp_path
 # ---- chats -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_that_the_template_refuses_is_an_error_or_left_out_before_anything_starts(tmp_path: Path) -> None:
+def test_a_chat_that_the_template_refuses_is_reported_or_skipped(tmp_path: Path) -> None:
     tables = chats_of(tmp_path, bad=13)
     why = r"chats.jsonl:14: the tokenizer's chat template rejects its messages \(TemplateError: one at a time\); "
     with pytest.raises(DataError, match=rf"^data.source: .*{why}.*correct the row, or set data.refused='skip'"):
@@ -196,7 +196,7 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
         make_plan(config_in(tmp_path / "run", **tables))
 
 
-def test_special_tokens_that_texts_leave_out_are_those_that_end_nothing(tmp_path: Path) -> None:
+def test_texts_leave_out_special_tokens_that_end_nothing(tmp_path: Path) -> None:
     tokenizer = character_tokenizer("0123456789>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>", "<think>"]})
     tokenizer.save_pretrained(tmp_path)

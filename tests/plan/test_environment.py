@@ -32,7 +32,7 @@ def environment(
     return environment_of(plugin, wanted, cluster=cluster, common=common)
 
 
-def test_a_process_on_a_cpu_has_one_thread_this_machines_loopback_and_no_network() -> None:
+def test_a_cpu_process_has_one_thread_and_no_network() -> None:
     found = environment()
     assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
     assert found["HF_HUB_OFFLINE"] == "1"
@@ -72,7 +72,7 @@ def test_what_the_user_gives_is_what_processes_have() -> None:
         environment(cluster=own, OMP_NUM_THREADS="1")
 
 
-def test_a_secret_has_the_value_that_it_has_where_the_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secrets_value_comes_from_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cr3t")
     found = environment(cluster=ClusterConfig(environment={"NCCL_DEBUG": "INFO"}, secrets=("HF_TOKEN",)))
     assert (found["HF_TOKEN"], found["NCCL_DEBUG"]) == ("s3cr3t", "INFO")

@@ -56,7 +56,7 @@ def test_remarks_on_a_plan_go_with_it_and_reasons_stay(tmp_path: Path) -> None:
     assert plan.notices == ("as asked", "7 steps")
 
 
-def test_a_setting_that_a_plan_had_is_free_in_the_next(tmp_path: Path) -> None:
+def test_a_confirmed_setting_may_change_in_the_next_plan(tmp_path: Path) -> None:
     kept, other = {"settings": {"run.seed": 0}}, {"settings": {"run.steps": 7}}
     planned(tmp_path, FIRST=kept, SECOND=other)
     assert [each.config.run.seed for each in SEEN] == [0] * 4
@@ -64,7 +64,7 @@ def test_a_setting_that_a_plan_had_is_free_in_the_next(tmp_path: Path) -> None:
     assert found.startswith("run.seed: extension:FIRST sets it to 0, and extension:SECOND to 3; ")
 
 
-def test_a_plan_is_read_with_what_was_asked_and_what_was_chosen(tmp_path: Path) -> None:
+def test_extensions_see_what_was_asked_and_chosen(tmp_path: Path) -> None:
     planned(tmp_path, FIRST={})
     (ready,) = SEEN
     assert (ready.asked.train.precision, ready.config.train.precision) == ("auto", "float32")
@@ -90,7 +90,7 @@ def test_problems_of_all_extensions_end_the_planning_together(tmp_path: Path) ->
     assert found == "run.steps: too many\nrun.x: y"
 
 
-def test_problems_of_a_plan_that_is_made_again_are_not_told(tmp_path: Path) -> None:
+def test_problems_of_a_replaced_plan_are_dropped(tmp_path: Path) -> None:
     found = message(ConfigError, tmp_path, FIRST={"settings": {"run.steps": 5}, "problems": ["run.steps: no"]})
     assert found == "run.steps: no\nrun.steps: set to 5 by extension:FIRST"
     assert [each.config.run.steps for each in SEEN][-1] == 5

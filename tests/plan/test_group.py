@@ -27,7 +27,7 @@ def lines(role: str = "actor", resume: str = "", **tables: Any) -> list[str]:
     return [line.split(";")[0] for line in caught.value.message.splitlines()]
 
 
-def test_a_group_needs_no_tokenizer_no_prompts_and_no_engine_and_gets_no_extension() -> None:
+def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
     plan = planned(rollout={"engine": "not-there", "max_tokens": 5}, algorithm={"advantages": "not.there:f"})
     (assignment,) = plan.role.assignments
     assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), (), 5)
@@ -36,14 +36,14 @@ def test_a_group_needs_no_tokenizer_no_prompts_and_no_engine_and_gets_no_extensi
     assert plan.notices == ()
 
 
-def test_what_needs_the_engines_or_the_samples_of_a_run_says_nothing_of_a_group() -> None:
+def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
     recomputed = {"old_logprobs": "recompute", "old_weights": "rollout"}
     adapted = {"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 100}
     for algorithm in (recomputed, adapted):
         assert planned(rollout={"prompts": 8, "samples": 2}, algorithm=algorithm).role.objective is not None
 
 
-def test_on_gpus_it_is_settled_as_a_run_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("corerl.plan.model_files.memory_here", lambda: 2**40)
@@ -101,7 +101,7 @@ def test_what_cannot_be_is_told_before_a_process_starts(tables: dict[str, Any], 
     assert all(line.startswith(start) for line, start in zip(sorted(found), sorted(expected), strict=True)), found
 
 
-def test_a_group_resumes_from_its_part_of_a_checkpoint_if_the_model_is_the_same(tmp_path: Path) -> None:
+def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=4)
     part = str(checkpoint / "actor")
@@ -112,7 +112,7 @@ def test_a_group_resumes_from_its_part_of_a_checkpoint_if_the_model_is_the_same(
     assert "mlp" in line and "this run's actor needs [" in line
 
 
-def test_what_a_group_reads_of_a_runs_config_is_as_in_the_run(tmp_path: Path) -> None:
+def test_a_group_reads_the_settings_of_a_run(tmp_path: Path) -> None:
     config = config_in(tmp_path, train={"tokens_per_micro_batch": 77}, rollout={**DATA["rollout"], "max_tokens": 9})
     plan = plan_group(config, "actor", resume="")
     assert (plan.role.train.tokens_per_micro_batch, plan.role.max_tokens) == (77, 9)

@@ -21,7 +21,7 @@ from tests.driver.saved import DATA, config_in, make_config, make_model, save
 Install = Callable[..., Path]
 
 
-def test_a_sound_config_is_prepared_without_a_process_or_a_file(tmp_path: Path) -> None:
+def test_a_sound_config_is_planned_without_processes_or_files(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
     plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
     assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
@@ -46,7 +46,7 @@ def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install
     assert [each["name"] for each in defaults.record["extensions"]] == ["console", "jsonl", "tensorboard", "curves"]
 
 
-def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_not_packed(tmp_path: Path) -> None:
+def test_each_roles_layout_is_chosen_and_explained(tmp_path: Path) -> None:
     whole = {"path": "", "config": {**DATA["model"]["config"], "model_type": "nemotron"}}
     critic = {"roles": {"critic": {"ranks": 1, "model": whole, "train": {"precision": "float32"}}}}
     plan = make_plan(config_in(tmp_path / "run", algorithm={"name": "ppo"}, **critic))
@@ -60,7 +60,7 @@ def test_ranks_are_told_the_way_through_each_roles_model_and_the_user_why_it_is_
 # ---- several problems ------------------------------------------------------------------------------------------------
 
 
-def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> None:
+def test_checks_that_build_on_a_wrong_setting_are_skipped(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "no-checkpoint")
     config = config_in(tmp_path / "run", checkpoint, rollout={"engine": "fake", "prompts": 8, "stop": ["no token"]})
     with pytest.raises(ConfigError) as caught:
@@ -85,7 +85,7 @@ def test_what_builds_on_a_setting_that_is_wrong_is_left_out(tmp_path: Path) -> N
     )
 
 
-def test_what_does_not_build_on_a_plugin_that_is_missing_is_checked_all_the_same(tmp_path: Path) -> None:
+def test_a_missing_plugin_hides_no_independent_problem(tmp_path: Path) -> None:
     actor = {"roles": {"actor": {"ranks": 2}}}  # the plain backend is one process
     functions = {"name": "grpo", "loss": "cliped", "advantages": "no_such_module:f", "postprocess": "nor_this:f"}
     for wrong in ({"extensions": [{"name": "jsnol"}]}, {"rollout": {"engine": "fakee"}}):
@@ -129,7 +129,7 @@ def test_a_models_directories_become_absolute(tmp_path: Path, monkeypatch: pytes
 # ---- checkpoints and devices -----------------------------------------------------------------------------------------
 
 
-def test_one_that_samples_with_another_runs_weights_begins_at_its_own_first_step(tmp_path: Path) -> None:
+def test_sampling_with_another_runs_weights_starts_at_step_zero(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
     steps = {}
@@ -157,7 +157,7 @@ def test_a_run_that_samples_goes_on_from_one_that_sampled(source: dict[str, Any]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device_auto_takes_the_cpu_and_cuda_is_refused() -> None:
+def test_without_a_cuda_device_auto_means_cpu() -> None:
     assert [resolve_device(device) for device in ("auto", "cpu")] == ["cpu", "cpu"]
     with pytest.raises(ConfigError, match="torch sees no CUDA device here; use 'cpu' or 'auto'"):
         resolve_device("cuda")

@@ -37,7 +37,7 @@ LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
 MODULES = ("self_attn.q_proj", "mlp.up_proj")
 
 
-def test_a_checkpoint_must_hold_every_tensor_of_the_model_in_its_shape(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
     config = make_config()
     checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
     fields = dict(config.model.config)
@@ -62,7 +62,7 @@ def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
         )
 
 
-def test_with_adapters_a_checkpoint_holds_these_a_value_head_and_buffers_and_no_other_weights() -> None:
+def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:
     layers = [f"base_model.model.model.layers.{layer}." for layer in (0, 1)]
     adapters = {f"{layer}{module}.lora_{part}.weight" for layer in layers for module in MODULES for part in "AB"}
     plain, routed = tiny_config("qwen3"), tiny_config("glm4-moe")
@@ -74,7 +74,7 @@ def test_with_adapters_a_checkpoint_holds_these_a_value_head_and_buffers_and_no_
     assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(built(plain, value_head=False))
 
 
-def test_adapters_in_place_of_all_weights_and_the_other_way_round_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: Path) -> None:
     config = make_config()
     hf, whole = hf_config(config.model), save(tmp_path / "whole", config, make_model(config, seed=1), step=2)
     adapted = train_adapted(tmp_path / "adapted", evolve(config, lora=LORA)).checkpoint
@@ -98,7 +98,7 @@ def test_adapters_in_place_of_all_weights_and_the_other_way_round_are_refused_in
     assert "/actor lacks 'base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight'" in told(adapted, more)
 
 
-def test_a_peft_directory_must_have_the_adapters_of_the_model_and_no_others(tmp_path: Path) -> None:
+def test_a_peft_directory_has_exactly_the_models_adapters(tmp_path: Path) -> None:
     model = with_adapters(tiny_config("qwen3"), LORA, value_head=False)
     tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
     file = tmp_path / "adapters/adapter_model.safetensors"
@@ -177,7 +177,7 @@ def test_a_model_that_no_memory_holds_is_refused() -> None:
         require_memory(wide, there=2**40)
 
 
-def test_what_is_not_trained_of_a_model_that_reads_pictures_is_told(tmp_path: Path) -> None:
+def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> None:
     for family, parts in (("gemma3", "multi_modal_projector, vision_tower"), ("qwen3_5", "model.visual")):
         directory = write_pictures(family, tmp_path / family)
         hf = hf_config(ModelConfig(path=str(directory)))

@@ -88,7 +88,7 @@ def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
 
 
-def test_parts_that_are_not_trained_have_no_line_of_their_own(config: Config) -> None:
+def test_untrained_parts_have_no_line_of_their_own(config: Config) -> None:
     stored = evolve(config, model=evolve(config.model, path="models/pictures", config={}))
     hf = pictures_config("qwen3_5")
     hf.get_text_config().mtp_num_hidden_layers = 1  # an export has these layers, and the tower

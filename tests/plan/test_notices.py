@@ -46,7 +46,7 @@ def planned(tmp_path: Path, **tables: Any) -> Plan:
         ({"temperature": 1.0, "top_p": 1.0, "top_k": None}, {"temperature": 0.7}, ""),
     ],
 )
-def test_sampling_that_the_models_authors_ask_for_is_told_where_it_is_not_done(
+def test_recommended_sampling_that_is_not_done_is_noted(
     tmp_path: Path, settings: dict[str, Any], rollout: dict[str, Any], told: str
 ) -> None:
     make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
@@ -68,7 +68,7 @@ def test_sampling_that_the_models_authors_ask_for_is_told_where_it_is_not_done(
         ("synchronous", {"algorithm": {"kl_coef": 0.1}}, []),
     ],
 )
-def test_a_snapshot_that_a_streamed_batch_swaps_in_for_each_of_its_parts_is_told(
+def test_snapshots_of_streamed_batches_are_noted(
     tmp_path: Path, source: str, tables: dict[str, Any], wanted: list[str]
 ) -> None:
     rollout = {**DATA["rollout"], "source": source}

@@ -15,19 +15,19 @@ from corerl.plugin.registry import Kind, load
 from tests.driver.saved import CRITIC, config_in, make_config
 
 
-def test_weights_that_the_engine_does_not_take_as_they_travel_are_refused(tmp_path: Path) -> None:
+def test_weights_in_a_form_that_the_engine_refuses(tmp_path: Path) -> None:
     config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
     with pytest.raises(
         ConfigError,
-        match=r"^weights.quantize: 'fp8', but the engine '\w+' is configured for 'none'; make them equal$",
+        match=r"^weights.quantize: 'fp8', but the engine '\w+' takes none$",
     ):
         make_plan(config)
     engine = load(Kind.ENGINES, config.rollout.engine)
-    quantized = evolve(engine, spec=evolve(engine.spec, quantized=lambda options, cluster: "fp8"))
-    require_form(evolve(config, engines={engine.name: None}), quantized, ClusterInfo(device="cpu", ranks=1))
+    quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
+    require_form(evolve(config, engines={engine.name: None}), quantized)
 
 
-def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
+def test_a_critic_has_its_own_plan(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path / "run", **CRITIC))
     assert list(plan.processes.roles) == ["actor", "critic"]
     actor, critic = (role.assignments[0].config for role in plan.processes.roles.values())
@@ -39,7 +39,7 @@ def test_a_critic_is_a_role_with_a_plan_of_its_own(tmp_path: Path) -> None:
     assert apart.processes.placement.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
 
 
-def test_samples_are_split_over_the_groups_that_the_backend_makes_of_its_ranks(tmp_path: Path) -> None:
+def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path) -> None:
     name = "tests.trainer.fakes:SPEC"
 
     def given(ranks: int, shards: int) -> Config:
@@ -80,9 +80,7 @@ def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) 
     )
 
 
-def test_engines_are_asked_with_the_actors_model_and_their_own_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_are_asked_with_the_actors_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ClusterInfo] = []
     fake = load(Kind.ENGINES, "fake")
 

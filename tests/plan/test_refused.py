@@ -95,7 +95,7 @@ eval.correct_on=x                                         | eval.correct_on     
 {SETS},reward={{name="exakt-match"}}}}]                   | eval.sets[0].reward.name   | exakt-match
 {SETS}}},{{source="sort-digits",name="a"}}]               | eval.sets[0].name eval.sets[1].name | another one
 {SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
-model.path=/ | model.config model.path | /
+model.path=/nope                                          | model.config model.path    | /nope
 model.path=/nope model.config={{}}                        | model.path                 | no directory
 model.config={{}}                                         | model.path                 | unset
 model.config={{hidden_size=8}}                            | model.config.model_type    | missing

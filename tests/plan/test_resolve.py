@@ -57,7 +57,7 @@ def config(**changes: Any) -> Config:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_selected_tables_become_the_plugins_own_classes_and_others_stay_as_they_are() -> None:
+def test_tables_of_selected_plugins_become_their_config_classes() -> None:
     given = config(
         backends={"mine": {"shards": 2}, "other": {"shards": 3}, "elsewhere": {"anything": 1}},
         engines={},
@@ -74,7 +74,7 @@ def test_selected_tables_become_the_plugins_own_classes_and_others_stay_as_they_
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_role_with_a_table_of_its_own_is_told_that_alone() -> None:
+def test_a_roles_own_table_replaces_the_backends() -> None:
     critic = SideRoleChoice(options={"shards": 7})
     given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
     mine = load(Kind.BACKENDS, "mine")
@@ -90,7 +90,7 @@ def test_a_role_with_a_table_of_its_own_is_told_that_alone() -> None:
         check_spec(mine, bad, cluster, config=given, role="critic")
 
 
-def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() -> None:
+def test_selected_plugins_are_listed_with_whether_their_code_runs() -> None:
     def told(given: Config) -> dict[str, tuple[str, bool]]:
         return {each.path: (each.name, each.used) for each in selected(given)}
 
@@ -122,7 +122,7 @@ def test_every_setting_that_names_a_plugin_is_told_with_whether_its_code_runs() 
 
 
 @pytest.mark.usefixtures("plugins")
-def test_every_table_that_does_not_fit_is_reported_selected_or_not() -> None:
+def test_every_wrong_table_is_reported() -> None:
     given = config(
         backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
         roles=RolesConfig(actor=RoleChoice(backend="mine")),  # named twice, and told of once
@@ -176,7 +176,7 @@ def test_tables_that_nobody_can_check_are_noted() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_table_whose_name_is_like_a_plugins_is_taken_for_a_slip(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_named_almost_like_a_plugin_is_a_typo(monkeypatch: pytest.MonkeyPatch) -> None:
     given = config(backends={"mien": {"shards": 2}, "othr": {}, "elsewhere": {}}, engines={"quik": {}})
     with pytest.raises(ConfigError) as caught:
         resolve_tables(given)
@@ -200,7 +200,7 @@ def test_a_spec_whose_check_fails_is_broken_by_name() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_problems_of_the_model_and_of_train_are_told_where_these_stand() -> None:
+def test_problems_of_model_and_train_name_their_tables() -> None:
     paths = ["", "a.b", ".model", ".model.head_dim", ".train", ".train.optimizer.lr"]
 
     def told(given: Config | None, role: str = "actor") -> list[str]:
@@ -267,7 +267,7 @@ def test_who_joins_always_comes_behind_the_listed_once(install: Install, extensi
         assert (found[:2], [each.name for each in found[2:]]) == (given.extensions, before)
 
 
-def test_an_extension_that_may_join_and_is_broken_is_a_notice(install: Install) -> None:
+def test_a_broken_extension_that_may_join_is_noted(install: Install) -> None:
     before = absent_extensions(config(extensions=()))
     install("corerl-torn", {"extensions": {"torn": "torn_j:SPEC"}}, torn_j="import a_library_that_is_not_there")
     (told,) = [line for line in absent_extensions(config(extensions=())) if line not in before]

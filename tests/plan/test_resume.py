@@ -63,7 +63,7 @@ def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) ->
         resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_damaged(tmp_path: Path) -> None:
+def test_checkpoints_that_ranks_found_damaged_are_skipped(tmp_path: Path) -> None:
     config = make_config()
     first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
     auto, damaged = config_in(tmp_path, "auto"), {third: "a rank said so", second: "and so"}
@@ -83,7 +83,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_those_that_its_ranks_found_dam
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Path, resume: str) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, resume: str) -> None:
     config = make_config()
     elsewhere, only = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("other", "run"))
     (only / "actor/rank-00001.json").unlink()
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(tmp_path: Pat
     ("mode", "advice"),
     [("eval", "set another run.dir, or use: corerl eval "), ("rollout-only", "set another run.dir")],
 )
-def test_what_only_samples_or_scores_does_not_write_over_a_trained_run(
+def test_sampling_and_scoring_do_not_overwrite_a_trained_run(
     tmp_path: Path, mode: Any, advice: str, resume: str
 ) -> None:
     config = make_config()
@@ -138,7 +138,7 @@ def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None
     assert make_plan(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
 
 
-def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones_only(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_intact_metrics_of_its_directory(tmp_path: Path) -> None:
     config = make_config()
     own, other = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("own", "other"))
     assert make_plan(config_in(tmp_path / "own", str(own))).start.same_run
@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_the_numbers_of_its_own_directory_and_with_whole_ones
     )
 
 
-def test_a_model_that_a_run_has_not_written_is_not_replaced_by_its_export(tmp_path: Path) -> None:
+def test_an_export_does_not_replace_a_foreign_model(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(
         ConfigError, match=r"^run.dir: .*/model already exists, and the run would replace it with its export"
@@ -232,9 +232,7 @@ def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
 # ---- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_file_of_a_run_holds_the_value_of_a_variable_and_it_resumes_without_a_word_about_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "t0ken-of-the-user")
     given = [
         *("cluster.environment.API_KEY=k3y-of-a-service", 'cluster.secrets=["HF_TOKEN"]', "checkpoint.keep=0"),
@@ -254,9 +252,7 @@ def test_no_file_of_a_run_holds_the_value_of_a_variable_and_it_resumes_without_a
     assert changed_settings(before, now) == []
 
 
-def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_without_write_access_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     require_writable(tmp_path / "not/there/yet")
     assert not (tmp_path / "not").exists()

@@ -99,7 +99,7 @@ def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
 
 
-def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> None:
+def test_every_missing_capability_has_its_line_and_reason() -> None:
     config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
     with pytest.raises(Unsupported) as caught:
         planned(config, reference="algorithm.kl_coef = 0.01 (its reference is a snapshot)")
@@ -116,7 +116,7 @@ def test_every_capability_that_is_not_there_has_its_line_and_its_reason() -> Non
     assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
 
 
-def test_experts_and_another_number_of_ranks_are_asked_for_before_they_are_met(tmp_path: Path) -> None:
+def test_experts_and_resharding_are_required_of_the_backend(tmp_path: Path) -> None:
     config = config_for(LIMITED, ranks=1)
     with pytest.raises(Unsupported) as caught:
         planned(config, resume=saved_by(2, tmp_path), model=model_of(config, tiny_config("qwen3-moe")))
@@ -140,7 +140,7 @@ def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
     assert caught.value.message == f'backends."{FAKE}".shards: 2 does not divide 3 ranks; use a divisor'
 
 
-def test_a_backend_says_how_many_ways_samples_are_split_and_over_all_ranks_where_it_says_nothing() -> None:
+def test_a_backend_says_how_samples_are_split() -> None:
     assert planned(config_for(ranks=6, options={"shards": 2})).data_parallel == 3
     assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
 
@@ -177,7 +177,7 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     assert needs(sampling, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
 
 
-def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so() -> None:
+def test_a_whole_layout_is_required_by_who_chose_it() -> None:
     config = config_for()
     by_model = evolve(CPU, train=evolve(config.train, layout="whole"))
     assert needed("actor", config, plugins_of(config), by_model)[Capability.WHOLE] == "a model that cannot be packed"
@@ -190,7 +190,7 @@ def test_a_model_that_is_not_packed_is_asked_of_the_backend_by_whoever_chose_so(
 
 
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
-def test_replaying_experts_is_asked_of_the_actors_backend_where_it_trains(replay: Any) -> None:
+def test_replay_is_required_of_the_training_actors_backend(replay: Any) -> None:
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
     config = evolve(config_for(algorithm=algorithm), roles=RolesConfig(critic=SideRoleChoice()))
     assert Capability.ROUTING_REPLAY in needs(config, CPU)
@@ -208,13 +208,13 @@ def with_critic(**choice: Any) -> Config:
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
 
 
-def test_a_critic_needs_a_value_head_and_neither_engines_nor_a_reference() -> None:
+def test_a_critic_needs_a_value_head_and_no_reference() -> None:
     assert needs(with_critic(), CPU, "critic") == {Capability.CPU, Capability.CRITIC, Capability.SAVE_BACKGROUND}
     assert Capability.SNAPSHOTS in needs(with_critic(), CPU, "actor")
     assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
 
 
-def test_a_teacher_needs_neither_an_optimizer_nor_checkpoints_and_its_backend_must_have_frozen_roles(
+def test_a_teacher_needs_frozen_roles_and_no_optimizer(
     tmp_path: Path,
 ) -> None:
     config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
@@ -251,7 +251,7 @@ def test_memory_is_given_back_only_where_it_is_shared(
     assert offloaded(config_for(cluster=cluster), device) == (("actor",) if expected else ())
 
 
-def test_a_role_knows_which_of_its_memory_will_sleep() -> None:
+def test_a_role_knows_what_of_its_memory_will_sleep() -> None:
     some = ("grad", "optimizer")
     for offload, sleeps in (("always", some), ("never", ())):
         cluster = ClusterConfig(
@@ -262,7 +262,7 @@ def test_a_role_knows_which_of_its_memory_will_sleep() -> None:
         assert role.sleeps == sleeps
 
 
-def test_a_critic_on_devices_of_its_own_takes_turns_with_nobody() -> None:
+def test_a_critic_with_its_own_devices_never_sleeps() -> None:
     assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
 

@@ -72,7 +72,7 @@ def test_a_sampler_may_bring_prompts() -> None:
     assert rows_of("prompts") is None
 
 
-def test_core_has_a_sampler_of_single_responses_with_the_rewards_of_the_config(tmp_path: Path) -> None:
+def test_cores_sampler_draws_single_responses(tmp_path: Path) -> None:
     made = make_plan(config_in(tmp_path / "run")).rollout.sampler
     assert made.func is PromptSampler  # type: ignore[attr-defined]  # of a partial
 
@@ -81,7 +81,7 @@ def evolve_rollout(config: Config, **changed: Any) -> Config:
     return evolve(config, rollout=evolve(config.rollout, **changed))
 
 
-def test_a_spec_says_which_options_cannot_be_used_by_their_paths(tmp_path: Path) -> None:
+def test_a_samplers_spec_refuses_options_by_their_paths(tmp_path: Path) -> None:
     given = evolve(config_in(tmp_path / "run"), samplers={OWN: {"count": 10**6}})
     with pytest.raises(ConfigError) as caught:
         make_plan(evolve_rollout(given, sampler=OWN))

@@ -33,7 +33,7 @@ def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
     return given.precision, given.recompute
 
 
-def test_on_a_cpu_passes_are_in_float32_and_recompute_nothing_and_nobody_is_told(tmp_path: Path) -> None:
+def test_a_cpu_computes_in_float32_and_recomputes_nothing(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path / "run"))
     assert settings(plan) == ("float32", "none") and plan.notices == ()
 
@@ -57,7 +57,7 @@ def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
         assert settings(on_gpus(tmp_path)) == ("float32", "none")
 
 
-def test_a_role_whose_backend_lacks_bfloat16_gets_settings_of_its_own(tmp_path: Path) -> None:
+def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
     plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")

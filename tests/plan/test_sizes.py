@@ -52,7 +52,7 @@ def test_sizes_layouts_and_backends_of_groups_may_change(override: str, keys: tu
     assert found == expected
 
 
-def test_settings_that_are_no_sizes_are_refused_each_with_what_may_change() -> None:
+def test_settings_other_than_sizes_do_not_change() -> None:
     assert refused("train.optimizer.lr=4") == [f"train.optimizer.lr: {DO}"]
     assert refused("rollout.prompts=3", "rollout.replicas=2", "roles.actor.train.precision=float32") == [
         f"rollout.prompts: {DO}",
@@ -67,7 +67,7 @@ def differences(one: Plan, other: Plan) -> list[str]:
     return [*found, *(["record"] if one.record != other.record else [])]
 
 
-def test_a_plan_of_other_sizes_is_that_of_a_run_which_had_them_from_the_start(tmp_path: Path) -> None:
+def test_a_resized_plan_equals_one_planned_with_these_sizes(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path, **FSDP))
     changed = plan.resized(["roles.actor.ranks=2"])
     of_two = make_plan(config_in(tmp_path, **FSDP, roles={"actor": {"ranks": 2}}))
@@ -79,7 +79,7 @@ def test_a_plan_of_other_sizes_is_that_of_a_run_which_had_them_from_the_start(tm
     assert plan.processes.placement.places == {"actor": (0,), "engines": (0,)}
 
 
-def test_a_plan_of_other_sizes_is_checked_as_any_and_a_directory_that_holds_a_run_is_no_problem(tmp_path: Path) -> None:
+def test_other_sizes_are_checked_in_a_used_directory(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path / "run", **FSDP))
     (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "run" / "config.toml").write_text("# of the run that asks")

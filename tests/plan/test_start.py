@@ -29,7 +29,7 @@ def plan_with(checkpoint: Path, *, mode: str = "train", starting: bool = True, *
 
 
 @pytest.mark.parametrize("starting", [True, False])
-def test_other_data_are_refused_also_by_the_check_of_a_config(checkpoint: Path, starting: bool) -> None:
+def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: bool) -> None:
     with pytest.raises(CheckpointError) as caught:
         plan_with(checkpoint, starting=starting, held_out=20)
     assert caught.value.message == (
@@ -38,7 +38,7 @@ def test_other_data_are_refused_also_by_the_check_of_a_config(checkpoint: Path, 
     )
 
 
-def test_other_data_begin_at_their_first_prompt_if_they_are_to(checkpoint: Path) -> None:
+def test_restarted_data_begin_at_their_first_prompt(checkpoint: Path) -> None:
     plan = plan_with(checkpoint, held_out=20, restart=True)
     assert f"data: not the checkpoint's: {HELD_OUT}; they begin at their first prompt" in plan.notices
     prompts, fresh = plan.rollout.prompts, SortDigits(held_out=16, seed=0)
@@ -48,7 +48,7 @@ def test_other_data_begin_at_their_first_prompt_if_they_are_to(checkpoint: Path)
     assert stream.position["sources"] == [{"epoch": 1, "offset": 0, "prompts": 10**5 - 20, "taken": 0}]
 
 
-def test_the_same_data_go_on_whether_others_may_restart_or_not(checkpoint: Path) -> None:
+def test_unchanged_data_continue_with_or_without_restart(checkpoint: Path) -> None:
     for restart in (False, True):
         plan = plan_with(checkpoint, restart=restart)
         assert not [line for line in plan.notices if line.startswith("data")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, scan
-from corerl.plugin.transports import give_up, open_receiver, open_sender, transport_named
+from corerl.plugin.transports import abandon, open_receiver, open_sender, transport_named
 from corerl.weights.transport import Address
 
 Install = Callable[..., Path]
@@ -15,7 +15,7 @@ from corerl.plugin import Capability, TransportSpec
 SPEC = TransportSpec(
     sender="pigeons:Pigeon",
     receiver="pigeons:Roost",
-    give_up="pigeons:Roost.leave",
+    abandon="pigeons:Roost.leave",
     capability=Capability.UPDATE_DISK,
     api=(2, 0),
     summary="by air",
@@ -43,13 +43,13 @@ def test_both_ends_are_made_of_the_address_and_their_place(install: Install) -> 
     sender, receiver = open_sender(address, rank=3), open_receiver(address, index=1)
     assert (vars(sender)["given"], vars(receiver)["given"]) == ((address, 3), (address, 1))
     assert type(sender).__name__ == "Pigeon"
-    give_up(address)
+    abandon(address)
     assert vars(type(receiver))["left"] == [address]
 
 
-def test_a_transport_without_a_wait_to_end_is_given_up_silently() -> None:
-    assert transport_named("ipc").give_up == ""
-    give_up(Address(transport="ipc", engines=()))
+def test_a_transport_without_a_wait_to_end_is_abandoned_silently() -> None:
+    assert transport_named("ipc").abandon == ""
+    abandon(Address(transport="ipc", engines=()))
 
 
 def test_first_party_transports_ask_for_their_own_capability() -> None:

@@ -20,6 +20,7 @@ from corerl.rollout.rewards.base import Scorer, Scores, Scoring
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Source
 from corerl.types import FloatArray, IntArray
+from tests.engines.services import serve
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ class Engines:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work of the fleet's loop, in which no engine is to die."""
-        return self.fleet.serve(work, self._none_dies)
+        return serve(self.fleet, work, self._none_dies)
 
     def next(self, source: Source) -> ScoredRollout:
         """The next step; if all replicas die, others are put in their place."""
@@ -75,7 +76,7 @@ class Engines:
         source.close()
 
     def _next(self, source: Source) -> ScoredRollout | None:
-        return self.fleet.serve(source.next(), lambda: self.update(source, self.version))
+        return serve(self.fleet, source.next(), lambda: self.update(source, self.version))
 
     def _none_dies(self) -> None:
         raise AssertionError("all engines have died")

@@ -21,6 +21,7 @@ from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Arrived
+from tests.engines.services import serve
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, at_once
 from tests.rollout.sampling import PARAMS, PROMPTS, REWARD, SAMPLES, assert_same, indices, source, stream, versions
@@ -363,7 +364,7 @@ def test_without_any_engine_the_step_ahead_is_sampled_again(at: str, use: Use[En
         begun = ahead(engines)
         begun.restore(position, tmp_path)
     for _ in range(3):
-        scored = engines.fleet.serve(begun.next(), ensure)
+        scored = serve(engines.fleet, begun.next(), ensure)
         assert scored is not None
         steps.append(scored)
     assert (texts(steps), [*map(indices, steps)]) == (texts(wanted), [*map(indices, wanted)])

@@ -27,6 +27,7 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics
+from tests.engines.services import serve
 from tests.in_process import execute_here, small
 from tests.rollout import sampling
 from tests.rollout.conftest import Use
@@ -462,8 +463,10 @@ def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
             request = GenerateRequest(
                 tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=PARAMS
             )
-            answer = engines.fleet.serve(
-                engines.fleet.generate(request, urgent=True), lambda: engines.update(source, engines.version)
+            answer = serve(
+                engines.fleet,
+                engines.fleet.generate(request, urgent=True),
+                lambda: engines.update(source, engines.version),
             )
             assert answer.tokens.tolist() == row_of(5, 0, 6)
         if scored.step == 3:  # nobody knows before the update
@@ -534,7 +537,7 @@ def test_requests_wait_when_the_last_replica_has_just_died(use: Use[Engines], mo
         fleet.replace(fleet.died)
         engines.take_weights(0)
 
-    assert fleet.serve(fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
+    assert serve(fleet, fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
     assert [each.result(LIMIT).tokens.tolist() for each in later] == [row_of(6, 0, 6)]
 
 
@@ -553,7 +556,7 @@ def test_no_replica_is_called_before_all_have_weights(use: Use[Engines]) -> None
         assert len(fleet.received(receiving, LIMIT)) == 2
 
     engines.die()
-    assert fleet.serve(fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
+    assert serve(fleet, fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------------------

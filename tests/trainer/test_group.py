@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -206,44 +207,62 @@ def test_ranks_whose_states_or_layouts_differ_are_an_error(results: list[InitRes
     assert disagreement(*results).startswith(f"actor: {said}")
 
 
+ONE = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
+SKIPPED = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
+
+
 @pytest.mark.usefixtures("given_by_value")
-def test_ranks_that_disagree_on_the_gradients_norm_are_an_error() -> None:
-    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
-    group, processes = group_with(train=[result, evolve(result, grad_norm=7.0)])
-    with pytest.raises(ContractError, match=r"^actor: ranks disagree on the gradient norm: \[1.0, 7.0\]; "):
-        trained_by(group)
-    assert processes.killed
-    group, _ = group_with(train=[evolve(result, grad_norm=math.nan)] * 2)
-    with pytest.raises(ContractError, match="^actor: a step with gradient norm nan was applied; "):
-        trained_by(group)
-
-
-def test_disagreement_on_a_step_of_several_calls_is_an_error() -> None:
-    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
-    for change, said in (
-        ({"grad_norm": 7.0}, "disagree on the gradient norm"),
-        ({"applied": False}, "applied the step"),
-    ):
-        group, processes = group_with(optimizer_step=[result, evolve(result, **change)])
-        with pytest.raises(ContractError, match=said):
-            group.optimizer_step(STEP).result()
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([ONE, evolve(ONE, grad_norm=7.0)], r"ranks disagree on the gradient norm: \[1.0, 7.0\]; "),
+        ([evolve(ONE, grad_norm=math.nan)] * 2, "a step with gradient norm nan was applied; "),
+        ([SKIPPED, ONE], r"ranks \[1\] applied the step, but the others did not$"),
+    ],
+)
+def test_ranks_that_disagree_on_a_step_are_an_error(results: list[TrainResult], said: str) -> None:
+    for verb, step in (("train", trained_by), ("optimizer_step", lambda group: group.optimizer_step(STEP).result())):
+        group, processes = group_with(**{verb: results})
+        with pytest.raises(ContractError, match=f"^actor: {said}"):
+            step(group)
         assert processes.killed
-
-
-@pytest.mark.usefixtures("given_by_value")
-def test_nan_norms_of_a_skipped_step_agree() -> None:
-    skipped = TrainResult(applied=False, metrics={}, grad_norm=math.nan, tokens=1)
-    found = trained_by(group_with(train=[skipped, skipped])[0])
+    found = trained_by(group_with(train=[SKIPPED, SKIPPED])[0])
     assert not found.applied and math.isnan(found.grad_norm)
 
 
-@pytest.mark.usefixtures("given_by_value")
-def test_disagreement_on_applied_is_an_error() -> None:
-    applied = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=1)
-    group, processes = group_with(train=[evolve(applied, applied=False), applied])
-    with pytest.raises(ContractError, match=r"^actor: ranks \[1\] applied the step, but the others did not$"):
-        trained_by(group)
-    assert processes.killed
+BATCH = batch_of(3)
+FROZEN = "on the actor was refused: the role is frozen"
+NO_STEP = "expected corerl.types.Step"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda group: group.optimizer_step(STEP, scale=0.0), "got the scale 0.0, expected a number above 0"),
+        (lambda group: group.optimizer_step(STEP, scale=math.nan), "got the scale nan, expected a number above 0"),
+        (lambda group: group.optimizer_step(STEP, scale=math.inf), "got the scale inf, expected a number above 0"),
+        (lambda group: group.forward_backward(BATCH, PART, LOSS, outputs=Output.ROUTED_EXPERTS), "does not return"),
+        (lambda group: group.save("p", 6), NO_STEP),
+        (lambda group: group.train(BATCH, training_plan(BATCH), LOSS, 6), NO_STEP),
+        (lambda group: group.optimizer_step(6), NO_STEP),
+        (lambda group: frozen(group).train(BATCH, training_plan(BATCH), LOSS, STEP), f"train {FROZEN}"),
+        (lambda group: frozen(group).forward_backward(BATCH, PART, LOSS), f"forward_backward {FROZEN}"),
+        (lambda group: frozen(group).optimizer_step(STEP), f"optimizer_step {FROZEN}"),
+        (lambda group: frozen(group).save("p", STEP), f"save {FROZEN}"),
+        (lambda group: frozen(group).update_weights(ADDRESS, 1), f"update_weights {FROZEN}"),
+        (lambda group: frozen(group).plan_steps(BATCH, seed=0), f"plan_steps {FROZEN}"),
+    ],
+)
+def test_wrong_calls_are_refused_before_any_rank_is_called(call: Callable[[TrainGroup], Any], said: str) -> None:
+    group, processes = group_with()
+    with pytest.raises(CorerlError, match=re.escape(said)):
+        call(group)
+    assert (processes.calls, processes.killed) == ([], False)
+
+
+def frozen(group: TrainGroup) -> TrainGroup:
+    group.plan = evolve(group.plan, objective=None)
+    return group
 
 
 def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
@@ -256,20 +275,6 @@ def test_ranks_that_disagree_on_the_manifest_are_an_error() -> None:
 
 
 # ---- how ranks' answers become one -----------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("given_by_value")
-def test_metrics_and_tokens_of_data_parallel_ranks_are_summed() -> None:
-    results = [
-        TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
-        TrainResult(
-            applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20, compilations=(COMPILED,)
-        ),
-    ]
-    both = trained_by(group_with(train=results)[0])
-    assert (both.applied, both.grad_norm, both.tokens) == (True, 1.5, 30)
-    assert both.metrics == {"loss": Metric(6.0, 12.0)}
-    assert both.compilations == (COMPILED,)
 
 
 # Samples 2 and 0 on dp rank 0, sample 3 on dp rank 1, which is filled up; 1 and 4 are of another call.
@@ -329,29 +334,6 @@ def test_a_step_passes_its_number_and_scale() -> None:
         assert stepped == evolve(results[0], metrics={"loss": Metric(6.0, 12.0)}, tokens=30)
         assert processes.calls.pop() == ("optimizer_step", STEP, scale)
         assert processes.waited_for.pop() == "optimizer_step at optimizer step 2"
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_bad_scale_is_refused_before_any_call(scale: float) -> None:
-    group, processes = group_with()
-    with pytest.raises(CorerlError) as caught:
-        group.optimizer_step(STEP, scale=scale)
-    assert caught.value.message == (
-        f"actor: optimizer_step got the scale {scale}, expected a number above 0; nothing was done"
-    )
-    assert (processes.calls, processes.killed) == ([], False)
-
-
-def test_training_passes_return_no_experts() -> None:
-    group, processes = group_with()
-    for outputs in (Output.ROUTED_EXPERTS, [Output.LOGPROBS, Output.ROUTED_EXPERTS]):
-        with pytest.raises(CorerlError) as caught:
-            group.forward_backward(batch_of(5, 2, 7, 3, 1), PART, LOSS, outputs=outputs)
-        assert caught.value.message == (
-            "actor: forward_backward was asked for 'routed_experts', which it does not return; ask forward for them. "
-            "Nothing was done"
-        )
-    assert (processes.calls, processes.killed) == ([], False)
 
 
 def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLayout]:
@@ -581,40 +563,6 @@ def test_the_cause_of_an_end_is_raised_once(ask: Any) -> None:
     assert processes.calls == [("clear_memory",), ("manifest", False)]
 
 
-def test_a_number_as_step_is_refused_before_any_call() -> None:
-    group, processes = group_with()
-    with pytest.raises(CorerlError) as caught:
-        group.save("p", 6, background=True)  # type: ignore[arg-type]
-    assert caught.value.message == (
-        "actor: save got 6 as its step, expected corerl.types.Step(optimizer_step=..., rollout_step=..., lr=...); "
-        "nothing was done"
-    )
-    batch = batch_of(3)
-    with pytest.raises(CorerlError, match="^actor: train got 6 as its step, expected corerl.types.Step"):
-        group.train(batch, training_plan(batch), LOSS, 6)  # type: ignore[arg-type]
-    with pytest.raises(CorerlError, match="^actor: optimizer_step got 6 as its step, expected corerl.types.Step"):
-        group.optimizer_step(6)  # type: ignore[arg-type]
-    assert (processes.calls, processes.killed) == ([], False)
-
-
-def test_a_frozen_role_refuses_training_verbs() -> None:
-    group, processes = group_with()
-    group.plan = evolve(group.plan, objective=None)
-    batch, step = batch_of(3), Step(optimizer_step=0, rollout_step=0, lr=0.1)
-    verbs = {
-        "train": lambda: group.train(batch, training_plan(batch), LOSS, step),
-        "forward_backward": lambda: group.forward_backward(batch, training_plan(batch), LOSS),
-        "optimizer_step": lambda: group.optimizer_step(step),
-        "save": lambda: group.save("p", step),
-        "update_weights": lambda: group.update_weights(Address(transport="disk", engines=()), 1),
-        "plan_steps": lambda: group.plan_steps(batch, seed=0),
-    }
-    for verb, call in verbs.items():
-        with pytest.raises(CorerlError, match=f"^{verb} on the actor was refused: the role is frozen"):
-            call()
-    assert (processes.calls, processes.killed) == ([], False)
-
-
 # ---- where engines are met -------------------------------------------------------------------------------------------
 
 
@@ -833,13 +781,3 @@ def test_every_verb_reaches_all_ranks_until_one_fails(slots: list[Slot]) -> None
     with pytest.raises(WorkerDied):
         group.clear_memory()
     group.shutdown()  # as in a `finally`: it does not hide the error
-
-
-def test_real_ranks_that_disagree_end_before_training(slots: list[Slot]) -> None:
-    group = launched(slots, optimizer_steps=[3, 4])
-    with pytest.raises(
-        ContractError, match=r"^actor: ranks disagree on optimizer_step: rank 0 reports 3, rank 1 reports 4"
-    ):
-        group.init().result()
-    with pytest.raises(WorkerDied):
-        group.clear_memory()

@@ -65,7 +65,6 @@ from corerl.types import (
 )
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
 from corerl_testing.harness import make_samples
 from corerl_testing.models import write_tiny_model
 from tests.trainer.configs import config_for
@@ -317,40 +316,6 @@ def test_a_pass_without_loss_reads_no_loss_columns(worker: Worker) -> None:
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
 
 
-def test_several_calls_make_the_step_of_all_their_samples(worker: Worker, network: torch.nn.Module) -> None:
-    batch = make_samples(1)
-    mask = batch.columns["loss_mask"]
-    before, tokens = logprobs(worker, batch), int(mask.sum())
-    batch = batch.with_columns(old_logprobs=np.where(mask, before, 0.0).astype(np.float32))
-    whole = training_share(batch)
-    parts = parts_of(whole, 1, times=tokens)  # nothing is divided by the step's tokens yet
-    own = by_transformers(network, batch)
-    advantages = torch.tensor(batch.columns["advantages"])
-    passed = 0
-    for part in parts:
-        found = worker.forward_backward(batch, part, LOSS, (Output.LOGPROBS,), False)
-        members = np.isin(batch.sample_of, part.samples)
-        assert found.outputs is not None and found.outputs.samples.tolist() == part.samples.tolist()
-        in_order = np.concatenate(
-            [own.detach().numpy()[batch.offsets[each] : batch.offsets[each + 1]] for each in part.samples]
-        )
-        np.testing.assert_allclose(found.outputs.outputs[Output.LOGPROBS], in_order, atol=1e-5, rtol=0)
-        assert found.metrics["loss"].value == pytest.approx(-advantages[members].sum().item(), rel=1e-4)
-        assert found.tokens == members.sum()
-        passed += found.tokens
-    assert np.array_equal(logprobs(worker, batch), before)  # nothing has moved yet
-    result = worker.optimizer_step(STEP, 1 / tokens)
-
-    assert (result.applied, result.tokens, passed) == (True, len(batch.tokens), len(batch.tokens))
-    assert result.metrics["loss"].value == pytest.approx(-advantages.sum().item() / tokens, rel=1e-4)
-    assert result.metrics["ratio"].value == pytest.approx(1.0, abs=1e-5)
-    assert result.metrics["ratio"].weight == tokens
-    (-(own * advantages).sum() / tokens).backward()
-    norms = [param.grad.norm() for param in network.parameters() if param.grad is not None]
-    assert result.grad_norm == pytest.approx(torch.stack(norms).norm().item(), rel=1e-4)
-    assert train(worker, batch, 1).tokens == len(batch.tokens)  # of its own samples alone
-
-
 def test_train_is_refused_while_gradients_wait(worker: Worker, assignment: Assignment) -> None:
     batch = make_samples(1)
     share = training_share(batch)
@@ -419,42 +384,8 @@ def receive(address: Address, manifest: Manifest, version: int) -> dict[str, tor
         for bucket, flat in receiver.buckets(manifest, version)
         for name, tensor in bucket.views(flat).items()
     }
-    receiver.acknowledge(version, "")
     receiver.close()
     return tensors
-
-
-def test_an_fp8_engine_gets_quantized_blocks(config: Config, model: Path, tmp_path: Path) -> None:
-    weights = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    worker = Worker(assigned(evolve(config, weights=WeightsConfig(quantize="fp8", unquantized=("o_proj",)))))
-    worker.init("127.0.0.1", 0)
-    manifest = worker.manifest()
-    address = Address(transport="disk", engines=("engine-0",), path=str(tmp_path / "updates"), timeout=60.0)
-    with ThreadPoolExecutor(1) as engine:
-        receiving = engine.submit(receive, address, manifest, 1)
-        result = worker.update_weights(address, 1, True)
-        loaded = receiving.result()
-    worker.shutdown("finished")
-
-    assert result.engines == {"engine-0": ""} and result.sums == bit_sums(loaded)
-    assert (
-        result.bytes == sum(bucket.numel for bucket in manifest.buckets) < sum(each.nbytes for each in weights.values())
-    )
-    scaled = {name for name in weights if f"{name}_scale_inv" in loaded}
-    assert loaded.keys() == weights.keys() | {f"{name}_scale_inv" for name in scaled}
-    parts = {name.split(".layers.0.")[-1] for name in scaled if ".layers.0." in name}
-    assert parts == {
-        *(f"self_attn.{each}_proj.weight" for each in "qkv"),
-        *(f"mlp.{each}_proj.weight" for each in ("gate", "up", "down")),
-    }
-    for name, tensor in weights.items():
-        if name in scaled:
-            assert max(tensor.shape) <= 128  # one block
-            scale = loaded[f"{name}_scale_inv"]
-            assert scale.tolist() == [[(tensor.abs().max() / 448).item()]]
-            assert torch.equal(loaded[name].float(), (tensor / scale).to(torch.float8_e4m3fn).float())
-        else:
-            assert torch.equal(loaded[name], tensor)
 
 
 def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, model: Path, tmp_path: Path) -> None:
@@ -464,7 +395,7 @@ def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, mo
         receiving = engine.submit(receive, address, worker.manifest(), 1)
         result = worker.update_weights(address, 1)
         received = receiving.result()
-        assert result.engines == {"engine-0": ""}
+        assert result.engines == {}
         assert (result.version, result.bytes) == (1, sum(tensor.nbytes for tensor in weights.values()))
         assert received.keys() == weights.keys()
         assert all(torch.equal(received[name], weights[name]) for name in weights)

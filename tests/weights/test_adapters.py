@@ -30,7 +30,7 @@ def drawn(rows: int, columns: int, rank: int, size: float = 1.0) -> tuple[torch.
     return torch.randn(rows, columns), Adapters(tensors, 7 / 3)
 
 
-def test_a_merge_adds_scale_b_a_to_the_weights_that_have_adapters_alone() -> None:
+def test_merging_adds_scale_b_a_to_adapted_weights_alone() -> None:
     weight, adapters = drawn(5, 4, rank=3)
     others = {"model.norm.weight": torch.randn(4), "model.layers.1.mlp.up_proj.weight": torch.randn(5, 4)}
     found = {name: each.clone() for name, each in {**others, UP: weight}.items()}
@@ -56,7 +56,7 @@ def test_a_merge_into_16_bits_rounds_the_sum_once(dtype: torch.dtype) -> None:
     assert ((twice.double() - wanted).abs() > 0.501 * steps).any()
 
 
-def test_what_is_merged_does_not_depend_on_what_was_merged_before() -> None:
+def test_merges_do_not_depend_on_earlier_merges() -> None:
     """As each time the weights are those that were gathered anew, and so are without adapters."""
     weight, adapters = drawn(16, 12, rank=2, size=0.01)
     weight = weight.bfloat16()

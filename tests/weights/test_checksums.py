@@ -37,9 +37,7 @@ def summed(flat: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("numel", [1, 2, 3, 7, 40, 41, 100])
-def test_the_checksum_is_xxh3_on_the_host_and_of_rows_and_columns_on_a_device(
-    numel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksums_are_xxh3_on_hosts_and_sums_on_devices(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WIDTH", 4)
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     for tensor in (flat, flat.to(torch.bfloat16)):
@@ -64,22 +62,20 @@ def test_every_single_flipped_bit_changes_the_digest(
 
 
 @pytest.mark.parametrize("digest", [checksum, summed])
-def test_exchanged_words_and_a_longer_tail_of_zeros_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
+def test_exchanged_words_and_more_zeros_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
     words = torch.tensor([3, 3 - 2**63, 5], dtype=torch.int64)  # the first two differ in their sign bit alone
     assert len({digest(words), digest(words[[1, 0, 2]]), digest(words[[2, 1, 0]])}) == 3
     assert digest(torch.zeros(4)) != digest(torch.zeros(5))
 
 
 @pytest.mark.parametrize("digest", [checksum, summed])
-def test_a_view_at_an_odd_offset_has_the_digest_of_its_copy(digest: Callable[[torch.Tensor], int]) -> None:
+def test_a_view_at_an_odd_offset_has_its_copys_digest(digest: Callable[[torch.Tensor], int]) -> None:
     base = torch.randn(41)
     assert digest(base[1:]) == digest(base[1:].clone())
 
 
 @pytest.mark.parametrize("exchange", [(0, 1), (0, 4), (0, 5), (2, 11), (3, 12)])
-def test_words_that_change_places_within_a_row_a_column_or_across_change_the_sum(
-    exchange: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_words_change_the_sum(exchange: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WIDTH", 4)
     first, second = exchange
     for difference in (1, 2**31, 2**63, 2**63 + 2**31):

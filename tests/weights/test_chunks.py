@@ -24,7 +24,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (1, 5), (5, 1), (3, 4), (2, 3, 4), (1, 1)])
-def test_the_boxes_of_a_flat_range_hold_its_elements_in_order(shape: tuple[int, ...]) -> None:
+def test_boxes_of_a_flat_range_hold_its_elements_in_order(shape: tuple[int, ...]) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(whole.numel() + 1):
         for stop in range(start, whole.numel() + 1):
@@ -36,7 +36,7 @@ def test_the_boxes_of_a_flat_range_hold_its_elements_in_order(shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4)])
-def test_the_views_of_a_flat_range_are_of_the_storage_that_is_given(shape: tuple[int, ...]) -> None:
+def test_views_of_a_flat_range_share_the_given_storage(shape: tuple[int, ...]) -> None:
     numel = torch.Size(shape).numel()
     for start in range(numel):
         whole = torch.zeros(shape)
@@ -80,7 +80,7 @@ def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
         fill([Chunk("w", (3, 5), (0, 0), (3, 5), torch.zeros(3, 5))], source, what="memory")
 
 
-def test_holes_are_elements_in_no_box_and_overlaps_and_strays_do_not_hide_them() -> None:
+def test_overlaps_do_not_hide_holes() -> None:
     shapes = {"w": (4, 2)}
     top, bottom = ((0, 0), (2, 2)), ((2, 0), (2, 2))
     assert holes(shapes, [("w", bottom), ("w", top)]) == {}

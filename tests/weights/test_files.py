@@ -15,7 +15,7 @@ from corerl.weights.files import room_for, write_tensors
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
-def test_a_file_of_tensors_has_the_mode_of_any_other_file(tmp_path: Path, mask: int) -> None:
+def test_a_file_of_tensors_has_the_umasks_mode(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         write_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
@@ -25,7 +25,7 @@ def test_a_file_of_tensors_has_the_mode_of_any_other_file(tmp_path: Path, mask: 
     assert load_file(tmp_path / "a.safetensors")["a"].tolist() == [1.0, 1.0]
 
 
-def test_a_full_disk_is_told_with_what_is_needed_and_free_there(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_needed_and_free_bytes(tmp_path: Path) -> None:
     path = tmp_path / "not/yet/a.safetensors"
     full = "Error while serializing: I/O error: No space left on device (os error 28)"
     for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError(full)):

@@ -40,7 +40,7 @@ def test_receivers_get_every_bucket_bit_for_bit(
         assert (seen["received"], seen["right"]) == (expected, expected)
 
 
-def test_the_order_of_tensors_is_equal_on_all_ranks_and_first_appearance_rank_by_rank(
+def test_all_ranks_order_tensors_by_first_appearance(
     reports: list[dict[str, Any]],
 ) -> None:
     for report in reports:
@@ -48,7 +48,7 @@ def test_the_order_of_tensors_is_equal_on_all_ranks_and_first_appearance_rank_by
         assert report["staged to all"]["order"] == ["embed", "q", "head", "norm", "scale"]
 
 
-def test_a_stage_that_holds_tensors_alone_has_a_sender_of_its_own(reports: list[dict[str, Any]]) -> None:
+def test_a_pipeline_stage_has_a_sender_of_its_own(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["staged to all"]["senders"] == {"embed": 0, "q": 0, "head": 0, "norm": 1, "scale": 1}
         for scenario in ("sharded to all", "copied to all"):
@@ -82,7 +82,7 @@ def test_what_lies_whole_on_every_rank_is_sent_nowhere(reports: list[dict[str, A
         assert report["sent of copies"] == []
 
 
-def test_wrong_chunks_are_refused_on_all_ranks_with_tensor_and_rank(reports: list[dict[str, Any]]) -> None:
+def test_wrong_chunks_are_refused_on_all_ranks(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert "the chunks of rank(s) 0 omit 768 elements of 'head', [64, 32]" in report["dropped"]
         assert "the chunks of rank(s) 0, 1 have 32 elements too many of 'norm', [32]" in report["doubled"]
@@ -119,7 +119,7 @@ def test_fresh_chunks_of_the_same_boxes_are_what_is_sent() -> None:
     assert got is not None and got.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_a_devices_memory_is_given_back_and_the_hosts_kept_for_the_next_update() -> None:
+def test_device_scratch_is_freed_and_host_scratch_kept() -> None:
     plan = GatherPlan.build([Chunk("w", (3,), (0,), (3,), torch.zeros(3))], None)
     host, device = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
     kept = plan.memory("on the host", 8, torch.float32, host)

@@ -7,7 +7,7 @@ from corerl.weights.manifest import build_manifest
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("a", (2, 3)), ("b", ()), ("huge", (5, 5)), ("c", (3,)), ("d", (3,))]
 
 
-def test_buckets_keep_the_order_and_the_limit_and_a_larger_tensor_gets_its_own() -> None:
+def test_buckets_keep_order_and_limit() -> None:
     manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=28)
     assert [[entry.name for entry in bucket.entries] for bucket in manifest.buckets] == [
         ["a", "b"],
@@ -24,7 +24,7 @@ def test_the_limit_counts_bytes_of_the_dtype() -> None:
     assert len(build_manifest(SHAPES[3:], dtype="bfloat16", bucket_bytes=12).buckets) == 1
 
 
-def test_a_limit_that_is_not_given_follows_the_size_of_the_model() -> None:
+def test_the_default_bucket_size_follows_the_model() -> None:
     def most(rows: int, *, dtype: str = "bfloat16") -> int:
         """MiB of the largest bucket, of 256 layers of 512 x rows."""
         manifest = build_manifest([(f"layers.{layer}", (512, rows)) for layer in range(256)], dtype=dtype)
@@ -58,7 +58,7 @@ def test_a_buckets_views_share_its_flat_buffer() -> None:
     assert views["a"].data_ptr() == flat.data_ptr()
 
 
-def test_the_digest_tells_manifests_apart_and_is_equal_for_equal_ones() -> None:
+def test_equal_manifests_alone_have_equal_digests() -> None:
     def digest(shapes: list[tuple[str, tuple[int, ...]]], dtype: str = "float32", limit: int = 28) -> str:
         return build_manifest(shapes, dtype=dtype, bucket_bytes=limit).digest
 

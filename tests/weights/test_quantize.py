@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.engines.receiving import Receiving
+from corerl.engines.lifecycle import Receiving
 from corerl.plugin.transports import open_sender
 from corerl.weights import quantize as module
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
+from corerl.weights.sending import Sending
 from corerl.weights.transport import Address
-from corerl.weights.verify import SummingSender, bit_sums
+from corerl.weights.verify import bit_sums
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),
@@ -77,7 +78,7 @@ def test_blocks_are_those_of_the_formula(shape: tuple[int, int], monkeypatch: py
     assert torch.equal(values.view(torch.uint8), bits)
 
 
-def test_halves_are_rounded_to_even_and_a_block_of_zeros_stays_so() -> None:
+def test_ties_round_to_even_and_zeros_stay_zero() -> None:
     weight = torch.zeros(128, 256)
     weight[0, :4] = torch.tensor([448.0, 17.0, 19.0, -21.0])  # between 16, 18, 20 and 22
     values, scales = torch.empty(128, 256, dtype=torch.float8_e4m3fn), torch.empty(1, 2)
@@ -115,7 +116,7 @@ def test_the_matrices_of_layers_are_quantized(name: str, shape: tuple[int, ...],
     assert is_quantized(name, shape, ["shared_expert_gate"]) is wanted
 
 
-def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin() -> None:
+def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
     sent = quantized(MANIFEST)
     assert sent.dtype == "uint8" and len(sent.buckets) == len(MANIFEST.buckets) == 3
     shapes = dict(SHAPES)
@@ -133,10 +134,10 @@ def test_the_manifest_has_a_dtype_for_each_tensor_and_places_where_any_may_begin
 
 
 @pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(transport: str, tmp_path: Path) -> None:
+def test_quantized_buckets_travel_and_are_verified_as_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
-    sender = SummingSender(open_sender(address), 0)
+    sender = Sending(open_sender(address), address, 0, verify=True)
     loaded: dict[str, torch.Tensor] = {}
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:
@@ -144,13 +145,13 @@ def test_they_travel_as_any_bucket_does_and_what_is_verified_is_what_was_sent(tr
 
     with ThreadPoolExecutor(1) as engine:
         receiving = engine.submit(Receiving(0).transfer, sent, 1, address, load=load)
-        sender.begin(sent, 1)
+        sender.open(sent, 1)
         for bucket, as_sent in zip(MANIFEST.buckets, sent.buckets, strict=True):
             flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
             out = torch.full((as_sent.numel,), 77, dtype=torch.uint8)  # what an earlier bucket left
             quantize(bucket, flat, as_sent, out)
             sender.send(as_sent, out)
-        assert sender.commit() == {"e": ""} and receiving.result()[1] == ""
+        assert sender.finish() == {} and receiving.result() > 0
     for name, weight in WEIGHTS.items():
         if name in FP8:
             bits, scales = by_hand(weight)
@@ -170,7 +171,7 @@ def test_equal_weights_make_equal_bytes_whatever_lay_there_before() -> None:
     assert torch.equal(first, second)
 
 
-def test_what_must_not_be_rounded_keeps_its_dtype_with_and_without_quantized_matrices() -> None:
+def test_precise_tensors_keep_their_dtype() -> None:
     name = "model.layers.0.norm.weight"
     exact = torch.linspace(1, 2, 130)
     assert not torch.equal(exact, exact.bfloat16().float())

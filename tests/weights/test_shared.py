@@ -23,9 +23,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_memory_to_be_handed_over_is_in_no_expandable_segment_and_other_memory_is_where_the_user_wants_it(
-    as_it_was: pytest.MonkeyPatch, name: str
-) -> None:
+def test_shared_memory_alone_is_outside_expandable_segments(as_it_was: pytest.MonkeyPatch, name: str) -> None:
     users = "expandable_segments:True,max_split_size_mb:64"
     as_it_was.setenv(name, users)
     with outside_expandable_segments():
@@ -66,7 +64,7 @@ class Cudart:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(0, ""), (1, "invalid argument")])
-def test_cuda_pins_on_the_ranks_own_device_and_says_why_it_does_not(
+def test_cuda_pinning_uses_the_ranks_device_and_reports_refusals(
     status: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cudart, device, memory = Cudart(status), torch.device("cuda", 3), torch.empty(77, dtype=torch.uint8)

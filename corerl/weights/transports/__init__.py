@@ -1,1 +1,1 @@
-"""The protocol of weight updates, and core's own transports, whose specs are in `corerl.plugin.transports`."""
+"""Core's own transports; their specs are in `corerl.plugin.transports`."""

@@ -1,32 +1,27 @@
-"""Send buckets by broadcast, in process groups of one sending trainer rank and the engines, kept open between updates.
+"""Send buckets by broadcast, in process groups of one sending rank and all receivers, kept open between updates.
 
 Each pipeline stage has a sending rank, so that no weights cross stages; without pipelines, rank 0 sends everything. The
 engines receive buckets in manifest order, each through its sender's group. A group (gloo on CPU, NCCL on GPUs) is built
-directly on a TCP store, with or without a default group. The store also carries what must not hang: the protocol, which
-rank 0 keeps for all senders, and what they tell each other. For update `v`, engine `i`, groups of generation `g`:
-
-    v/ask/i      the generation it is in, too
-    v/answer/i   the generation to be in, and its members
-    v/done/i
-    v/begin/r    rank 0 -> sender r       what it has answered the engines
-    broken/g     a sender -> all others   why it left its group, so that nobody keeps waiting in its broadcast
+directly on a TCP store in rank 0's process, with or without a default group. In that store, the key `closed` says why
+nobody should wait any more: whoever leaves sets it.
 
 Both ends have two buffers, the trainer only on GPUs: while one bucket is broadcast, the trainer gathers the next and
 the engines load the previous one.
 
-An engine that does not join is left out, and the groups are rebuilt without it; it is asked again at the next update.
-Nobody blocks in a broadcast: both ends poll whether it is done, time is up, or the other end has died. NCCL alone would
-wait for a dead peer until its watchdog ends the process. (Polling does not help a process that is inside a CUDA call
-that waits for the whole device, such as freeing memory under pressure, at the moment a peer dies in the broadcast
-beside it. It has to be killed.)
+Nobody blocks in a broadcast: both ends poll whether it is done, time is up, an engine is lost, or the other end has
+left. NCCL alone would wait for a dead peer until its watchdog ends the process. (Polling does not help a process that
+is inside a CUDA call that waits for the whole device, such as freeing memory under pressure, at the moment a peer dies
+in a concurrent broadcast. It has to be killed.)
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import os
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -38,24 +33,31 @@ from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
 from corerl.weights.checksums import digest
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address
-from corerl.weights.transports.group import BroadcastGroup, behind_token
-from corerl.weights.transports.protocol import Receiver, Sender
+from corerl.weights.transport import Address, Arriving, Receiver, WeightSender
 
 BUFFERS = 2  # per end
-BROKEN_GRACE = 10.0  # seconds for the engines' reports once a group is known to be broken, which they notice too
+# Our own timeout must come before NCCL's, which is of no use here.
+WATCHDOG_MARGIN = 60.0
+# Read by torch when it creates an NCCL group: with "0", the watchdog leaves a failed collective to the waiting thread
+# instead of ending the process.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SPIN_SECONDS = 2e-3  # of polling a broadcast without pauses
+PAUSE_SECONDS = 5e-4  # between polls after that
+ASK_SECONDS = 0.25  # between two checks of `closed`, which may be a round trip to the store
+LEAVE_SECONDS = 5.0  # to wait for a group's abort
+CLOSED = "closed"
 
 
 @define(eq=False)
-class _Room:
-    """A send buffer, and the broadcasts that still read it."""
+class _SendBuffer:
+    """A buffer, and the broadcasts that still read it."""
 
     memory: torch.Tensor
     works: list[Any] = field(factory=list)
 
 
 @frozen(eq=False)
-class _Coming:
+class _Expected:
     """A bucket that a receiver is waiting for."""
 
     bucket: Bucket
@@ -64,207 +66,228 @@ class _Coming:
     works: list[Any]
 
 
-def _group_name(generation: int, sender: int) -> str:
-    return f"{generation}/{sender}"
+class BroadcastGroup:
+    """The process group of one sender, which is rank 0 in it, and all receivers."""
+
+    def __init__(self, address: Address, *, sender: int, rank: int, closed: Callable[[], str]) -> None:
+        """Connect with the other members. Raises like `finish`. `closed` returns why to wait no more, or ""; it is
+        called now and then during each wait."""
+        self._closed = closed
+        self._seconds = address.timeout
+        self._timeout = timedelta(seconds=address.timeout)
+        self._backend: Any = None
+        size = 1 + len(address.engines)
+        failed: list[Exception] = []
+        device = torch.cuda.current_device() if address.device == "cuda" else None
+
+        def meet() -> None:
+            try:
+                self._meet(address, sender, rank, size, device)
+            except Exception as error:  # raised below, in the waiting thread
+                failed.append(error)
+
+        # In a thread, because if a member has died, neither library returns before its own timeout.
+        meeting = threading.Thread(target=meet, daemon=True, name="weights: meet")
+        meeting.start()
+        self._wait(lambda: not meeting.is_alive(), "forming the group")
+        if failed:
+            raise failed[0]
+
+    def _meet(self, address: Address, sender: int, rank: int, size: int, device: int | None) -> None:
+        # Its own connection: while one waits for a key, nobody else can use it.
+        store = dist.TCPStore(address.host, address.port, is_master=False, timeout=self._timeout)
+        prefixed = dist.PrefixStore(f"group/{sender}", behind_token(store, address))
+        if device is None:
+            self._backend = dist.ProcessGroupGloo(prefixed, rank, size, self._timeout)
+            return
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=address.timeout + WATCHDOG_MARGIN)
+        with _environment(ERROR_HANDLING, "0"):
+            self._backend = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        # NCCL connects at the first collective.
+        self._backend.broadcast(torch.zeros(1, dtype=torch.uint8, device="cuda"), 0).wait()
+        torch.cuda.current_stream().synchronize()
+
+    def start(self, *tensors: torch.Tensor) -> list[Any]:
+        """Start broadcasts from rank 0 to all, in place and in this order; pass the result to `finish`."""
+        return [self._backend.broadcast(tensor.view(torch.uint8), 0) for tensor in tensors]
+
+    def finish(self, works: Sequence[Any]) -> None:
+        """Wait for broadcasts. Raises the library's error for a lost peer; WeightUpdateError if the address is closed,
+        or the time is up."""
+        for work in works:
+            self._wait(work.is_completed, "a broadcast")
+            work.wait(self._timeout)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        started = asked = time.monotonic()
+        while not done():
+            now = time.monotonic()
+            if now - asked > ASK_SECONDS:
+                asked = now
+                if reason := self._closed():
+                    raise WeightUpdateError(reason)
+            if now - started > self._seconds:
+                raise WeightUpdateError(f"{what} did not finish within {self._seconds:g} s")
+            if now - started > SPIN_SECONDS:
+                time.sleep(PAUSE_SECONDS)
+
+    def abort(self) -> None:
+        """Leave without notice; the others' next broadcast fails."""
+        backend, self._backend = self._backend, None
+        leaving = threading.Thread(target=_abort, args=(backend,), daemon=True, name="weights: leave")
+        del backend  # gloo's destructor waits for its operations: let only that thread hold it
+        leaving.start()
+        leaving.join(LEAVE_SECONDS)
 
 
-class CollectiveSender(Sender):
-    """One rank's end. Rank 0 hosts the store at the address, and meets the engines."""
+class CollectiveSender(WeightSender):
+    """One rank's end. Rank 0 hosts the store at the address."""
 
     def __init__(self, address: Address, rank: int = 0) -> None:
-        # Engines report to rank 0, also about other ranks' buckets.
-        super().__init__(address, range(len(address.engines)) if rank == 0 else ())
+        self._address = address
         self._rank = rank
-        self._listening = address.listening  # until the store takes it over
+        self._listening = address.listening if rank == 0 else None  # until the store takes it over
         self._store: dist.Store | None = None
         self._group: BroadcastGroup | None = None
-        self._generation = 0
-        self._others: tuple[int, ...] = ()  # the other sending ranks
-        self._members: tuple[int, ...] = ()  # engines in the group
         # In host memory, GPU tensors would be gathered one by one and through unpinned memory.
-        self._has_rooms = address.device != "cpu"
-        self._rooms: deque[_Room] = deque()  # next one first
+        self._has_buffers = address.device != "cpu"
+        self._buffers: deque[_SendBuffer] = deque()  # next one first
 
     def sender_of(self, bucket: Bucket) -> int | None:
         return bucket.sender
 
-    def open(self) -> None:
-        self._rooms.clear()  # left over from an unfinished update
-        with self._breaking():
-            store = self._open_store()
-            self._others = tuple(rank for rank in self.manifest.senders if rank != self._rank)
-            self._form_group(*(self._decide(store) if self._rank == 0 else self._hear_decision(store)))
+    def open(self, manifest: Manifest, version: int) -> None:
+        self._largest = manifest.largest
+        if self._group is None:
+            self._store = self._open_store()
+            self._group = BroadcastGroup(self._address, sender=self._rank, rank=0, closed=self._closed)
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        if self._group is None or not self._has_rooms:
+        if not self._has_buffers:
             return None
-        if not self._rooms:
-            size, device = self.manifest.largest, self.address.device
+        if not self._buffers:
+            device = self._address.device
             try:
-                made = [torch.empty(size, dtype=dtype, device=device) for _ in range(BUFFERS)]
+                made = [torch.empty(self._largest, dtype=dtype, device=device) for _ in range(BUFFERS)]
             except RuntimeError:  # no memory for two: then wait for each bucket instead
                 return None
-            self._rooms = deque(_Room(memory) for memory in made)
-        self._finish(self._rooms[0])
-        return self._rooms[0].memory[:numel] if self._group is not None else None
+            self._buffers = deque(_SendBuffer(memory) for memory in made)
+        self._finish(self._buffers[0])
+        return self._buffers[0].memory[:numel]
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        if self._group is None:
+        buffer = next((each for each in self._buffers if each.memory.data_ptr() == flat.data_ptr()), None)
+        if buffer is not None:
+            buffer.works = self.transmit(flat, digest(flat).reshape(1))
+            self._buffers.rotate(-1)
             return
-        room = next((each for each in self._rooms if each.memory.data_ptr() == flat.data_ptr()), None)
-        with self._breaking():
-            if room is not None:
-                room.works = self.transmit(flat, digest(flat).reshape(1))
-                self._rooms.rotate(-1)
-                return
-            # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
-            flat = flat.to(self.address.device).contiguous()
-            self._group.finish(self.transmit(flat, digest(flat).reshape(1)))
+        # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
+        flat = flat.to(self._address.device).contiguous()
+        self._group_now.finish(self.transmit(flat, digest(flat).reshape(1)))
 
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
         """Start broadcasting one bucket and its checksum [1]; their memory is free once the returned works are done."""
-        assert self._group is not None
-        return self._group.start(flat, digest)
+        return self._group_now.start(flat, digest)
 
-    def _finish(self, room: _Room) -> None:
-        works, room.works = room.works, []
-        if self._group is not None:
-            with self._breaking():
-                self._group.finish(works)
-
-    def finish(self) -> None:
-        for room in self._rooms:
-            self._finish(room)
-        self._rooms.clear()  # the memory is needed by others on this device
+    def finish(self) -> dict[str, str]:
+        for buffer in self._buffers:
+            self._finish(buffer)
+        self._buffers.clear()  # the memory is needed by others on this device
+        return {}
 
     def close(self) -> None:
-        self._drop_group()
-        self._rooms.clear()
-        self._store = None
-
-    # ---- engines and other senders -----------------------------------------------------------------------------------
+        if self._store is not None:
+            _close(self._store, f"trainer rank {self._rank} has ended the update")
+        if self._group is not None:
+            self._group.abort()
+        self._buffers.clear()
+        self._group = self._store = None
 
     @property
-    def patience(self) -> float:
-        return min(BROKEN_GRACE, self.address.timeout) if self.broken else self.address.timeout
+    def _group_now(self) -> BroadcastGroup:
+        assert self._group is not None
+        return self._group
 
-    def listen(self, seconds: float) -> None:
-        for index in self.awaited:
-            joined = index in self.taking
-            message = _take(self._store, f"{self.version}/{'done' if joined else 'ask'}/{index}", seconds)
-            if message is None:
-                seconds = 0.0  # one has been waited for
-            elif joined:
-                self.done(index, message["error"])
-            else:
-                self.asked(index, message)
-
-    def admit(self, index: int) -> None:
-        """The answer depends on who else comes."""
-
-    def answer(self, index: int, question: Mapping[str, Any], error: str) -> None:
-        _put(self._store, f"{self.version}/answer/{index}", {"error": error})
-
-    def left_out(self, index: int, reason: str) -> None:
-        if index in self._members:
-            self._drop_group()
+    def _finish(self, buffer: _SendBuffer) -> None:
+        works, buffer.works = buffer.works, []
+        self._group_now.finish(works)
 
     def _open_store(self) -> dist.Store:
-        if self._store is None:
-            address, listening, self._listening = self.address, self._listening, None
-            try:
-                store = dist.TCPStore(
+        address, listening, self._listening = self._address, self._listening, None
+        try:
+            return behind_token(
+                dist.TCPStore(
                     address.host,
                     address.port,
                     is_master=self._rank == 0,
                     wait_for_workers=False,
                     timeout=timedelta(seconds=address.timeout),
-                    master_listen_fd=listening if self._rank == 0 else None,
-                )
-                self._store = behind_token(store, address)
-            except dist.DistNetworkError as error:
-                raise WeightUpdateError(
-                    f"port {address.port}, chosen for sending weights, is in use: another process has taken it; start "
-                    f"the run again ({first_line(error)})"
-                ) from error
-        return self._store
-
-    def _decide(self, store: dist.Store) -> tuple[int, tuple[int, ...]]:
-        """Meet the engines, decide on the groups' generation and members, and announce them. Existing groups are reused
-        if they are intact and have exactly these engines; otherwise new ones are built."""
-        self.meet()
-        members = tuple(sorted(self.taking))
-        whole = self._group is not None and not store.check([f"broken/{self._generation}"])
-        here = all(message["generation"] == self._generation for message in self.taking.values())
-        generation = self._generation if whole and here and members == self._members else self._generation + 1
-        decision = {"error": "", "generation": generation, "members": members}
-        for key in [f"answer/{index}" for index in members] + [f"begin/{rank}" for rank in self._others]:
-            _put(store, f"{self.version}/{key}", decision)
-        return generation, members
-
-    def _hear_decision(self, store: dist.Store) -> tuple[int, tuple[int, ...]]:
-        # Rank 0 may wait for the engines up to its own timeout, counted from when it begins.
-        seconds = 2 * self.address.timeout
-        decision = _take(store, f"{self.version}/begin/{self._rank}", seconds)
-        if decision is None:
-            raise WeightUpdateError(f"rank 0 did not begin the update to version {self.version} within {seconds:g} s")
-        return decision["generation"], tuple(decision["members"])
-
-    def _form_group(self, generation: int, members: tuple[int, ...]) -> None:
-        """Form a group of this rank and those engines, unless it exists."""
-        if generation == self._generation and self._group is not None:
-            return
-        self._drop_group()
-        self._generation, self._members = generation, members
-        if members:
-            self._group = BroadcastGroup(
-                self.address,
-                name=_group_name(generation, self._rank),
-                rank=0,
-                size=len(members) + 1,
-                broken=self._lost_member,
+                    master_listen_fd=listening,
+                ),
+                address,
             )
+        except dist.DistNetworkError as error:
+            raise WeightUpdateError(
+                f"port {address.port}, chosen for sending weights, is in use: another process has taken it; start "
+                f"the run again ({first_line(error)})"
+            ) from error
 
-    def _lost_member(self) -> str:
-        """Why to stop waiting: an engine of the group was given up, or another sender left its group; otherwise ""."""
-        names = [self.address.engines[index] for index in self._members]
-        if lost := next((f"{name}: {self.given_up[name]}" for name in names if name in self.given_up), ""):
-            return lost
-        return _left(self._store, self._generation) if self._others else ""
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Whatever fails in the block ends this rank's part in the update."""
-        try:
-            yield
-        except Exception as error:
-            self.broken = f"the collective failed: {first_line(error)}"
-            if self._store is not None and self._members:
-                with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice themselves
-                    _put(self._store, f"broken/{self._generation}", {"error": self.broken})
-            self._drop_group()
-            self.drop_all(self.broken, but=self._members)  # these notice it, and say more
-
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+    def _closed(self) -> str:
+        lost = next((f"{name}: {reason}" for name, reason in dict(self.lost).items()), "")
+        return lost or _why_closed(self._store)
 
 
 class CollectiveReceiver(Receiver):
     def __init__(self, address: Address, index: int) -> None:
         super().__init__(address, index)
         self._store: dist.Store | None = None
-        self._groups: dict[int, BroadcastGroup] = {}  # by sender, all of one generation
-        self._generation = 0  # of its current groups
-        self._rest: deque[Bucket] = deque()  # buckets whose receive has not been started
-        self._coming: deque[_Coming] = deque()  # in order
+        self._groups: dict[int, BroadcastGroup] = {}  # by sender
         self._buffers: deque[torch.Tensor] = deque()  # reused, since new memory costs more than writing to it
 
-    def prepare(self, manifest: Manifest) -> None:
+    def receive(self, manifest: Manifest, version: int) -> Arriving:
+        rest, expected = deque(manifest.buckets), deque[_Expected]()
+        arrived = 0
+        try:
+            self._join(manifest)
+            self._allocate(manifest)
+            while rest or expected:
+                came = self._next(rest, expected)
+                yield came.bucket, came.flat, int(came.digest.item())
+                arrived += 1
+        except GeneratorExit:  # this engine has failed: the others still need its part in the broadcasts that remain
+            with contextlib.suppress(Exception):  # what failed first is the error
+                while rest or expected:
+                    self._next(rest, expected)
+            raise
+        except Exception as error:
+            self._leave(first_line(error))
+            raise WeightUpdateError(
+                f"bucket {arrived} of version {version} did not arrive: {first_line(error)}"
+            ) from error
+        finally:
+            if self.address.device != "cpu":  # others on this device need the memory
+                self._buffers.clear()
+
+    def close(self) -> None:
+        self._leave(f"{self.address.engines[self.index]} has left")
+
+    def _join(self, manifest: Manifest) -> None:
+        """Form the senders' groups, unless they exist."""
+        address = self.address
+        if self._store is None:
+            timeout = timedelta(seconds=address.timeout)
+            store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
+            self._store = behind_token(store, address)
+        for sender in manifest.senders:
+            if sender not in self._groups:
+                self._groups[sender] = BroadcastGroup(
+                    address, sender=sender, rank=1 + self.index, closed=lambda: _why_closed(self._store)
+                )
+
+    def _allocate(self, manifest: Manifest) -> None:
         size, dtype, device = manifest.largest, getattr(torch, manifest.dtype), self.address.device
-        self._rest.clear()
-        self._coming.clear()
         if self._buffers and self._buffers[0].numel() >= size and self._buffers[0].dtype == dtype:
             return
         self._buffers.clear()
@@ -274,122 +297,67 @@ class CollectiveReceiver(Receiver):
             needs = f"{BUFFERS} buckets of {size * dtype.itemsize} bytes"
             raise WeightUpdateError(f"not enough memory on {device} to receive {needs}: {first_line(error)}") from error
 
-    def say(self, what: str, version: int, **content: Any) -> None:
-        if what == "ask":
-            content["generation"] = self._generation if self._groups else 0
-        try:
-            if self._store is None:
-                address = self.address
-                timeout = timedelta(seconds=address.timeout)
-                store = dist.TCPStore(address.host, address.port, is_master=False, timeout=timeout)
-                self._store = behind_token(store, address)
-            _put(self._store, f"{version}/{what}/{self.index}", {"version": version, **content})
-        except Exception as failure:
-            raise WeightUpdateError(f"cannot report to the trainer: {first_line(failure)}") from failure
+    def _next(self, rest: deque[Bucket], expected: deque[_Expected]) -> _Expected:
+        """Wait for the first bucket. The one after it is received concurrently, but not from another sender: two groups
+        active on one device could deadlock if devices started them in different order."""
+        if not expected:
+            expected.append(self._start(rest.popleft()))
+        bucket = expected[0].bucket
+        if rest and rest[0].sender == bucket.sender:
+            expected.append(self._start(rest.popleft()))
+        self._groups[bucket.sender].finish(expected[0].works)
+        return expected.popleft()
 
-    def hear(self, version: int) -> Mapping[str, Any]:
-        answer = _take(self._store, f"{version}/answer/{self.index}", self.patience)
-        if answer is None:
-            raise WeightUpdateError(
-                f"the trainer did not begin the update to version {version} within {self.patience:g} s"
-            )
-        return answer
-
-    def join(self, manifest: Manifest, answer: Mapping[str, Any]) -> None:
-        if self._groups and answer["generation"] == self._generation:
-            return
-        self._drop_groups()
-        members: list[int] = answer["members"]
-        self._generation = answer["generation"]
-        try:
-            for sender in manifest.senders:
-                self._groups[sender] = BroadcastGroup(
-                    self.address,
-                    name=_group_name(self._generation, sender),
-                    rank=1 + members.index(self.index),
-                    size=len(members) + 1,
-                    broken=lambda: _left(self._store, self._generation),
-                )
-        except BaseException:
-            self._drop_groups()  # otherwise it would count as a member of all of them
-            raise
-
-    def receive(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor, int]]:
-        self._rest = deque(manifest.buckets)
-        while self._rest or self._coming:
-            came = self._next(version)
-            yield came.bucket, came.flat, int(came.digest.item())
-
-    def leave(self, version: int, error: str, *, joined: bool) -> Mapping[str, Any]:
-        # An engine that stops early still takes part in the remaining broadcasts, which the others need.
-        try:
-            while joined and (self._rest or self._coming):
-                self._next(version)
-        except WeightUpdateError as failure:
-            error = error or failure.message
-        if self.address.device != "cpu":  # others on this device need the memory
-            self._buffers.clear()
-        return {"error": error}
-
-    def close(self) -> None:
-        self._drop_groups()
-        self._store = None
-
-    def _next(self, version: int) -> _Coming:
-        """Wait for the first expected bucket. The one after it is received concurrently, but not from another sender:
-        two groups active on one device could deadlock if devices started them in different order."""
-        bucket = self._coming[0].bucket if self._coming else self._rest[0]
-        try:
-            if not self._coming:
-                self._expect()
-            if self._rest and self._rest[0].sender == bucket.sender:
-                self._expect()
-            came = self._coming.popleft()
-            self._groups[bucket.sender].finish(came.works)
-            return came
-        except Exception as error:
-            self._drop_groups()
-            self._rest.clear()
-            self._coming.clear()
-            raise WeightUpdateError(
-                f"bucket {bucket.index} of version {version} did not arrive: {first_line(error)}"
-            ) from error
-
-    def _expect(self) -> None:
-        """Start receiving the next bucket, into the buffer that was used least recently."""
-        bucket = self._rest.popleft()
+    def _start(self, bucket: Bucket) -> _Expected:
+        """Start receiving a bucket, into the buffer that was used least recently."""
         flat = self._buffers[0][: bucket.numel]
         self._buffers.rotate(-1)
         digest = torch.empty(1, dtype=torch.int64, device=self.address.device)
-        self._coming.append(_Coming(bucket, flat, digest, self._groups[bucket.sender].start(flat, digest)))
+        return _Expected(bucket, flat, digest, self._groups[bucket.sender].start(flat, digest))
 
-    def _drop_groups(self) -> None:
+    def _leave(self, reason: str) -> None:
+        if self._store is not None:
+            _close(self._store, reason)
         for group in self._groups.values():
             group.abort()
-        self._groups = {}
+        self._groups, self._store = {}, None
 
 
-def _put(store: dist.Store | None, key: str, value: Mapping[str, Any]) -> None:
-    assert store is not None
-    store.set(key, json.dumps(value))
+def _close(store: dist.Store, reason: str) -> None:
+    """Tell all who wait at the store to stop; the first reason stays."""
+    with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice themselves
+        if not store.check([CLOSED]):
+            store.set(CLOSED, reason)
 
 
-def _take(store: dist.Store | None, key: str, timeout: float) -> dict[str, Any] | None:
-    """Wait for the value and remove it, so that no later update reads it; None if the time is up."""
+def _why_closed(store: dist.Store | None) -> str:
+    """Why nobody should wait any more; "" if the store is open."""
     assert store is not None
     try:
-        if timeout <= 0 and not store.check([key]):  # the store would wait without a limit, and complain of a short one
-            return None
-        store.wait([key], timedelta(seconds=max(timeout, 0.001)))
-    except dist.DistStoreError:
-        return None
-    value: dict[str, Any] = json.loads(store.get(key))
-    store.delete_key(key)
-    return value
+        return store.get(CLOSED).decode() if store.check([CLOSED]) else ""
+    except dist.DistError as error:
+        return f"the trainer's store is gone: {first_line(error)}"
 
 
-def _left(store: dist.Store | None, generation: int) -> str:
-    """Why a sender has left its group of this generation; "" if none has."""
-    assert store is not None
-    key = f"broken/{generation}"
-    return str(json.loads(store.get(key))["error"]) if store.check([key]) else ""
+def behind_token(store: dist.Store, address: Address) -> dist.Store:
+    """The part of a store whose keys begin with the address's token: who does not know it reads and writes others."""
+    return dist.PrefixStore(address.token, store)
+
+
+def _abort(backend: Any) -> None:
+    if backend is not None:
+        backend.abort()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable inside the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -2,10 +2,12 @@
 
 On a GPU this is CUDA IPC, on a CPU memory that both map; no weight is copied in between. Each rank with receivers on
 its device listens on a Unix socket named after the address; a receiver connects to its rank's socket. Messages are
-JSON, one per packet, each with the version it belongs to: those of the protocol, and
+JSON, one per packet:
 
+    receiver -> sender   its index, once it has connected
     sender -> receiver   bucket: its checksum, the buffer it is in, and with a buffer's first bucket the handle
     receiver -> sender   free: it has loaded that bucket
+    receiver -> sender   closed: it needs no bucket of this update any more; the buffers whose handles it has closed
 
 There are `BUFFERS` buffers: the trainer gathers into one while engines load the other. A buffer is reused once every
 receiver has freed it. On a GPU, the next bucket is started before the previous one's checksum is known and the bucket
@@ -15,14 +17,13 @@ no other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +34,12 @@ from corerl.messages import first_line
 from corerl.weights.checksums import Digest
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.shared import Handle, Shared, opened, share
-from corerl.weights.transport import Address
-from corerl.weights.transports.protocol import Receiver, Sender
+from corerl.weights.transport import Address, Arriving, Receiver, WeightSender
 
 BUFFERS = 2
 CONNECT_SECONDS = 0.01  # between attempts to connect
+POLL_SECONDS = 0.25  # between checks of `lost`
 PACKET_BYTES = 64 * 1024
-ERROR_CHARACTERS = 4000  # of an engine's error, up to six bytes each, so that a message fits in a packet
 
 
 def _name(address: Address, rank: int) -> str:
@@ -61,6 +61,7 @@ class _Peer:
     connection: socket.socket
     handles: dict[int, Handle] = field(factory=dict)  # handles given to it, by buffer
     loading: set[int] = field(factory=set)  # buckets it has not freed
+    closed: bool = False  # it is done with this update
 
 
 @define(eq=False)
@@ -79,15 +80,17 @@ class _Pending:
     digest: Digest
 
 
-class IpcSender(Sender):
+class IpcSender(WeightSender):
     """One rank's end. A rank without receivers on its device takes part in gathering but sends nothing."""
 
     def __init__(self, address: Address, rank: int) -> None:
-        super().__init__(address, (index for index, sender in enumerate(address.senders) if sender == rank))
+        self.address = address
         self._rank = rank
+        self._receivers = [index for index, sender in enumerate(address.senders) if sender == rank]
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}  # by receiver index
+        self._dropped: dict[int, str] = {}  # receiver index -> why it gets no more buckets
         self._buffers: list[_Buffer] = []
         self._turn = 0
         self._pending: _Pending | None = None
@@ -96,27 +99,21 @@ class IpcSender(Sender):
         ranks = set(self.address.senders)
         return None if len(ranks) > 1 else min(ranks, default=0)
 
-    def open(self) -> None:
+    def open(self, manifest: Manifest, version: int) -> None:
         self._turn, self._pending, self.sent = 0, None, 0
+        self._nbytes = manifest.largest * getattr(torch, manifest.dtype).itemsize
         for peer in self._peers.values():
-            peer.loading.clear()
-        if not self.receivers:
+            peer.closed = False
+        if not self._receivers:
             return
-        try:
-            self._bind()
-        except OSError as error:
-            self.drop_all(f"the trainer cannot listen for its engines: {error}")
-            return
-        self.meet()
+        self._bind()
+        self._wait(lambda: self._peers.keys() | self._dropped.keys() >= set(self._receivers))
+        for index in self._receivers:
+            if index not in self._peers:
+                self._drop(index, f"did not connect within {self.address.timeout:g} s")
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        if not self.taking:
-            return None
-        try:
-            buffer = self._next()
-        except (OSError, RuntimeError) as error:  # out of host or device memory
-            self.drop_all(f"the trainer does not have enough memory to send the weights: {first_line(error)}")
-            return None
+        buffer = self._next() if self._peers else None
         return buffer.shared.bytes[: numel * dtype.itemsize].view(dtype) if buffer is not None else None
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -126,29 +123,33 @@ class IpcSender(Sender):
                 return
             flat = room.copy_(flat)
         self.sent = (self.sent or 0) + flat.nbytes
-        self._hand_over_pending()
+        self._announce_pending()
         self._buffers[self._turn].bucket = bucket.index  # the buffer that `acquire_buffer` gave
         self._pending = _Pending(bucket, flat, self._turn, Digest(flat))
         self._turn = (self._turn + 1) % BUFFERS
         if self._pending.digest.ready:
-            self._hand_over_pending()
+            self._announce_pending()
 
-    def finish(self) -> None:
-        self._hand_over_pending()
-
-    def release(self) -> None:
-        if self._buffers and self.address.device != "cpu":  # others on this device need the memory
-            self._release()
+    def finish(self) -> Mapping[str, str]:
+        self._announce_pending()
+        self._wait(lambda: all(peer.closed for peer in self._peers.values()))
+        for index, peer in list(self._peers.items()):
+            if not peer.closed:
+                self._drop(index, f"did not load the last buckets within {self.address.timeout:g} s")
+        if self.address.device != "cpu":  # others on this device need the memory
+            self._free_buffers()
+        return {self.address.engines[index]: reason for index, reason in self._dropped.items()}
 
     def close(self) -> None:
         self._pending = None
         for index in list(self._peers):
-            self._disconnect(index)
-        if self._listener is not None:
-            self._listener.close()
+            self._drop(index, "the trainer has ended the update")
+        for key in list((self._selector.get_map() or {}).values()):  # the listener, and who has not said who it is
+            self._selector.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]
         self._listener = None
         self._selector.close()
-        self._release()
+        self._free_buffers()
 
     # ---- receivers ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +160,17 @@ class IpcSender(Sender):
             self._listener.listen()
             self._selector.register(self._listener, selectors.EVENT_READ)
 
-    def listen(self, seconds: float) -> None:
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Follow what receivers say until `until` holds, or the time is up. Engines that are lost are dropped."""
+        deadline = time.monotonic() + self.address.timeout
+        while not until() and (left := deadline - time.monotonic()) > 0:
+            self._listen(min(POLL_SECONDS, left))
+            lost = dict(self.lost)  # a copy: it grows in another thread
+            for index in self._receivers:
+                if index not in self._dropped and (reason := lost.get(self.address.engines[index])) is not None:
+                    self._drop(index, reason)
+
+    def _listen(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             connection: Any = key.fileobj
             if connection is self._listener:
@@ -181,73 +192,54 @@ class IpcSender(Sender):
             message, _ = _receive(connection)
         except (ConnectionError, ValueError):  # the peer ended, or sent no message of ours
             message = None
-        if message is None:
-            if found is None:
-                self._selector.unregister(connection)
-                connection.close()
-            elif found in self.taking:
-                self.drop(found, "closed its connection: its process ended, or it gave up on the update")
-            else:  # it may reconnect
-                self._disconnect(found)
-        elif message["is"] == "ask":
-            self._greet(connection, message)
-        elif found is not None and message["version"] == self.version:
-            peer = self._peers[found]
-            if message["is"] == "free":
-                peer.loading.discard(message["bucket"])
-                return
-            self.done(found, message["error"])
-            peer.loading.clear()
-            if self.address.device != "cpu":  # it has closed the handles it had opened
-                for buffer in peer.handles.keys() - set(message["opened"]):
-                    self._buffers[buffer].shared.forget(peer.handles[buffer])
-                peer.handles.clear()
+        if message is None and found is not None:
+            self._drop(found, "closed its connection: its process ended, or it could not load the weights")
+        elif message is None or (found is None and message.get("index") not in self._receivers):
+            self._selector.unregister(connection)
+            connection.close()
+        elif found is None:
+            self._peers[message["index"]] = _Peer(connection)
+        elif message["is"] == "free":
+            self._peers[found].loading.discard(message["bucket"])
+        else:
+            self._closed_by(self._peers[found], message["opened"])
 
-    def _greet(self, connection: socket.socket, message: Mapping[str, Any]) -> None:
-        index = int(message["index"])
-        if (old := self._peers.get(index)) is not None and old.connection is not connection:
-            self.taking.pop(index, None)
-            self._disconnect(index)
-        self._peers.setdefault(index, _Peer(connection))
-        self.asked(index, message)
+    def _closed_by(self, peer: _Peer, opened: list[int]) -> None:
+        peer.closed = True
+        peer.loading.clear()
+        if self.address.device != "cpu":  # it has closed the handles it had opened
+            for buffer in peer.handles.keys() - set(opened):
+                self._buffers[buffer].shared.forget(peer.handles[buffer])
+            peer.handles.clear()
 
-    def answer(self, index: int, question: Mapping[str, Any], error: str) -> None:
-        self._tell(index, {"is": "answer", "version": question["version"], "error": error[:ERROR_CHARACTERS]})
-
-    def _hand_over_pending(self) -> None:
+    def _announce_pending(self) -> None:
         """Announce the pending bucket, once it is written: a receiver cannot wait for this process's streams."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         digest = pending.digest.value()
-        for index in list(self.taking):
-            self._hand_over(index, pending.bucket, digest, pending.buffer)
+        for index in list(self._peers):
+            self._announce(index, pending.bucket, digest, pending.buffer)
 
-    def _hand_over(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
+    def _announce(self, index: int, bucket: Bucket, digest: int, buffer: int) -> None:
         peer = self._peers[index]
-        message: dict[str, Any] = {"is": "bucket", "version": self.version, "bucket": bucket.index, "buffer": buffer}
+        message: dict[str, Any] = {"bucket": bucket.index, "numel": bucket.numel, "buffer": buffer, "checksum": digest}
         descriptors: list[int] = []
         if buffer not in peer.handles:
             peer.handles[buffer], descriptors = self._buffers[buffer].shared.handle()
             message["handle"] = peer.handles[buffer]
         peer.loading.add(bucket.index)
-        self._tell(index, {**message, "checksum": digest}, descriptors)
-
-    def _tell(self, index: int, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:
         try:
-            _send(self._peers[index].connection, message, descriptors)
-        except OSError as error:
-            self.drop(index, f"the connection broke: {first_line(error)}")
+            _send(peer.connection, message, descriptors)
+        except ConnectionError:  # it has left, after it said which handles it has closed
+            while index in self._peers:
+                self._hear(peer.connection)
 
-    def left_out(self, index: int, reason: str) -> None:
-        if (peer := self._peers.get(index)) is not None:
-            message = {"is": "answer", "version": self.version, "error": reason[:ERROR_CHARACTERS]}
-            with contextlib.suppress(OSError):  # the receiver is gone
-                _send(peer.connection, message)
-            self._disconnect(index)  # if alive, it reconnects for the next update
-
-    def _disconnect(self, index: int) -> None:
-        peer = self._peers.pop(index)
+    def _drop(self, index: int, reason: str) -> None:
+        """Send a receiver nothing more, and close its connection, which it notices."""
+        self._dropped.setdefault(index, reason)
+        if (peer := self._peers.pop(index, None)) is None:
+            return
         for buffer, handle in peer.handles.items():
             self._buffers[buffer].shared.forget(handle)
         self._selector.unregister(peer.connection)
@@ -257,26 +249,25 @@ class IpcSender(Sender):
 
     def _next(self) -> _Buffer | None:
         """Wait until nobody reads the next buffer; returns it, or None if no receiver is left."""
-        nbytes = self.manifest.largest * getattr(torch, self.manifest.dtype).itemsize
-        if self._buffers and self._buffers[0].shared.bytes.numel() < nbytes:  # of an earlier update, so nobody reads it
-            self._release()
+        if self._buffers and self._buffers[0].shared.bytes.numel() < self._nbytes:  # an earlier update's; all are free
+            self._free_buffers()
         if len(self._buffers) <= self._turn:
-            self._buffers.append(_Buffer(share(nbytes, torch.device(self.address.device))))
+            self._buffers.append(_Buffer(share(self._nbytes, torch.device(self.address.device))))
         buffer = self._buffers[self._turn]
-        self.listen(0.0)
+        self._listen(0.0)
         if self._pending is not None and (self._pending.digest.ready or self._is_read(buffer)):
-            self._hand_over_pending()  # otherwise we would only wait
-        self.wait(lambda: not self._is_read(buffer), self.address.timeout)
-        for index in list(self.taking):
-            if buffer.bucket in self._peers[index].loading:
-                self.drop(index, f"did not load bucket {buffer.bucket} within {self.address.timeout:g} s")
-        return buffer if self.taking else None
+            self._announce_pending()  # otherwise we would only wait
+        self._wait(lambda: not self._is_read(buffer))
+        for index, peer in list(self._peers.items()):
+            if buffer.bucket in peer.loading:
+                self._drop(index, f"did not load bucket {buffer.bucket} within {self.address.timeout:g} s")
+        return buffer if self._peers else None
 
     def _is_read(self, buffer: _Buffer) -> bool:
         """Whether an engine is still loading from this buffer."""
         return any(buffer.bucket in peer.loading for peer in self._peers.values())
 
-    def _release(self) -> None:
+    def _free_buffers(self) -> None:
         for peer in self._peers.values():
             peer.handles.clear()
         for buffer in self._buffers:
@@ -290,27 +281,33 @@ class IpcReceiver(Receiver):
         self._connection: socket.socket | None = None
         self._opened: dict[int, torch.Tensor] = {}  # by buffer
 
-    def receive(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor, int]]:
+    def receive(self, manifest: Manifest, version: int) -> Arriving:
         dtype = getattr(torch, manifest.dtype)
-        for bucket in manifest.buckets:
-            message, descriptors = self._expect("bucket", version)
-            if "handle" in message:
-                self._opened[message["buffer"]] = opened(message["handle"], descriptors)
-            yield (
-                bucket,
-                self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype),
-                message["checksum"],
-            )
-            if self.address.device != "cpu":
-                torch.cuda.current_stream().synchronize()  # wait for the copies out of it
-            self._tell({"is": "free", "version": version, "bucket": bucket.index})
-
-    def leave(self, version: int, error: str, *, joined: bool) -> Mapping[str, Any]:
-        closed = list(self._opened)
-        if self.address.device != "cpu":  # the sender frees this memory
-            torch.cuda.synchronize()  # a failed load may have left copies in flight
-            self._opened = {}
-        return {"error": error, "opened": closed}
+        try:
+            connection = self._connect()
+            for bucket in manifest.buckets:
+                message, descriptors = self._expect(connection, f"bucket {bucket.index} of version {version}")
+                if (message["bucket"], message["numel"]) != (bucket.index, bucket.numel):
+                    raise WeightUpdateError(
+                        f"the trainer sends other buckets as version {version} than {self.address.engines[self.index]} "
+                        "expects; give both the manifest of this update"
+                    )
+                if "handle" in message:
+                    self._opened[message["buffer"]] = opened(message["handle"], descriptors)
+                yield (
+                    bucket,
+                    self._opened[message["buffer"]][: bucket.numel * dtype.itemsize].view(dtype),
+                    message["checksum"],
+                )
+                if self.address.device != "cpu":
+                    torch.cuda.current_stream().synchronize()  # wait for the copies out of it
+                _send(connection, {"is": "free", "bucket": bucket.index})
+            _send(connection, {"is": "closed", "opened": self._close_handles()})
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, OSError):
+                raise WeightUpdateError(f"the connection to the trainer broke: {first_line(error)}") from error
+            raise
 
     def close(self) -> None:
         self._opened = {}
@@ -318,22 +315,25 @@ class IpcReceiver(Receiver):
             self._connection.close()
         self._connection = None
 
-    def say(self, what: str, version: int, **content: Any) -> None:
-        content["error"] = content["error"][:ERROR_CHARACTERS]
-        message = {"is": what, "version": version, "index": self.index, **content}
-        if what == "ask":
-            self._connect()
+    def _leave(self) -> None:
+        """End the connection in the middle of an update."""
+        opened = self._close_handles()
+        if self._connection is not None:
             try:
-                self._tell(message)
-                return
-            except WeightUpdateError:  # the sender has closed the connection since the last update
-                self._connect()
-        self._tell(message)
+                _send(self._connection, {"is": "closed", "opened": opened})
+            except OSError:  # the sender is gone, which the error in progress says
+                self._opened = {}
+        self.close()
 
-    def hear(self, version: int) -> Mapping[str, Any]:
-        return self._expect("answer", version)[0]
+    def _close_handles(self) -> list[int]:
+        """On a GPU, close the sender's memory, which it frees; returns the buffers whose handles were closed."""
+        closed = list(self._opened)
+        if self.address.device != "cpu":
+            torch.cuda.synchronize()  # a failed load may have left copies in flight
+            self._opened = {}
+        return closed
 
-    def _connect(self) -> None:
+    def _connect(self) -> socket.socket:
         rank = self.address.senders[self.index]
         deadline = time.monotonic() + self.address.timeout
         while self._connection is None:
@@ -353,48 +353,22 @@ class IpcReceiver(Receiver):
                 connection.close()
                 raise WeightUpdateError("a process of another user is listening in place of the trainer")
             self._connection = connection
+            connection.settimeout(self.patience)
+            _send(connection, {"index": self.index})
+        return self._connection
 
-    def _expect(self, what: str, version: int) -> tuple[dict[str, Any], list[int]]:
-        """Wait for the next message of this version, skipping earlier versions'; `what` names it in errors. Raises
-        WeightUpdateError if the sender has left this engine out."""
-        if self._connection is None:
-            raise WeightUpdateError("the connection to the trainer is closed")
-        deadline = time.monotonic() + self.patience
-        while True:
-            self._connection.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                message, descriptors = _receive(self._connection)
-            except TimeoutError as error:
-                raise WeightUpdateError(
-                    f"version {version}: the trainer sent no {what} within {self.patience:g} s"
-                ) from error
-            except OSError as error:
-                self.close()
-                raise WeightUpdateError(f"the connection to the trainer broke: {first_line(error)}") from error
-            if message is None:
-                self.close()
-                raise WeightUpdateError(
-                    f"the trainer closed the connection while sending version {version}: its process ended, or it "
-                    "gave up on this engine"
-                )
-            if message["version"] == version and message.get("error"):
-                raise WeightUpdateError(message["error"])
-            if message["version"] == version:
-                return message, descriptors
-            if "handle" in message and self.address.device == "cpu":  # it is sent once, and later updates use it
-                self._opened[message["buffer"]] = opened(message["handle"], descriptors)
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _expect(self, connection: socket.socket, what: str) -> tuple[dict[str, Any], list[int]]:
+        """Wait for the next message. Raises WeightUpdateError if the sender has closed the connection."""
         try:
-            if self._connection is None:
-                raise ConnectionError("the connection is closed")
-            self._connection.settimeout(self.address.timeout)
-            _send(self._connection, message)
-        except OSError as error:
-            while self._connection is not None:  # what it says last is why it has closed the connection
-                for descriptor in self._expect("answer", message["version"])[1]:
-                    os.close(descriptor)
-            raise WeightUpdateError(f"cannot report to the trainer: {first_line(error)}") from error
+            message, descriptors = _receive(connection)
+        except TimeoutError as error:
+            raise WeightUpdateError(f"the trainer did not send {what} within {self.patience:g} s") from error
+        if message is None:
+            raise WeightUpdateError(
+                f"the trainer closed the connection before {what}: its process ended, or it stopped waiting for this "
+                "engine"
+            )
+        return message, descriptors
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: list[int] | None = None) -> None:

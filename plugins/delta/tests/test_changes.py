@@ -60,7 +60,7 @@ def test_blocks_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(restored(old, new), new)
 
 
-def test_a_step_of_one_in_each_hundredth_element_takes_a_hundredth_of_the_bytes() -> None:
+def test_sparse_changes_take_few_bytes() -> None:
     rng = np.random.default_rng(0)
     old = rng.integers(0, 2**16, 1_000_000, np.uint16)
     new = old + np.where(rng.random(1_000_000) < 0.01, rng.choice([1, -1], 1_000_000), 0).astype(np.uint16)
@@ -69,9 +69,7 @@ def test_a_step_of_one_in_each_hundredth_element_takes_a_hundredth_of_the_bytes(
 
 
 @pytest.mark.parametrize(("changed", "tried"), [(999, False), (666, False), (665, True)])  # 3 bytes each, of 1998
-def test_what_would_take_as_many_bytes_as_the_whole_is_none(
-    changed: int, tried: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dense_changes_are_not_encoded(changed: int, tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     compressed: list[int] = []
     monkeypatch.setattr(module, "_encoded", lambda old, new: compressed.append(1) or bytes(new.nbytes))
     old = np.zeros(999, np.uint16)

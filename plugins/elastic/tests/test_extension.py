@@ -62,7 +62,7 @@ def test_where_no_machine_is_gone_nothing_changes(tmp_path: Path) -> None:
     assert case.log == ["look"]
 
 
-def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must(tmp_path: Path) -> None:
+def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     case = of_two(tmp_path)
     case.room.gone = {0}
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
@@ -71,7 +71,7 @@ def test_groups_that_were_on_a_machine_that_is_gone_become_as_small_as_they_must
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
     assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
-    case.updates.renewed(case.updates.source)  # when ranks have started
+    case.updates.meet()  # when ranks have started
     assert case.updates.address.engines == ("engine-0",)
 
 
@@ -81,7 +81,7 @@ def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) 
     assert case.replace_lost() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
 
 
-def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(tmp_path: Path) -> None:
+def test_a_layout_that_cannot_shrink_changes_nothing(tmp_path: Path) -> None:
     tables = {"backends": {"fsdp": {"shard_size": 2}}, "algorithm": {"name": "grpo"}}
     case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
     before = case.groups.plan
@@ -103,7 +103,7 @@ def test_a_layout_that_cannot_be_smaller_is_said_with_why_and_all_is_as_it_was(t
         (2, {0, 2}, ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]),
     ],
 )
-def test_a_group_that_has_lost_all_of_its_devices_gets_some_of_the_others(
+def test_a_group_without_devices_gets_some_of_the_others(
     replicas: int, gone: set[int], lines: list[str], tmp_path: Path
 ) -> None:
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
@@ -113,7 +113,7 @@ def test_a_group_that_has_lost_all_of_its_devices_gets_some_of_the_others(
     assert case.replace_lost() == lines
 
 
-def test_a_group_that_has_lost_its_only_device_to_one_that_has_only_one_cannot_be(tmp_path: Path) -> None:
+def test_two_groups_cannot_share_one_last_device(tmp_path: Path) -> None:
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
     case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
     case.room.gone = {0}
@@ -203,9 +203,7 @@ def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
     assert case.replace_lost(ranks=False) == []  # and is nothing of which a machine is gone
 
 
-def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_devices_go_to_a_group_that_lost_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of_engines(tmp_path, 4, 2)
     now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
     room = in_room(case, 3, now, monkeypatch, engines=4)
@@ -214,9 +212,7 @@ def test_devices_that_nobody_uses_are_given_to_one_group_and_none_is_asked_for(
     assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
 
 
-def test_sizes_and_devices_are_those_that_are_left_also_before_ranks_have_started_on_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_cluster.ray, "available_resources", lambda: {"CPU": 2.0})
     case = of_engines(tmp_path, 2, 2)
     room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
@@ -257,9 +253,7 @@ def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
     assert case.groups.plan is before
 
 
-def test_a_gpu_that_does_not_answer_is_told_with_the_groups_that_get_smaller_or_have_no_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silence = "cannot tell which GPU bundle 3 has on node 8: no answer within 120 s"
 
     def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
@@ -280,14 +274,12 @@ def test_a_gpu_that_does_not_answer_is_told_with_the_groups_that_get_smaller_or_
     assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
 
 
-def test_where_unused_devices_take_the_place_of_others_each_engine_is_sent_to_by_the_rank_that_is_beside_it_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.updates.address.senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    case.updates.renewed(case.updates.source)  # when ranks have started
+    case.updates.meet()  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
     assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
@@ -398,7 +390,7 @@ def test_a_scaler_is_asked_again_after_a_step_whose_devices_nobody_told(tmp_path
     ]
 
 
-def test_a_scaler_is_asked_after_each_step_and_no_more_once_it_has_failed(tmp_path: Path) -> None:
+def test_a_scaler_is_asked_each_step_until_it_fails(tmp_path: Path) -> None:
     wanted: list[Any] = [{}, {"rollout.replicas": 1}, {"rollout.replicas": 1}, {"rollout.replicas": 1.5}]
     seen: list[tuple[int, int, float]] = []
 
@@ -455,7 +447,7 @@ def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: P
         planned(tmp_path / "run", "no_such_module:f", "colocated")
 
 
-def test_a_run_that_does_not_list_the_extension_has_it_and_forgets_an_older_request_at_its_start(
+def test_an_unlisted_extension_joins_and_drops_an_old_request(
     tmp_path: Path,
 ) -> None:
     (run_dir := tmp_path / "run").mkdir()

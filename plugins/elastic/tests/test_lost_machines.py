@@ -19,7 +19,7 @@ SETTINGS = ["run.steps=5", "checkpoint.background=false"]
 
 
 @pytest.mark.nightly
-def test_a_machine_that_dies_costs_steps_and_another_takes_its_place_or_the_group_gets_smaller(
+def test_a_lost_machine_is_replaced_or_the_group_shrinks(
     tmp_path: Path,
 ) -> None:
     """One rank on each of two machines, of which one has the engine too. The first to die has a successor."""

@@ -76,7 +76,7 @@ def waiting(
     return waited[-1]
 
 
-def test_a_room_waits_for_no_bundle_whose_place_an_unused_one_can_take(
+def test_nothing_is_awaited_that_an_unused_bundle_can_replace(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 2)
@@ -92,7 +92,7 @@ def test_a_room_waits_for_no_bundle_whose_place_an_unused_one_can_take(
     assert room.reserved == [5]
 
 
-def test_a_room_waits_for_as_many_bundles_as_there_are_no_unused_ones_for(
+def test_the_wait_is_for_bundles_beyond_the_unused_ones(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 3)
@@ -106,7 +106,7 @@ def test_a_room_waits_for_as_many_bundles_as_there_are_no_unused_ones_for(
     ]
 
 
-def test_unused_bundles_are_no_reason_not_to_wait_for_those_that_one_process_needs_side_by_side(
+def test_a_wide_process_waits_for_adjacent_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 2)
@@ -117,7 +117,7 @@ def test_unused_bundles_are_no_reason_not_to_wait_for_those_that_one_process_nee
     assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 9", False)]
 
 
-def test_a_group_with_bundles_of_its_own_loses_what_was_on_them_alone(
+def test_a_group_of_its_own_loses_its_own_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = rooms_of(monkeypatch, 2)

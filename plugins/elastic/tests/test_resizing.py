@@ -45,7 +45,7 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
             assert row.get(name, 0.0) == pytest.approx(other.get(name, 0.0), rel=ROUNDING)
 
 
-def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Path, undisturbed: Path) -> None:
+def test_ranks_and_engines_are_resized_and_change_backend(tmp_path: Path, undisturbed: Path) -> None:
     run_dir, waiting = tmp_path / "run", fault("optimizer_step", "wait", step=3, once=True)
     with started(tmp_path, *waiting, scaler="down_and_up") as command:
         command.until((run_dir / "fault").exists, "in the middle of its fourth step")
@@ -68,7 +68,7 @@ def test_ranks_and_engines_come_and_go_and_move_to_another_backend(tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_a_critic_and_a_reference_go_along_where_sampling_runs_a_step_ahead(tmp_path: Path) -> None:
+def test_a_critic_and_a_reference_are_resized_too(tmp_path: Path) -> None:
     asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
     one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
     for directory in (one_rank, resized):

@@ -17,7 +17,7 @@ from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
 from tests.driver.saved import make_config
 
 pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
-TOLD = "the sizes are changed when the step that runs has been trained on\n"
+TOLD = "the resize takes effect after the current step\n"
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ def test_sizes_that_a_run_has_already_are_said_to_be_so(run_dir: Path, capsys: p
     assert capsys.readouterr() == ("nothing to change: these are the sizes already\n", TOLD)
 
 
-def test_what_a_run_could_not_do_comes_after_what_it_did_with_status_2(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rejected_resize_exits_with_status_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(run_dir, Answer(changed=("engines: 2 -> 1",), error="roles.actor.ranks: no\nrollout.prompts: nor")):
         assert main(["scale", str(run_dir), "roles.actor.ranks=3", "rollout.replicas=1"]) == 2
     out, err = capsys.readouterr()
@@ -104,7 +102,7 @@ def test_a_run_that_ends_instead_is_one_line_and_status_2(run_dir: Path, capsys:
         ),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_line_though_no_run_is_there(
+def test_a_wrong_request_is_one_line(
     arguments: list[str], line: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scale", str(run_dir), *arguments]) == 2

@@ -67,7 +67,7 @@ def test_a_module_with_a_scaler_imports_no_torch_for_it() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_request_is_taken_and_answered_once(tmp_path: Path) -> None:
     told: list[str] = []
     taken: list[Request | None] = []
 
@@ -86,7 +86,7 @@ def test_a_request_is_taken_once_and_its_answer_is_what_was_asked_for(tmp_path: 
     assert found == DONE
     assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
     assert taken[1] is None and asked(tmp_path) is None
-    assert told == ["the sizes are changed when the step that runs has been trained on"]
+    assert told == ["the resize takes effect after the current step"]
     assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
 
 
@@ -121,7 +121,7 @@ def test_a_second_request_is_refused_while_one_waits_which_stays(tmp_path: Path)
     assert asked(tmp_path) == Request("first", ("rollout.replicas=1",))
 
 
-def test_a_run_that_ends_before_it_answers_is_an_error_and_the_request_does_not_wait_for_the_next(
+def test_a_run_that_ends_unanswered_leaves_no_request(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -190,7 +190,7 @@ def test_only_a_file_of_the_runs_user_is_a_request(tmp_path: Path, monkeypatch: 
         asked(tmp_path)
 
 
-def test_what_was_refused_is_not_wanted_again_until_the_sizes_are_others_or_there_are_more_devices() -> None:
+def test_a_rejected_change_waits_for_other_sizes_or_more_devices() -> None:
     scaling = Scaling(name="more", scaler=lambda sizing: {"rollout.replicas": 3})
     sizes, more = {"roles.actor.ranks": 1, "rollout.replicas": 2}, ["rollout.replicas=3"]
     one, unused = evolve(NONE_MORE, free=1), evolve(NONE_MORE, unused=2)
@@ -245,7 +245,7 @@ def wanted(function: Callable[[Sizing], Any], sizes: Mapping[str, int] = SIZES) 
     return scaling_by(function).wanted(1, sizes, NONE_MORE)
 
 
-def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before() -> None:
+def test_a_scaler_gets_the_times_of_these_and_earlier_sizes() -> None:
     got: list[Sizing] = []
     made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
 
@@ -281,7 +281,7 @@ def test_a_function_is_told_what_steps_took_since_the_sizes_are_these_and_before
     assert found.earlier == ((SIZES, first), (others, second), (SIZES, nothing))
 
 
-def test_a_step_in_which_a_machine_was_lost_is_one_of_no_sizes_and_the_smaller_ones_begin_after_it() -> None:
+def test_a_step_that_lost_a_machine_counts_for_no_sizes() -> None:
     got: list[Sizing] = []
     made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing) or {})  # type: ignore[func-returns-value]
     smaller, left = {**SIZES, "rollout.replicas": 1}, evolve(NONE_MORE, reserved=3)
@@ -412,7 +412,7 @@ def test_no_side_loses_its_last_device() -> None:
     assert balanced((3, 1), spent(engines=9.0)) == {}
 
 
-def test_it_goes_back_where_steps_became_longer_and_on_where_they_became_shorter() -> None:
+def test_balance_goes_back_if_steps_became_longer() -> None:
     before = ((3, 1), spent(8.0, ranks=6.0))
     assert balanced((2, 2), spent(9.0, ranks=6.0), before) == (3, 1)
     assert balanced((2, 2), spent(7.0, ranks=6.0), before) == (1, 3)
@@ -427,7 +427,7 @@ def test_no_sizes_are_tried_twice_though_steps_become_longer_at_any() -> None:
     assert balanced((3, 1), spent(20.0, ranks=15.0), *before) == {}
 
 
-def test_it_never_goes_back_to_devices_that_are_gone_and_judges_those_that_are_left_anew() -> None:
+def test_balance_never_returns_to_lost_devices() -> None:
     with_all = ((4, 4), spent(8.0, ranks=6.0)), ((3, 5), spent(7.0, ranks=5.0))
     assert balanced((3, 2), spent(20.0, ranks=1.0), *with_all) == {}
     assert balanced((3, 2), spent(20.0, ranks=15.0), *with_all) == (2, 3)
@@ -452,7 +452,7 @@ def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tu
 
 
 @pytest.mark.parametrize("lost_at", [2, 7, 15, 31, 60])
-def test_a_run_that_loses_a_machine_comes_to_rest_on_the_devices_that_are_left(lost_at: int) -> None:
+def test_balance_comes_to_rest_after_a_lost_machine(lost_at: int) -> None:
     """Of 8 devices 2 are gone, whoever had them."""
     for fewer in (of(2, 4), of(4, 2), of(3, 3), of(1, 5)):
         visited = course(of(4, 4), lambda ranks, replicas, step: max(12.0 / ranks, 36.0 / replicas), {lost_at: fewer})

@@ -27,7 +27,7 @@ def of(fields: dict[str, Any], tokens: int = 512, longest: int = 128, **more: An
     return activations_of(AutoConfig.for_model(**fields), tokens=tokens, longest=longest, **options)
 
 
-def test_layers_keep_as_many_bytes_as_autograd_saves_when_the_model_runs() -> None:
+def test_layers_keep_as_many_bytes_as_autograd_saves() -> None:
     # Without attention's own memory, which is another on a CPU: one token a sequence, and many of them.
     fields = {**tiny_fields("qwen3"), **WIDE}
     policy = make_policy(AutoConfig.for_model(**fields), dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_layers_keep_as_many_bytes_as_autograd_saves_when_the_model_runs() -> No
     assert found == pytest.approx(wanted, rel=0.1)
 
 
-def test_activations_of_layers_grow_with_the_tokens_and_those_of_the_head_with_the_vocabulary() -> None:
+def test_activations_grow_with_tokens_and_vocabulary() -> None:
     fields = {**tiny_fields("qwen3"), **WIDE}
     one, two = of(fields, tokens=2048), of(fields, tokens=4096)
     assert two.kept == pytest.approx(2 * one.kept, rel=0.01)
@@ -103,7 +103,7 @@ def test_every_kind_of_layer_can_be_counted(family: str) -> None:
     assert 0 < found.forward < found.train and 0 < found.kept < found.train
 
 
-def test_rows_that_are_full_keep_what_packed_ones_do_and_no_scores() -> None:
+def test_full_rows_keep_as_much_as_packed_ones() -> None:
     fields = {**tiny_fields("qwen3"), **WIDE}
     packed = of(fields, longest=64)
     short, long = (of(fields, longest=longest, layout="whole") for longest in (64, 512))

@@ -35,14 +35,14 @@ MEASURED = {row["name"]: row for row in json.loads(Path("benchmarks/results/memo
         "megatron",
     ],
 )
-def test_what_is_predicted_is_within_a_tenth_of_what_was_measured_on_a_gpu(name: str) -> None:
+def test_predictions_are_within_a_tenth_of_measurements(name: str) -> None:
     found, row = predicted(CASES[name]), MEASURED[name]
     assert found.training == pytest.approx(row["measured"], rel=0.1)
     weights = found.rank.kinds[MemoryKind.PARAM]
     assert found.passing == pytest.approx(weights + row["measured_forward"], rel=0.1)
 
 
-def test_a_run_on_gpus_is_told_what_they_will_hold_stage_by_stage(tmp_path: Path) -> None:
+def test_memory_is_predicted_stage_by_stage(tmp_path: Path) -> None:
     tables: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}, "model": {**DATA["model"], "config": LARGE}}
     train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
     memory = memory_of(on_gpus(tmp_path, roles={"actor": {"ranks": 4}}, train=train, **tables))
@@ -78,7 +78,7 @@ def test_what_cannot_fit_is_refused_with_what_would_help(tmp_path: Path) -> None
     assert "; set more ranks, or options of the backend" in line
 
 
-def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside_each_other(tmp_path: Path) -> None:
+def test_roles_that_never_sleep_add_up_on_their_device(tmp_path: Path) -> None:
     config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
     in_turns = forecaster_of(config)
     together = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload="never")))
@@ -92,7 +92,7 @@ def test_roles_that_share_devices_without_taking_turns_hold_all_they_have_beside
     assert "the critic" not in alone and "the engine's weights" not in alone
 
 
-def test_what_does_not_sleep_is_counted_in_each_stage_and_for_each_role(tmp_path: Path) -> None:
+def test_memory_that_never_sleeps_counts_in_every_stage(tmp_path: Path) -> None:
     config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
     usual = forecaster_of(config)
     some = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload_kinds=("param", "grad"))))
@@ -119,7 +119,7 @@ def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> Non
     assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
 
 
-def test_samples_that_are_longer_than_a_micro_batch_are_counted_as_one(tmp_path: Path) -> None:
+def test_a_sample_longer_than_a_micro_batch_counts_as_one(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": {**LARGE, "max_position_embeddings": 40960}}
     train = {"precision": "bfloat16", "tokens_per_micro_batch": 4096}
     rollout = {**DATA["rollout"], "context_length": 8192}
@@ -130,7 +130,7 @@ def test_samples_that_are_longer_than_a_micro_batch_are_counted_as_one(tmp_path:
     assert many["activations of 8,192 tokens"] > 1.3 * few["activations of 4,096 tokens"]
 
 
-def test_saved_batches_may_be_larger_than_those_that_a_run_samples(tmp_path: Path) -> None:
+def test_saved_batches_may_be_larger_than_sampled_ones(tmp_path: Path) -> None:
     few = on_gpus(tmp_path, rollout={**DATA["rollout"], "prompts": 2, "samples": 2})
     forecaster = evolve(forecaster_of(few), longest=8)
     saved = evolve(forecaster.config, run=evolve(forecaster.config.run, mode="train-only"))
@@ -139,7 +139,7 @@ def test_saved_batches_may_be_larger_than_those_that_a_run_samples(tmp_path: Pat
     assert counted.single and not unknown.single and counted.training < unknown.training
 
 
-def test_a_backends_own_error_is_no_model_that_cannot_be_run(tmp_path: Path) -> None:
+def test_a_backends_own_error_is_raised(tmp_path: Path) -> None:
     def memory(*_: object) -> None:
         raise TypeError("a fault of the plugin")
 
@@ -154,7 +154,7 @@ def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
     assert make_plan(evolve(config_in(tmp_path / "run"), extensions=EXTENSIONS)).notices == ()
 
 
-def test_a_start_tells_the_fullest_stage_and_a_check_tells_all(tmp_path: Path) -> None:
+def test_a_start_notes_the_fullest_stage_alone(tmp_path: Path) -> None:
     config = on_gpus(tmp_path)
     lines = memory_of(config).lines()
     assert len(lines) > 1
@@ -162,7 +162,7 @@ def test_a_start_tells_the_fullest_stage_and_a_check_tells_all(tmp_path: Path) -
     assert predictions(make_plan(config, starting=False).notices) == lines
 
 
-def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_optimizer(tmp_path: Path) -> None:
+def test_a_frozen_role_needs_no_memory_for_an_optimizer(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": LARGE}
     teacher = {"ranks": 1, "model": {"config": {**LARGE, "num_hidden_layers": 8}}}
     tables = {**TEACHER, "model": model, "roles": {"teacher": teacher}}
@@ -183,7 +183,7 @@ def test_a_frozen_role_needs_its_weights_in_the_precision_of_its_passes_and_no_o
     assert "recompute" not in line and "more ranks" in line
 
 
-def test_roles_that_take_turns_with_engines_pass_samples_at_the_same_time(tmp_path: Path) -> None:
+def test_roles_that_share_devices_pass_samples_at_once(tmp_path: Path) -> None:
     algorithm = {"name": "distill", "old_logprobs": "recompute"}
     stages = memory_of(on_gpus(tmp_path, **{**TEACHER, "algorithm": algorithm})).stages
     actor, teacher = stages["forward actor"], stages["forward teacher"]

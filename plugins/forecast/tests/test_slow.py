@@ -48,7 +48,7 @@ def test_a_fast_run_says_nothing(tmp_path: Path) -> None:
     assert told(planned(tmp_path)) == []
 
 
-def test_float32_is_told_with_its_price_where_it_was_asked_for_and_where_there_is_nothing_better(
+def test_float32_is_noted_with_its_price(
     tmp_path: Path,
 ) -> None:
     what = (
@@ -77,7 +77,7 @@ def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> N
     )
 
 
-def test_roles_of_one_table_are_told_once_and_a_role_with_its_own_under_its_own(tmp_path: Path) -> None:
+def test_a_slow_path_is_noted_once_per_table(tmp_path: Path) -> None:
     slow = {"precision": "float32"}
     assert len(told(planned(tmp_path, train=slow, **CRITIC))) == 1
     own = {"critic": {"ranks": 1, "train": slow}}
@@ -85,9 +85,7 @@ def test_roles_of_one_table_are_told_once_and_a_role_with_its_own_under_its_own(
     assert line.startswith("roles.critic.train.precision: float32 ")
 
 
-def test_what_a_backends_spec_tells_is_placed_in_its_table_and_the_spec_knows_where_ranks_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_paths_of_a_backend_are_placed_in_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[ClusterInfo, ModelSize]] = []
 
     def slow(config: Any, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:

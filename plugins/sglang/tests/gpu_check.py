@@ -234,14 +234,14 @@ def push(
     def send(rank: int) -> None:
         torch.cuda.set_device(rank if transport == "ipc" else model.device)
         sender = open_sender(address, rank=rank)
-        sender.begin(stream, version)
+        sender.open(stream, version)
         for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
             flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
             if stream is not manifest:
                 plain, flat = flat, torch.empty(as_sent.numel, dtype=torch.uint8, device=flat.device)
                 quantize(bucket, plain, as_sent, flat)
             sender.send(as_sent, flat.cuda() if transport == "ipc" else flat)
-        told.update(sender.commit())
+        told.update(sender.finish())
         sender.close()
 
     with ThreadPoolExecutor(ranks) as threads:

@@ -16,7 +16,7 @@ ANSWER = (
 )
 
 
-def test_tokens_and_log_probs_are_read_and_what_else_is_told_is_passed_over() -> None:
+def test_tokens_and_logprobs_are_read_from_answers() -> None:
     drawn, cut = read_samples(ANSWER)
     told = drawn.meta_info
     assert drawn.output_ids == [7, 151643]
@@ -28,7 +28,7 @@ def test_tokens_and_log_probs_are_read_and_what_else_is_told_is_passed_over() ->
     assert cut.meta_info.finish_reason["type"] == "abort"
 
 
-def test_however_many_tokens_are_read_the_garbage_collector_does_not_run_for_them() -> None:
+def test_reading_tokens_does_not_run_the_garbage_collector() -> None:
     """It would go through the whole process each time, while a rollout waits."""
     many = ANSWER.replace(b"[null,151643,null]", b",".join([b"[null,151643,null]"] * 50_000))
     collections: list[str] = []

@@ -138,7 +138,7 @@ def sums(ranks: list[Held], tensors: Mapping[str, torch.Tensor]) -> dict[str, in
 
 
 @pytest.mark.parametrize(("tp", "tied"), [(1, True), (1, False), (2, False), (4, True)])
-def test_sums_of_fused_cut_repeated_and_padded_tensors_are_those_of_the_stream(tp: int, tied: bool) -> None:
+def test_sums_of_rearranged_tensors_equal_the_streams(tp: int, tied: bool) -> None:
     ranks = [Held(Rank(tp, rank, tied=tied)) for rank in range(tp)]
     for seed in (1, 2):  # seen loading once, read again after another update
         tensors = stream(tied, seed)
@@ -161,9 +161,7 @@ def test_sums_of_fused_cut_repeated_and_padded_tensors_are_those_of_the_stream(t
         ("w2", (0, 3, 2), "experts.0.down_proj.weight"),
     ],
 )
-def test_one_element_that_is_wrong_in_one_rank_shows_in_its_tensor_alone(
-    parameter: str, element: tuple[int, ...], wrong: str
-) -> None:
+def test_a_wrong_element_shows_in_its_tensor_alone(parameter: str, element: tuple[int, ...], wrong: str) -> None:
     ranks = [Held(Rank(2, rank, tied=True)) for rank in range(2)]
     tensors = stream(True, 3)
     update(ranks, tensors)
@@ -175,7 +173,7 @@ def test_one_element_that_is_wrong_in_one_rank_shows_in_its_tensor_alone(
     assert {name for name in loaded if loaded[name] != sent[name]} == {wrong}
 
 
-def test_an_element_that_is_wrong_in_one_copy_of_several_is_told() -> None:
+def test_a_wrong_element_in_one_copy_is_reported() -> None:
     ranks = [Held(Rank(4, rank, tied=True)) for rank in range(4)]  # two ranks have the same head of keys
     tensors = stream(True, 3)
     update(ranks, tensors)
@@ -201,7 +199,7 @@ def test_what_was_written_over_by_another_tensor_shows() -> None:
     assert {name for name in loaded if loaded[name] != sent[name]} == {"k_proj.weight"}
 
 
-def test_nothing_is_said_of_a_tensor_that_has_moved_or_lies_here_in_part() -> None:
+def test_moved_or_partial_tensors_are_not_reported() -> None:
     first, second = (Held(Rank(2, rank, tied=True)) for rank in range(2))
     tensors = stream(True, 5)
     update([first, second], tensors)
@@ -287,7 +285,7 @@ class Gate(torch.nn.Module):
         return torch.nn.functional.linear(hidden.float(), self._weight_fp32)
 
 
-def test_routers_that_multiply_by_a_copy_of_their_weight_choose_by_the_new_one_after_each_update() -> None:
+def test_routers_use_new_weights_after_each_update() -> None:
     gate, hidden = Gate(), torch.randn(4, HIDDEN)
     held, addresses = Held(gate), set()
     for seed in (1, 2, 3):
@@ -299,7 +297,7 @@ def test_routers_that_multiply_by_a_copy_of_their_weight_choose_by_the_new_one_a
     assert len(addresses) == 1  # where a graph reads it
 
 
-def test_sums_of_blocks_and_scales_are_those_of_the_quantized_stream() -> None:
+def test_sums_of_blocks_and_scales_equal_the_streams() -> None:
     ranks = [Held(Blocks(rank)) for rank in range(2)]
     for seed in (1, 2):
         sent = send_in_blocks(ranks, seed)
@@ -331,9 +329,7 @@ def test_sums_of_blocks_and_scales_are_those_of_the_quantized_stream() -> None:
         ("norm", FP8, r"'model.norm.weight' is sent as bfloat16, but SGLang stores it as float8_e4m3fn"),
     ],
 )
-def test_a_parameter_of_another_form_than_what_is_copied_into_it_is_refused(
-    parameter: str, dtype: torch.dtype, wrong: str
-) -> None:
+def test_a_parameter_of_another_form_is_refused(parameter: str, dtype: torch.dtype, wrong: str) -> None:
     model = Blocks(0)
     model.parameters[parameter] = torch.nn.Parameter(model.parameters[parameter].to(dtype), False)
     with pytest.raises(EngineFailed, match=wrong):
@@ -347,7 +343,7 @@ def test_a_model_that_passes_over_scales_is_refused() -> None:
         send_in_blocks([Held(model)], 1)
 
 
-def test_keys_and_values_are_not_scaled_whatever_a_sleep_left_there() -> None:
+def test_sleep_leaves_no_scales_of_keys_and_values() -> None:
     model = Blocks(0)
     scales = {name: torch.nn.Parameter(torch.tensor(float("nan")), False) for name in ("k_scale", "v_scale")}
     model.attention = [SimpleNamespace(k_scale=None), SimpleNamespace(**scales, k_scale_float=1.0, v_scale_float=1.0)]

@@ -42,7 +42,7 @@ def request_of(prompt: list[int]) -> GenerateRequest:
     )
 
 
-def test_tokens_of_a_cut_row_keep_the_experts_of_the_weights_that_drew_them() -> None:
+def test_tokens_of_a_cut_row_keep_their_experts() -> None:
     request = request_of(PROMPT)
     cut = READER.generation(answer([4, 5, 6], "abort"), request, 3, paused=True)
     assert cut.unfinished.tolist() == [True]
@@ -56,7 +56,7 @@ def test_tokens_of_a_cut_row_keep_the_experts_of_the_weights_that_drew_them() ->
 
 
 @pytest.mark.parametrize("drawn", [[4, 5, STOP], [4, 5, 6, 4, 5, 6, 4, 5]])
-def test_a_row_that_was_cut_at_its_end_is_finished_and_has_its_experts(drawn: list[int]) -> None:
+def test_a_row_cut_at_its_end_is_finished(drawn: list[int]) -> None:
     ended = READER.generation(answer(drawn, "abort"), request_of(PROMPT), 3, paused=True)
     assert ended.unfinished.tolist() == [False]
     assert ended.routed_experts is not None
@@ -66,18 +66,18 @@ def test_a_row_that_was_cut_at_its_end_is_finished_and_has_its_experts(drawn: li
 
 
 @pytest.mark.parametrize(("drawn", "expert"), [([], 1), ([4], None)])
-def test_of_a_row_that_was_cut_as_it_was_read_no_experts_are_known(drawn: list[int], expert: int | None) -> None:
+def test_a_row_cut_in_its_prompt_has_no_experts(drawn: list[int], expert: int | None) -> None:
     cut = READER.generation(answer(drawn, "abort", expert=expert), request_of(PROMPT), 3, paused=True)
     assert cut.unfinished.tolist() == [True]
     assert cut.routed_experts is not None and (cut.routed_experts == -1).all()
 
 
-def test_nobody_cuts_a_row_of_an_engine_that_is_not_paused() -> None:
+def test_a_cut_row_without_a_pause_is_an_error() -> None:
     with pytest.raises(EngineFailed, match=r"ended a sample after 2 tokens: \{'type': 'abort'\}$"):
         READER.generation(answer([4, 5], "abort"), request_of(PROMPT), 3, paused=False)
 
 
-def test_a_server_that_cannot_hold_a_whole_row_is_told_by_what_is_too_small() -> None:
+def test_a_server_too_small_for_a_row_is_explained() -> None:
     with pytest.raises(EngineFailed) as caught:
         READER.generation(answer([4, 5, 6], "length"), request_of(PROMPT), 3, paused=False)
     assert caught.value.message == (
@@ -86,7 +86,7 @@ def test_a_server_that_cannot_hold_a_whole_row_is_told_by_what_is_too_small() ->
     )
 
 
-def test_a_log_prob_that_is_no_number_is_told_with_its_row() -> None:
+def test_a_logprob_of_nan_is_reported_with_its_row() -> None:
     """It would be trained on as NaN."""
     said = answer([4, 5, STOP], "stop").replace(b"[-1.0, 5, null]", b"[null, 5, null]")
     with pytest.raises(EngineFailed) as caught:

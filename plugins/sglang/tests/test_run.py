@@ -11,7 +11,7 @@ from tests.end_to_end.command import Command, metrics, write_small
 pytestmark = pytest.mark.processes
 
 
-def test_a_run_learns_from_a_server_of_two_ranks_and_outlives_its_death(tmp_path: Path) -> None:
+def test_a_run_outlives_the_death_of_its_server(tmp_path: Path) -> None:
     marker, temporary = tmp_path / "died", tmp_path / "temporary"
     temporary.mkdir()
     engine = [

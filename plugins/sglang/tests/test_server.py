@@ -85,7 +85,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_one_that_is_late_is_waited_for_and_ends_with_all_that_it_has_started(
+def test_a_late_server_ends_with_all_its_processes(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = start(servers, tmp_path, mode="well", seconds=0.5)
@@ -104,16 +104,14 @@ def test_one_that_is_late_is_waited_for_and_ends_with_all_that_it_has_started(
         server.post("/refuse")
 
 
-def test_one_that_is_slow_is_waited_for_beyond_the_limit_of_silence(servers: list[Server], tmp_path: Path) -> None:
+def test_a_slow_server_that_answers_pings_is_waited_for(servers: list[Server], tmp_path: Path) -> None:
     server = start(servers, tmp_path, mode="well", health_timeout=2.0)
     server.wait_ready(60.0)
     assert server.post("/slow?seconds=3") == b"late"
 
 
 @pytest.mark.parametrize("when", ["before", "while it takes the request", "before its answer", "within its answer"])
-def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
-    servers: list[Server], tmp_path: Path, when: str
-) -> None:
+def test_a_silent_server_is_killed_with_its_processes(servers: list[Server], tmp_path: Path, when: str) -> None:
     server = start(servers, tmp_path, mode="well", health_timeout=0.5)
     server.wait_ready(60.0)
     if when in ("before", "while it takes the request"):
@@ -126,7 +124,7 @@ def test_one_that_lives_and_says_nothing_is_ended_with_all_that_it_has_started(
     assert gone(server.pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
 
 
-def test_one_that_dies_leaves_no_directory_whatever_was_asked_of_it(servers: list[Server], tmp_path: Path) -> None:
+def test_a_dead_server_leaves_no_directory(servers: list[Server], tmp_path: Path) -> None:
     server = start(servers, tmp_path, mode="well")
     server.wait_ready(60.0)
     (tmp_path / "logs" / "engine-0.log").unlink()
@@ -138,7 +136,7 @@ def test_one_that_dies_leaves_no_directory_whatever_was_asked_of_it(servers: lis
     assert not (tmp_path / "own").exists()
 
 
-def test_all_who_wait_for_one_that_dies_hear_of_it_with_its_last_words_though_its_log_goes_with_it(
+def test_all_callers_of_a_dead_server_get_its_last_lines(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
@@ -176,9 +174,7 @@ def test_all_who_wait_for_one_that_dies_hear_of_it_with_its_last_words_though_it
     assert not own.exists()
 
 
-def test_one_that_is_stopped_under_a_request_is_told_as_gone_though_its_log_is_too(
-    servers: list[Server], tmp_path: Path
-) -> None:
+def test_a_server_stopped_during_a_request_counts_as_dead(servers: list[Server], tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     given = {"launcher": QUICK, "environment": {}, "health_timeout": 60.0}
@@ -194,7 +190,7 @@ def test_one_that_is_stopped_under_a_request_is_told_as_gone_though_its_log_is_t
             call.result()
 
 
-def test_one_that_ends_as_it_starts_is_told_with_its_last_words(servers: list[Server], tmp_path: Path) -> None:
+def test_a_failed_start_is_reported_with_the_last_lines(servers: list[Server], tmp_path: Path) -> None:
     with pytest.raises(EngineFailed) as raised:
         start(servers, tmp_path, mode="fails").wait_ready(60.0)
     log = tmp_path / "logs" / "engine-0.log"
@@ -229,9 +225,7 @@ time.sleep(600)
         assert gone(pid) and gone(rank_of(tmp_path)) and not (tmp_path / "own").exists()
 
 
-def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_is_told(
-    servers: list[Server], tmp_path: Path
-) -> None:
+def test_unknown_sglang_arguments_are_reported(servers: list[Server], tmp_path: Path) -> None:
     package = tmp_path / "site" / "sglang"
     (package / "srt").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -249,9 +243,7 @@ def test_sglang_is_started_with_its_own_arguments_and_one_that_it_does_not_know_
 
 
 @pytest.mark.parametrize(("dtype", "used"), [("float32", "torch's own"), ("bfloat16", "a kernel")])
-def test_in_float32_ranks_use_torchs_own_operations_where_sglang_has_no_kernels(
-    servers: list[Server], tmp_path: Path, dtype: str, used: str
-) -> None:
+def test_float32_ranks_use_torchs_operations(servers: list[Server], tmp_path: Path, dtype: str, used: str) -> None:
     operation = """class {}:
     def forward_cuda(self): return "a kernel"
     def forward_native(self): return "torch's own"

@@ -1,9 +1,7 @@
-"""An engine in a process of its own, for the transport tests: `python peer.py ADDRESS_JSON INDEX`, orders on stdin.
+"""An engine in a process of its own: `python peer.py ADDRESS_JSON INDEX small|large ACT...`, an act for each update.
 
-Each order is one JSON line {"version", "shapes", "bucket_bytes", "senders", "act"}; each answer one JSON line
-{"version", "error", "sums"}. `version` is the engine's own after the update, `sums` the loaded tensors' sums of bits.
-Acts: load (a whole update), refuse (say no before reading), fail (raise while loading the first bucket), die (vanish
-after the first bucket), stop (hang after the first bucket, as a peer that NCCL has lost).
+Acts: load, die (end at the first bucket), stop (hang there, as a peer that NCCL has lost). It prints a JSON line after
+each update: {"error": ..., "sums": bit sums by tensor}.
 """
 
 from __future__ import annotations
@@ -15,52 +13,35 @@ import sys
 
 import torch
 
+from corerl.engines.lifecycle import Receiving
 from corerl.errors import WeightUpdateError
-from corerl.plugin.transports import open_receiver
-from corerl.weights.manifest import build_manifest
+from corerl.weights.manifest import Bucket
 from corerl.weights.transport import Address
-
-
-def bit_sum(tensor: torch.Tensor) -> int:
-    """The sum of the elements' bit patterns, independent of the transports' own checksum."""
-    return int(tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).sum().item())
+from corerl.weights.verify import bit_sums
+from tests.weights.transports.ends import LARGE, MANIFEST
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    receiver = open_receiver(Address(**json.loads(sys.argv[1])), index=int(sys.argv[2]))
-    version = 0
-    loaded: dict[str, torch.Tensor] = {}
-    print(json.dumps({"started": True}), flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        manifest = build_manifest(
-            [(name, tuple(shape)) for name, shape in order["shapes"]],
-            dtype=order["dtype"],
-            bucket_bytes=order["bucket_bytes"],
-            senders=order["senders"],
-        )
+    address, index, size, *acts = Address(**json.loads(sys.argv[1])), int(sys.argv[2]), *sys.argv[3:]
+    receiving = Receiving(index)
+    for version, act in enumerate(acts, start=1):
+        sums: dict[str, int] = {}
         error = ""
-        fresh: dict[str, torch.Tensor] = {}
+
+        def load(bucket: Bucket, flat: torch.Tensor, act: str = act, sums: dict[str, int] = sums) -> None:
+            if act == "die":
+                os._exit(1)
+            if act == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            sums |= bit_sums(bucket.views(flat))
+
         try:
-            if order["act"] == "refuse":
-                raise WeightUpdateError("this engine does not want it")
-            for bucket, flat in receiver.buckets(manifest, order["version"]):
-                if order["act"] == "fail":
-                    raise WeightUpdateError("this engine cannot load it")
-                if order["act"] == "die":
-                    os._exit(1)
-                if order["act"] == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                fresh |= {name: tensor.clone() for name, tensor in bucket.views(flat).items()}
-                del flat  # the sender takes its memory back
-            loaded, version = fresh, order["version"]
+            receiving.transfer(LARGE if size == "large" else MANIFEST, version, address, load=load)
         except WeightUpdateError as failure:
             error = failure.message
-        receiver.acknowledge(order["version"], error)
-        sums = {name: bit_sum(tensor) for name, tensor in loaded.items()}
-        print(json.dumps({"version": version, "error": error, "sums": sums}), flush=True)
-    receiver.close()
+        print(json.dumps({"error": error, "sums": sums}), flush=True)
+    receiving.close()
 
 
 if __name__ == "__main__":

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from corerl.plugin.transports import open_sender
 from corerl.weights.shared import ALLOCATOR
-from corerl.weights.transport import Address
-from tests.weights.transports.test_transports import FlipsIpc, Peer, push, sums_of, weights
+from corerl.weights.verify import bit_sums
+from tests.weights.transports.ends import address_of, peer, push, weights
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -30,39 +30,20 @@ def allocator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_two_engines_on_the_gpu_hold_what_was_sent_and_nothing_stays_allocated(allocator: None) -> None:
-    address = Address(
-        transport="ipc", engines=("a", "b"), token=uuid.uuid4().hex, senders=(0, 0), device="cuda", timeout=60.0
-    )
-    peers = [Peer(address, index) for index in range(2)]
-    sender = FlipsIpc(address, 0)
+def test_engines_on_the_gpu_leave_nothing_allocated(allocator: None) -> None:
+    address = address_of("ipc", "a", "b", device="cuda", timeout=60.0)
+    sender = open_sender(address)
     before = torch.cuda.memory_allocated()
-    try:
-        for peer in peers:
-            peer.answer()
+    loads = ["load"] * 5
+    with peer(address, 0, "small", *loads, "load") as first, peer(address, 1, "small", *loads, "die") as second:
         for version in range(1, 6):
             sent = {name: tensor.cuda() for name, tensor in weights(version).items()}
-            for peer in peers:
-                peer.order(version)
-            assert push(sender, sent, version) == {"a": "", "b": ""}
-            assert [peer.answer() for peer in peers] == [
-                {"version": version, "error": "", "sums": sums_of(weights(version))}
-            ] * 2
-        sender.flips = True
-        for peer in peers:
-            peer.order(6)
-        assert all("was damaged in transit" in error for error in push(sender, sent, 6).values())
-        sender.flips = False
-        assert [peer.answer()["version"] for peer in peers] == [5, 5]
-        peers[0].order(7)
-        peers[1].order(7, "die")
-        answers = push(sender, sent, 7)
-        assert answers["a"] == "" and "its process ended" in answers["b"]
-        assert peers[0].answer()["version"] == 7
+            assert not any(push(sender, address, sent, version).values())
+            assert first() == second() == {"error": "", "sums": bit_sums(weights(version))}
+        failed = push(sender, address, sent, 6)
+        assert "its process ended" in failed["b"] and not failed.get("a")
+        assert first() == {"error": "", "sums": bit_sums(weights(5))}
         del sent
         torch.cuda.ipc_collect()
         assert torch.cuda.memory_allocated() == before  # what the dead one had opened too
-    finally:
-        for peer in peers:
-            peer.close()
-        sender.close()
+    sender.close()

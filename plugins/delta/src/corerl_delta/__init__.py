@@ -8,5 +8,5 @@ SPEC = TransportSpec(
     capability=Capability.UPDATE_DISK,  # the same stream in other files
     api=(2, 0),
     summary="what has changed since the previous update, in files of a shared directory",
-    give_up="corerl_delta.transport:DeltaReceiver.give_up",
+    abandon="corerl_delta.transport:DeltaReceiver.abandon",
 )

@@ -43,7 +43,7 @@ class Places:
     def left(self, placement: Placement, name: str) -> int:
         """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
         says."""
-        shares = [name] if name in placement.apart else self.room.keys() - set(placement.apart)
+        shares = [name] if name in placement.separate else self.room.keys() - set(placement.separate)
         return sum(not bundle.lost for bundle in self.room.used(shares))
 
     @property

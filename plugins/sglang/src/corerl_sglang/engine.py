@@ -22,13 +22,12 @@ from corerl.engines import (
     GenerateRequest,
     Generation,
     Received,
-    Receiving,
     SamplingParams,
     Told,
     shape_mismatch,
     unheard,
 )
-from corerl.errors import ConfigError, CorerlError, EngineFailed, WorkerDied
+from corerl.errors import ConfigError, CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
@@ -223,14 +222,10 @@ class SglangEngine(Engine):
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         """Have each of the server's ranks receive in its own process; see `loader`."""
 
-        def transfer(refused: str) -> tuple[int, str]:
-            try:
-                self._server.require_alive("receive")
-            except WorkerDied as died:
-                refused = died.message
-            error = refused or self._mismatch(manifest)
-            if error:
-                return 0, self._refuse(self._context.receivers, manifest, version, address, error)
+        def transfer() -> int:
+            self._server.require_alive("receive")
+            if refused := self._mismatch(manifest):
+                raise WeightUpdateError(refused)
             return self._transfer(manifest, version, address)
 
         received = self._serving.update(version, transfer)
@@ -242,75 +237,57 @@ class SglangEngine(Engine):
             return "the engine's weights are asleep; wake it up first"
         return shape_mismatch(manifest.shapes, self._shapes, whole=self._whole)
 
-    def _transfer(self, manifest: Manifest, version: int, address: Address) -> tuple[int, str]:
-        """Have the ranks take the update; returns the bytes received and the error, or ""."""
-        receivers = tuple(self._context.receivers)
+    def _transfer(self, manifest: Manifest, version: int, address: Address) -> int:
+        """Have the ranks take the update; returns bytes."""
         apart = self._adapters
         room = None if apart is None else apart.room(manifest)
         instruction = Instruction(
             manifest=manifest,
             version=version,
             address=address,
-            receivers=receivers,
+            receivers=tuple(self._context.receivers),
             adapters="" if room is None else room.path,
         )
-        answers, failed = self._ask_ranks(instruction)
-        if apart is not None and room is not None and not failed:
-            try:
-                apart.load(version, room)
-            except CorerlError as failure:
-                failed = message_of(failure)
-        given = [answer for answer in answers if answer is not None]
-        received = max((answer.bytes for answer in given), default=0)
-        if silent := [receiver for receiver, answer in zip(receivers, answers, strict=True) if answer is None]:
-            self._refuse(silent, manifest, version, address, failed)  # the sender would wait for them
-        if not failed:
-            self._whole = True
-            body = {"new_version": str(version), "abort_all_requests": False}
-            self._server.post("/update_weight_version", body)
-        return received, failed
+        answers = self._ask_ranks(instruction)
+        if apart is not None and room is not None:
+            apart.load(version, room)
+        self._whole = True
+        self._server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        return max((answer.bytes for answer in answers), default=0)
 
-    def _ask_ranks(self, asked: Instruction | Question) -> tuple[list[Answer | None], str]:
-        """Send an instruction to all ranks; returns each one's answer, None if it gave none, and the error, or ""."""
+    def _ask_ranks(self, asked: Instruction | Question) -> list[Answer]:
+        """Send an instruction to all ranks; returns each one's answer. Raises if a rank fails or gives none."""
         ranks = len(self._context.receivers)
-        answers: list[Answer | None] = [None] * ranks
-        failed = ""
+        answers: list[Answer | None] = []
+        path = write_instruction(self._directory, asked)
         try:
-            path = write_instruction(self._directory, asked)
-            try:
-                self._settle()  # also empties the prefix cache, whose keys and values are of the old weights
-                names = [[(name_for(path, rank), torch.empty(0))] for rank in range(ranks)]
-                body = {
-                    "serialized_named_tensors": [serialized(each) for each in names],
-                    "load_format": LOADER,
-                    "flush_cache": False,
-                }
-                self._server.post("/update_weights_from_tensor", body)
-            finally:
-                answers = read_answers(path, ranks)
-        except (CorerlError, OSError) as failure:
-            failed = message_of(failure)
-        wrong = next((answer.error for answer in answers if answer is not None and answer.error), "")
-        silence = "a rank of its server did not answer" if None in answers else ""
-        return answers, failed or wrong or silence
+            self._settle()  # also empties the prefix cache, whose keys and values are of the old weights
+            names = [[(name_for(path, rank), torch.empty(0))] for rank in range(ranks)]
+            body = {
+                "serialized_named_tensors": [serialized(each) for each in names],
+                "load_format": LOADER,
+                "flush_cache": False,
+            }
+            self._server.post("/update_weights_from_tensor", body)
+        finally:
+            answers = read_answers(path, ranks)
+        given = [answer for answer in answers if answer is not None]
+        if wrong := next((answer.error for answer in given if answer.error), ""):
+            raise WeightUpdateError(wrong)
+        if len(given) < ranks:
+            raise WeightUpdateError("a rank of its server did not answer")
+        return given
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sums of tensors in the dtypes they came in, read where each rank first saw them loaded; see `held`. Tensors
         that SGLang does not plainly copy into a parameter, such as scalars or converted ones, are left out."""
-        answers, failed = self._ask_ranks(Question())
-        self._server.require_alive("weight_sums")
-        if failed:
-            raise EngineFailed(f"{self._context.name} cannot report its weights: {failed}")
-        ranks = [answer.sums for answer in answers if answer is not None]
-        return whole_sums(self._context.name, self._shapes, ranks) or None
-
-    def _refuse(self, receivers: Sequence[int], manifest: Manifest, version: int, address: Address, error: str) -> str:
-        """Tell the sender, on behalf of these receivers, why they take no part; returns `error`."""
-        for index in receivers:
-            receiving = Receiving(index)
-            receiving.transfer(manifest, version, address, refused=error, load=lambda bucket, flat: None)
-            receiving.close()
-        return error
+        try:
+            answers = self._ask_ranks(Question())
+        except (WeightUpdateError, EngineFailed, OSError) as failure:
+            self._server.require_alive("weight_sums")
+            name = self._context.name
+            raise EngineFailed(f"{name} cannot report its weights: {message_of(failure)}") from failure
+        return whole_sums(self._context.name, self._shapes, [answer.sums for answer in answers]) or None
 
     def _settle(self) -> None:
         """Wait until nothing runs, and empty the prefix cache. A busy server asked to release memory ends itself."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from corerl.engines import Receiving
+from corerl.errors import WeightUpdateError
 from corerl.messages import message_of
 from corerl.weights import Bucket, CudaPinning
 from corerl_sglang.adapters import Packed
@@ -57,24 +58,27 @@ def _update(held: Held, instruction: Instruction, rank: int) -> Answer:
     receiver = instruction.receivers[rank]
     receiving = RECEIVING.setdefault(receiver, Receiving(receiver))
     # Whole on every rank, and SGLang cuts them itself: one rank writes them for all.
+    writes = bool(instruction.adapters) and rank == 0
     room: dict[str, torch.Tensor] = {}
-    refused = ""
-    if instruction.adapters and rank == 0:
-        packed = Packed.of(instruction.manifest)
-        try:
-            room = packed.views(_mapped(instruction.adapters, packed.nbytes))
-        except (OSError, RuntimeError) as failure:  # the sender is told, which would wait for this rank
-            refused = f"no memory for adapters: {message_of(failure)}"
 
     def take(bucket: Bucket, flat: torch.Tensor) -> None:
+        if writes and not room:
+            room.update(_room(instruction))
         for name, tensor in bucket.views(flat).items():
             if name in room:
                 room[name].copy_(tensor, non_blocking=True)
         held.load(bucket, flat)
 
-    received, error = receiving.transfer(
-        instruction.manifest, instruction.version, instruction.address, refused=refused, load=take
-    )
+    received = receiving.transfer(instruction.manifest, instruction.version, instruction.address, load=take)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # let device errors surface here, not in a later batch
-    return Answer(bytes=received, error=error)
+    return Answer(bytes=received, error="")
+
+
+def _room(instruction: Instruction) -> dict[str, torch.Tensor]:
+    """Where to write each adapter. Made while the update arrives, so that the sender notices if it cannot be."""
+    packed = Packed.of(instruction.manifest)
+    try:
+        return packed.views(_mapped(instruction.adapters, packed.nbytes))
+    except (OSError, RuntimeError) as failure:
+        raise WeightUpdateError(f"no memory for adapters: {message_of(failure)}") from failure

@@ -60,13 +60,8 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         yield Problem(f"server.{name}", text)
     if cluster.model:
         yield from misfits(config, cluster.model)
-    if quantized(config, cluster) == "fp8":
+    if cluster.weights is not None and cluster.weights.quantize == "fp8":
         yield from fp8.problems(config, cluster)
-
-
-def quantized(config: SglangConfig, cluster: ClusterInfo) -> str:
-    """The server is started for the form in which weights arrive."""
-    return cluster.weights.quantize if cluster.weights else "none"
 
 
 def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]:
@@ -106,7 +101,7 @@ SPEC = EngineSpec(
     calls=calls,
     check=check,
     probe=probe,
-    quantized=quantized,
+    quantized=("none", "fp8"),  # the server is started for the form in which weights arrive
     adapters=True,
     begin=begin,
 )

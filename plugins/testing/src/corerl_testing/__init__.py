@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
+    from corerl.weights.sending import Sending as Sending
     from corerl.weights.verify import difference as difference
     from corerl_doctor.smallest import drawn_model as drawn_model
     from corerl_doctor.smallest import smallest_config as smallest_config

@@ -138,7 +138,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     sent = group.update_weights(address, version).result()
     received = fleet.received(receiving, 60.0)
     return {
-        name: sent.engines.get(name, "not among the results of the update") or received[name].error
+        name: sent.engines.get(name) or (received[name].error if name in received else "no answer within 60 s")
         for name in fleet.names
     }
 

@@ -19,18 +19,18 @@ class InProcessSender(WeightSender):
         self._engine = engine
         self._error = ""
 
-    def begin(self, manifest: Manifest, version: int) -> None:
-        self.version, self._error = version, ""
+    def open(self, manifest: Manifest, version: int) -> None:
+        self._error = ""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if self._error:
             return
         try:
             self._load(bucket.views(flat))
-        except Exception as error:  # an engine's failure is reported in commit, as in every transport
+        except Exception as error:  # an engine's failure is in `finish`, as in every transport
             self._error = f"{type(error).__name__}: {error}"
 
-    def commit(self) -> Mapping[str, str]:
+    def finish(self) -> Mapping[str, str]:
         return {self._engine: self._error}
 
     def close(self) -> None:

@@ -18,5 +18,5 @@ SPEC = TransportSpec(
     config=ZippedOptions,
     api=(2, 0),
     summary="compressed files in a shared directory",
-    give_up="corerl_zipped.files:ZippedReceiver.give_up",
+    abandon="corerl_zipped.files:ZippedReceiver.abandon",
 )

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from corerl.errors import WeightUpdateError
-from corerl.weights import Address, Bucket, DiskReceiver, DiskSender, Manifest
+from corerl.weights import Address, Arriving, Bucket, DiskReceiver, DiskSender, Manifest
 from corerl_zipped import ZippedOptions
 
 
@@ -25,25 +24,23 @@ class ZippedSender(DiskSender):
         super().__init__(address, rank)
         self._level = ZippedOptions(**address.options).level
 
-    def begin(self, manifest: Manifest, version: int) -> None:
+    def open(self, manifest: Manifest, version: int) -> None:
         self.sent = 0
-        super().begin(manifest, version)
+        super().open(manifest, version)
 
-    def transmit(self, bucket: Bucket, flat: torch.Tensor) -> None:
+    def transmit(self, bucket: Bucket, flat: torch.Tensor, directory: Path) -> None:
         data = zlib.compress(flat.view(torch.uint8).numpy(), self._level)
-        (self.partial / file_of(bucket)).write_bytes(data)
+        (directory / file_of(bucket)).write_bytes(data)
         self.sent = (self.sent or 0) + len(data)
 
 
 class ZippedReceiver(DiskReceiver):
-    """Reads it. The base class verifies the checksum of what `read` returns."""
+    """Reads it. The base class verifies the checksum of what `read` returns, and words what it raises."""
 
-    def prepare(self, manifest: Manifest) -> None:
+    def receive(self, manifest: Manifest, version: int) -> Arriving:
         self._dtype = getattr(torch, manifest.dtype)
+        return super().receive(manifest, version)
 
     def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
-        try:
-            data = bytearray(zlib.decompress((directory / file_of(bucket)).read_bytes()))
-        except (OSError, zlib.error) as error:
-            raise WeightUpdateError(f"cannot read {directory / file_of(bucket)}: {error}") from error
+        data = bytearray(zlib.decompress((directory / file_of(bucket)).read_bytes()))
         return torch.frombuffer(data, dtype=self._dtype)
