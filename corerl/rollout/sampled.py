@@ -228,8 +228,8 @@ class SampledRollouts(Source):
 
     async def _sample(self, task: PromptTask) -> None:
         started = time.perf_counter()
-        drew = None if self.in_order else task.on_tokens
-        task.rollout = await self.sampler.answer(task.prompts, task.request, ahead=task.ahead, drew=drew)
+        on_tokens = None if self.in_order else task.on_tokens
+        task.rollout = await self.sampler.answer(task.prompts, task.request, ahead=task.ahead, on_tokens=on_tokens)
         task.seconds = time.perf_counter() - started
         del self._sampling[task.number]
         self._unscored.append(task)

@@ -106,8 +106,8 @@ class Generate(Protocol):
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        told: Counted | None = None,
-        drew: Callable[[Generation], None] | None = None,
+        on_progress: Counted | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Awaitable[Generation]: ...
 
 
@@ -143,11 +143,11 @@ class Sampler(ABC):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Draw what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
-        sample. `ahead`: nobody waits for it yet. `drew` gets all that is drawn, piece by piece. Cancelled when the run
-        ends, or drops these prompts."""
+        sample. `ahead`: nobody waits for it yet. `on_tokens` gets all that is generated, piece by piece. Cancelled when
+        the run ends, or drops these prompts."""
 
     def close(self) -> None:  # noqa: B027  -- most hold nothing
         """Release what the sampler holds: nothing is asked of it any more. May be called twice."""
@@ -177,10 +177,10 @@ class Sampler(ABC):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """What `draw` returns, checked. Raises PluginBroken if that is no rollout of these prompts and this request."""
-        rollout = await self.draw(prompts, request, ahead=ahead, drew=drew)
+        rollout = await self.draw(prompts, request, ahead=ahead, on_tokens=on_tokens)
         if fault := _fault(rollout, len(prompts), request):
             raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.draw returned {fault}")
         return rollout
@@ -247,10 +247,10 @@ class PromptSampler(Sampler):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        told = None if ahead else self.context.on_progress
-        generation = await self.context.generate(request, urgent=not ahead, told=told, drew=drew)
+        progress = None if ahead else self.context.on_progress
+        generation = await self.context.generate(request, urgent=not ahead, on_progress=progress, on_tokens=on_tokens)
         return self.rollout(prompts, request, generation)
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:

@@ -38,13 +38,13 @@ class Recorder:
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        told: Any = None,
-        drew: Callable[[Generation], None] | None = None,
+        on_progress: Any = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Generation:
         self.requests.append(request)
-        self.asked.append((urgent, told))
-        if drew is not None:
-            drew(self.generation)
+        self.asked.append((urgent, on_progress))
+        if on_tokens is not None:
+            on_tokens(self.generation)
         return self.generation
 
 
@@ -148,7 +148,7 @@ def test_only_samples_that_are_waited_for_are_urgent() -> None:
 
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
-    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, drew=drawn.append))
+    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, on_tokens=drawn.append))
     awaited = sample(sampler)
     assert engine.asked == [(False, None), (True, told)]
     assert len(drawn) == 1 and drawn[0] is FOUR
