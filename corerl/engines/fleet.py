@@ -176,7 +176,8 @@ class EngineFleet:
         """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`; those that `pause`
         interrupts go on after it, under the weights of that time. `urgent` requests overtake those that wait.
         `on_progress` gets every few seconds how many rows have ended, and how many there are; `on_tokens` gets all that
-        is generated, piece by piece. Raises a replica's own error, or the cause of its death once restarts are used up."""
+        is generated, piece by piece. Raises a replica's own error, or the cause of its death once restarts are used
+        up."""
         number = -1 if urgent else next(self._numbers)
         return await self._divided(request, number, on_progress, on_tokens)
 
