@@ -134,7 +134,7 @@ class Run:
     def _kl_coef_in(self, state: Mapping[str, Any]) -> float:
         """The coefficient in a checkpoint's state, if it is adapted; otherwise the config's."""
         settings = self.plan.algorithm.settings
-        return state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
+        return float(state.get("kl_coef", settings.kl_coef)) if settings.kl_target else settings.kl_coef
 
     # ---- samples ----------------------------------------------------------------------------------------------------
 
