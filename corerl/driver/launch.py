@@ -184,9 +184,7 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
-    def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
-        return address_of(processes, receivers, start.run_dir, plan.cluster)
-
+    address = functools.partial(address_of, run_dir=start.run_dir, cluster=plan.cluster)
     updates: WeightUpdates | None = None
     if fleet is not None:
         updates = WeightUpdates(
