@@ -187,7 +187,8 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
     tables = chats_of(tmp_path, bad=99)
     tables["data"]["chat_template_options"] = {"brief": True}
     plan = make_plan(config_in(tmp_path / "run", **tables))
-    made = Sampling(plan=plan, fleet=Mock(), loop=Mock(), rewards=(Mock(), []), progress=Mock(), stack=Mock())
+    rewards = (Mock(), [Mock()] * len(plan.eval_sets))
+    made = Sampling(plan=plan, fleet=Mock(), loop=Mock(), rewards=rewards, progress=Mock(), stack=Mock())
     sampler = made.sampler_of(plan.rollout.rewarding)
     request = sampler.request([plan.rollout.prompts.prompt(0)], rollout_step=0, samples=1, params=plan.rollout.params)
     assert plan.rollout.tokenizer.decode(request.tokens) == "7>s"
