@@ -1,22 +1,17 @@
 """Measure what an episode costs the driver: `episode.chat` and `chat_async` through server, runner and sampler, with
-engines that answer at once, against the same conversations encoded in a loop, or against commit 04b8963."""
+engines that answer at once, against the same conversations encoded in a loop."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.report import ROOT, Comparison, Number, Report, finish, in_turns, parser
+from benchmarks.report import Comparison, Number, Report, finish, in_turns, parser
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.event_loop import EventLoop
@@ -101,16 +96,7 @@ def timed(tokens: Callable[[], Any]) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "digest": digest}
 
 
-def before(tree: Path, *arguments: int) -> dict[str, Any]:
-    """What commit 04b8963, which is in `tree`, takes for the same."""
-    command = [sys.executable, str(ROOT / "benchmarks/peers/episodes_04b8963.py"), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    run = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
-
-
-def measure(*, rounds: int, size: int, concurrency: int, against: Path | None) -> Report:
+def measure(*, rounds: int, size: int, concurrency: int) -> Report:
     loop = EventLoop("rollout")
     server = ChatServer(loop, temperature=1.0, top_p=1.0)
     prompts = [Prompt(index=index, text="21>", answer="12") for index in range(size // SAMPLES)]
@@ -135,8 +121,8 @@ def measure(*, rounds: int, size: int, concurrency: int, against: Path | None) -
         return np.concatenate([encode(prompt).tokens for prompt in prompts for _ in range(SAMPLES)])
 
     kinds = {"plain functions": ours(play), "async functions": ours(play_async)}
-    other = Side(lambda: before(against, size, concurrency, CALLS) if against else timed(alone))
-    name = "04b8963" if against else "their conversations, encoded alone"
+    other = Side(lambda: timed(alone))
+    name = "their conversations, encoded alone"
     comparisons, numbers = [], []
     for kind, side in kinds.items():
         side()  # what only the first ones pay
@@ -166,6 +152,5 @@ def measure(*, rounds: int, size: int, concurrency: int, against: Path | None) -
 if __name__ == "__main__":
     command = parser(__doc__, rounds=5, size=2000, unit="episodes")
     command.add_argument("--concurrency", type=int, default=256, help="episodes at a time (default: 256)")
-    command.add_argument("--against", type=Path, help="a tree of commit 04b8963, to compare with its episodes")
     args = command.parse_args()
-    finish(measure(rounds=args.rounds, size=args.size, concurrency=args.concurrency, against=args.against), args.output)
+    finish(measure(rounds=args.rounds, size=args.size, concurrency=args.concurrency), args.output)

@@ -98,6 +98,10 @@ class Watched:
         self.process.wait()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
+    def now(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self._began
+
     def lines(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl so far."""
         path = self.directory / "metrics.jsonl"

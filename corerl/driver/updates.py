@@ -7,7 +7,7 @@ meanwhile is reported to the ranks, which would wait for it. The first failure i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,8 @@ class WeightUpdates:
 
     def weights_of(self, versions: IntArray) -> IntArray:
         """The versions, without counting those that only sent the same weights again because an engine had failed."""
-        return versions - np.searchsorted(self._again, versions, side="right")
+        again: IntArray = np.searchsorted(self._again, versions, side="right").astype(np.int64)
+        return versions - again
 
     def _attempt(self, source: Source) -> dict[str, CorerlError]:
         """Run one update; returns the engines to replace, which now serve nothing, and why."""
@@ -119,7 +120,7 @@ class WeightUpdates:
         return {}
 
     def _to_replace(
-        self, missed: Mapping[str, Received | None], causes: Iterable[str], sent: UpdateResult
+        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult
     ) -> dict[str, CorerlError]:
         """Which of the engines that missed an update to replace, and why: those that died or gave no answer; if all
         are alive and answered, those that failed first.

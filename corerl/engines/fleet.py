@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from attrs import define
 
@@ -25,8 +25,6 @@ from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-
-T = TypeVar("T")
 
 STARTING_SECONDS = 1.0  # between two looks whether replicas have started
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed

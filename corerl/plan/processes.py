@@ -81,14 +81,12 @@ def plan_processes(
     actor = cluster_of(ACTOR, config, plugins, device=device, model=models.get(ACTOR))
     engines = evolve(actor, ranks=config.rollout.replicas, weights=config.weights)
     engine = plugins.engine if fit[Kind.ENGINES] else None
-    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    own, widths, senders = list(config.own_devices), dict[str, int](), tuple[int, ...]()
+    groups, own, widths = groups_of(config)
+    senders: tuple[int, ...] = ()
     if engine is not None and fit[Kind.BACKENDS] and fit[Kind.TRANSPORTS]:
         with problems.stage("weights.transport"):
             if config.run.samples:
-                groups[ENGINES] = config.rollout.replicas
                 widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
-                own += [ENGINES] if config.cluster.placement == "disaggregated" else []
             senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
             name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
             plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
@@ -102,13 +100,11 @@ def plan_processes(
         check_extensions(config, plugins, actor, problems)
     else:  # none is known to be there
         config, plugins = evolve(config, extensions=()), evolve(plugins, extensions=())
-    plans = (
-        plan_roles(
+    plans: dict[str, RolePlan] = {}
+    if fit[Kind.BACKENDS]:
+        plans = plan_roles(
             config, plugins, problems, device=device, models=models, run_dir=run_dir, resume=resume, algorithm=algorithm
         )
-        if fit[Kind.BACKENDS]
-        else {}
-    )
     transport = plugins.transport
     if problems or algorithm is None or engine is None or transport is None:
         return None
@@ -145,6 +141,17 @@ def plan_processes(
         senders=senders,
         common=common,
     )
+
+
+def groups_of(config: Config) -> tuple[dict[str, int], list[str], dict[str, int]]:
+    """The groups of a run's processes by name: how many members each has, those that have devices of their own, and the
+    widths of members, which only the engine knows if there are engines."""
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
+    own = list(config.own_devices)
+    if config.run.samples:
+        groups[ENGINES] = config.rollout.replicas
+        own += [ENGINES] if config.cluster.placement == "disaggregated" else []
+    return groups, own, {}
 
 
 def plan_roles(

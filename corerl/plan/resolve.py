@@ -269,10 +269,10 @@ def resolve_tables(config: Config, problems: Problems | None = None) -> Config:
 
 def _structured(table: Any, loaded: Loaded, path: str, kind: str, problems: Problems) -> Any:
     """`table` as the plugin's config class; as it is if it does not fit, which is a problem of this kind of plugins."""
-    if not isinstance(table, loaded.spec.config):
-        with problems.stage(f"plugins.{kind}"):
-            return options_of(loaded, table, path=path)
-    return table
+    options = table
+    with problems.stage(f"plugins.{kind}"):
+        options = options_of(loaded, table, path=path)
+    return options  # noqa: RET504  -- the block ends early where the table does not fit
 
 
 def ignored_tables(config: Config) -> list[str]:

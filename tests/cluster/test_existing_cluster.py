@@ -127,16 +127,6 @@ def test_gpus_with_names_are_known_by_them(address: str) -> None:
             assert [slot.devices for slot in slots["ranks"]] == [(name,) for name in NAMES]
 
 
-def test_a_lack_of_a_custom_resource_is_reported_in_numbers(address: str) -> None:
-    with ray_session(address=address, cpus=3.0):
-        with pytest.raises(CorerlError) as caught:
-            with reserved(arrange({"ranks": 3}, resources={"h200": 1.0}), timeout=1.0):
-                pass
-    assert "\n" not in caught.value.message
-    assert "the cluster has no room for 3 bundles of {'CPU': 1.0, 'h200': 1.0}" in caught.value.message
-    assert "h200 2 free of 2, 3 needed" in caught.value.message
-
-
 def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
         kept = put(np.ones(STORE // 2, dtype=np.uint8))

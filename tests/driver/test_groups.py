@@ -340,8 +340,8 @@ def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
 
 def test_engines_end_before_ranks_restart_and_others_start_after_them(tmp_path: Path) -> None:
     case = make(tmp_path)
-    for replicas in (1, 2):
-        case.change(f"rollout.replicas={replicas}", f"roles.critic.ranks={replicas}")
+    for replicas, ranks in ((1, 2), (2, 1)):
+        case.change(f"rollout.replicas={replicas}", f"roles.critic.ranks={ranks}")
         order = [line for line in case.log if line in ("resize engines", "start actor")]
         assert order == (["resize engines", "start actor"] if replicas == 1 else ["start actor", "resize engines"])
 

@@ -39,7 +39,7 @@ rollout.postprocess=no_such_module:f                      | rollout.postprocess 
 rollout.replicas=600                                      | rollout.replicas           | processes on this machine
 weights.every=3                                           | checkpoint.every           | multiple of weights.every=3
 weights.transport=colective                               | weights.transport          | did you mean 'collective'
-weights.quantize=fp8                                      | weights.quantize           | make them equal
+weights.quantize=fp8                                      | weights.quantize           | takes none
 weights.lora=adapter                                      | weights.lora               | needs lora
 checkpoint.resume=nver                                    | checkpoint.resume          | did you mean 'never'
 checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address

@@ -174,7 +174,7 @@ class FakeBackend(BackendBase):
     def shutdown(self, reason: str) -> None:
         pass
 
-    def saved(self, wait: bool) -> bool:
+    def saved(self, wait: bool, *, memory: bool = False) -> bool:
         return wait or self.rank == 0
 
     def create_snapshot(self, name: str) -> None:

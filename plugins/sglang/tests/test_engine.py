@@ -319,7 +319,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     assert "bucket 1 of version 7 was damaged in transit" in received.error
 
     # Asleep it has no memory and no weights; awake it has the weights' memory alone, until it generates.
-    received, _ = push(engine, tensors, 8, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 8, on_disk(tmp_path / "weights"))
     assert received.error == ""
     weights, cache = received.bytes, 2**29
     before = len(said(engine)["stand_in"]["log"])
@@ -327,13 +327,13 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     assert engine.sleep() == 0
     with pytest.raises(EngineFailed, match="its weights were put to sleep"):
         engine.generate(REQUEST)
-    received, _ = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 9, on_disk(tmp_path / "weights"))
     assert received.error == "the engine's weights are asleep; wake it up first"
     assert engine.wake_up() == weights
     assert engine.wake_up() == 0
     with pytest.raises(EngineFailed, match="no weights have arrived since it woke up"):
         engine.generate(REQUEST)
-    received, _ = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
+    received = push(engine, tensors, 10, on_disk(tmp_path / "weights"))
     assert received.error == ""
     check_greedy(random_model(TIED, seed=1), engine.generate(REQUEST))
     engine.sleep()
@@ -433,7 +433,7 @@ def test_sums_show_what_a_rank_loads_wrongly(start: Start, tmp_path: Path) -> No
     tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
     for version in (0, 1):  # its parts are seen once, and read each time
         tensors = {name: tensor + version for name, tensor in tensors.items()}
-        received, _ = push(engine, tensors, version, on_disk(tmp_path / "weights", 2))
+        received = push(engine, tensors, version, on_disk(tmp_path / "weights", 2))
         assert received.error == ""  # it does not know
         sums, sent = engine.weight_sums("float32"), bit_sums(tensors)
         assert sums is not None and experts in sums
@@ -486,7 +486,7 @@ def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
         assert set(drawn.versions) == {version}
         check_greedy(model, drawn)  # of the weights that blocks make
 
-    received, _ = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
+    received = push(engine, tensors, 2, on_disk(tmp_path / "weights", 2))
     first = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
     assert received.error == f"the trainer does not send 30 of the model's {len(sent)} tensors, such as {first!r}"
 
@@ -494,7 +494,7 @@ def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> None:
     engine = start(TIED, stand_in={"held_at": 3})
-    received, _ = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
+    received = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
     assert received.error == ""
     with ThreadPoolExecutor(1) as others:
         call = others.submit(engine.generate, REQUEST)
@@ -517,7 +517,7 @@ def test_a_server_that_does_not_abort_does_not_block_pause(
 ) -> None:
     misbehaviour = {"held_at": 3, "aborts": aborts}
     engine = start(TIED, stand_in=misbehaviour, health_timeout=1.0, server={"watchdog_timeout": 0.5})
-    received, _ = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
+    received = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
     assert received.error == ""
     with ThreadPoolExecutor(1) as others:
         call = others.submit(engine.generate, REQUEST)
@@ -550,7 +550,7 @@ def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
 
 
 def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path, version: int = 0) -> None:
-    received, _ = push(engine, tensors, version, on_disk(path))  # type: ignore[arg-type]
+    received = push(engine, tensors, version, on_disk(path))  # type: ignore[arg-type]
     assert received.error == ""
 
 
@@ -645,7 +645,7 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
         return made, merged
 
     made, merged = drawn(0.2)
-    received, _ = push(engine, made, 0, address)
+    received = push(engine, made, 0, address)
     assert "send all weights first" in received.error
     samples = []
     for version in (1, 2, 3):

@@ -40,7 +40,13 @@ def free_port() -> int:
 
 
 def address_of(transport: str, *engines: str, path: Path = Path(), **parts: Any) -> Address:
-    given = {"timeout": 20.0, "senders": (0,) * len(engines), "host": "127.0.0.1", "port": free_port(), **parts}
+    given: dict[str, Any] = {
+        "timeout": 20.0,
+        "senders": (0,) * len(engines),
+        "host": "127.0.0.1",
+        "port": free_port(),
+        **parts,
+    }
     return Address(transport=transport, engines=engines, path=str(path), token=uuid.uuid4().hex, **given)
 
 

@@ -36,7 +36,9 @@ def pair() -> Iterator[tuple[Address, IpcSender, Engine]]:
 
 def test_one_bucket_is_gathered_while_the_previous_one_loads(pair: Any) -> None:
     address, sender, engine = pair
-    go, seen, places, filled = threading.Semaphore(0), [], [], threading.Semaphore(0)
+    go, filled = threading.Semaphore(0), threading.Semaphore(0)
+    seen: list[list[float]] = []
+    places: list[int] = []
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:
         go.acquire()
