@@ -37,8 +37,9 @@ from corerl.data.prompts import PromptStream
 from corerl.driver import sampling
 from corerl.engines.fleet import EngineFleet
 from corerl.plan.plan import RolloutPlan
-from corerl.rollout.sources.base import Arrived, Scored, Source
-from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
+from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
+from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Arrived, Source
 from corerl.types import IntArray
 
 SYNCHRONOUS, STREAMED, AHEAD = "synchronous", "streamed", "one-step-off"
@@ -162,11 +163,11 @@ class InTurns(Source):
         self._last = ""  # whose turn it was
 
     @property
-    def streams(self) -> bool:  # type: ignore[override]
+    def streams(self) -> bool:
         return self._step < len(self._turns) and self._sources[self._turns[self._step]].streams
 
     @property
-    def overlaps(self) -> bool:  # type: ignore[override]
+    def overlaps(self) -> bool:
         return bool(self._last) and self._sources[self._last].overlaps
 
     def _turn(self) -> Source:
@@ -176,10 +177,10 @@ class InTurns(Source):
             self._sources[name].restore({"rollout_step": self._step, "prompts": self._stream.position})
         return self._sources[name]
 
-    async def arrived(self) -> Sequence[Arrived]:
-        return await self._turn().arrived() if self._step < len(self._turns) else ()
+    async def arrived(self) -> Arrived | None:
+        return await self._turn().arrived() if self._step < len(self._turns) else None
 
-    async def next(self) -> Scored | None:
+    async def next(self) -> ScoredRollout | None:
         if self._step >= len(self._turns):
             return None
         scored = await self._turn().next()
