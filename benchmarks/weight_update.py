@@ -57,7 +57,7 @@ def update(run: Run) -> float:
     """Seconds of one update. The loop would send nothing where weights have not changed."""
     assert run.updates is not None
     began = time.perf_counter()
-    run.updates.push()
+    run.updates.push(run.source, run.control)
     return time.perf_counter() - began
 
 

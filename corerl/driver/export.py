@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.backend.frozen_weights import of_sums, rounded_sum
@@ -57,79 +57,110 @@ def export(
     empty, bfloat16 where the model came in that, else the precision it was trained in.
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
-    otherwise; with it the whole model, the adapters merged into the weights that it was trained from. None is False for
-    such a role. `notify` is base_digest if no directory has the weights that they belong to, or if
-    what is copied from the model's directory is not what was there as the run began.
+    otherwise; with it the whole model, adapters merged into its base weights. None is False for such a role. `notify`
+    gets a line if no directory has the base weights, or if what is copied from the model's directory has changed since
+    the run began. With `replace`, an existing directory is replaced only once the new one is complete.
 
-    With `replace`, an existing directory is replaced only once the new one is complete.
     Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
     CheckpointError if the checkpoint lacks a tensor of the role's model or has one in another shape.
     """
-    from corerl.plan import model_files  # slow to import: takes seconds
-
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     state = read_run(checkpoint)
-    config = structure(state["config"], Config, path="")
-    if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
-        raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
-    model, lora = config.model_of(role), config.lora_of(role)
-    if merge is not None and lora is None:
+    saved = _Saved.of(checkpoint, role, structure(state["config"], Config, path=""))
+    if merge is not None and saved.lora is None:
         raise ModelError(
             f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
             "--adapter and --merge"
         )
-    hf = hf_config(model)
-    source = CheckpointSource(checkpoint / role, *WEIGHTS)
-    value_head = VALUE_HEAD_WEIGHT in source.shapes
-    shapes = model_files.saved_shapes(hf, value_head=value_head, lora=lora)
-    model_files.require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
-    if lora is not None and not merge:
-        if value_head:
-            raise ModelError(f"PEFT has no place for the {role}'s value head; export it merged")
-        adapters = {name: shape for name, shape in source.shapes.items() if is_adapter(name)}  # beside buffers
-        tensors = _read(source, adapters, DTYPES[dtype or "float32"])
-        _export_adapters(directory, hf, lora, tensors, base=model.path)
-        if not model.path:
+    if saved.lora is not None and not merge:
+        saved.write_adapters(directory, DTYPES[dtype or "float32"])
+        if not saved.model.path:
             notify(
-                f"{directory} has adapters alone, and no directory has the weights that they belong to, which the run "
-                f"drew at random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
+                f"{directory} has adapters alone, and no directory has their base weights, which the run made at "
+                f"random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
             )
         return directory
-    precision = config.train_of(role).settled("cpu").precision
-    kept = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(hf, model) else precision)]
-    precise = model_files.names_of_buffers(look_at(hf))
-    tensors = _read(source, shapes, kept, precise)
-    if lora is not None:
-        base_digest = read_extra(checkpoint / role, 0).get("frozen_weights")
-        wholes = model_files.saved_shapes(hf, value_head=value_head, lora=None)
-        base = initial_source(model, hf, wholes, seed=config.run.seed)
-        merged = _merged(
-            source, FirstOf(source, base), wholes, lora.scale, held=DTYPES[precision], base_digest=str(base_digest)
-        )
-        tensors = ((name, tensor if name in precise else tensor.to(kept)) for name, tensor in merged)
-    if (then := state.get("kept", {}).get(role)) and then != kept_digest(model.path, hf):
+    if (then := state.get("kept", {}).get(role)) and then != kept_digest(saved.model.path, saved.hf):
         notify(
-            f"{model.path} has other weights or settings for pictures than as the {role} was trained, and the export "
-            "gets these; give back the directory that the run began with, and export again"
+            f"{saved.model.path} has other weights or settings for pictures than as the {role} was trained, and the "
+            "export gets these; give back the directory that the run began with, and export again"
         )
-    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    exported = _with_special_tokens(hf, tokenizer)
-    if isinstance(tokenizer.chat_template, str):
-        tokenizer.chat_template = with_defaults(tokenizer.chat_template, config.data.chat_template_options)
-    export_directory(
-        directory,
-        config=exported,
-        tokenizer=tokenizer,
-        tensors=tensors,
-        generation=_generation(exported, model, end_tokens(tokenizer, model)),
-        files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
-        kept=_kept(model, hf),
-        # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
-        kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
-        shard_bytes=SHARD_BYTES,
-    )
+    saved.write_model(directory, dtype)
     return directory
+
+
+@frozen(eq=False)
+class _Saved:
+    """A role in a checkpoint."""
+
+    directory: Path
+    role: str
+    config: Config
+    model: ModelConfig
+    lora: LoraConfig | None
+    hf: PreTrainedConfig
+    source: CheckpointSource
+    shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors that the checkpoint has
+
+    @classmethod
+    def of(cls, checkpoint: Path, role: str, config: Config) -> _Saved:
+        from corerl.plan import model_files  # slow to import: takes seconds
+
+        if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
+            raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
+        model, lora = config.model_of(role), config.lora_of(role)
+        hf, source = hf_config(model), CheckpointSource(checkpoint / role, *WEIGHTS)
+        shapes = model_files.saved_shapes(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes, lora=lora)
+        model_files.require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
+        return cls(checkpoint / role, role, config, model, lora, hf, source, shapes)
+
+    def write_adapters(self, directory: Path, dtype: torch.dtype) -> None:
+        assert self.lora is not None
+        if VALUE_HEAD_WEIGHT in self.source.shapes:
+            raise ModelError(f"PEFT has no place for the {self.role}'s value head; export it merged")
+        adapters = {name: shape for name, shape in self.source.shapes.items() if is_adapter(name)}  # no buffers
+        _export_adapters(directory, self.hf, self.lora, _read(self.source, adapters, dtype), base=self.model.path)
+
+    def write_model(self, directory: Path, dtype: str) -> None:
+        config, model, hf = self.config, self.model, self.hf
+        tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+        exported = _with_special_tokens(hf, tokenizer)
+        if isinstance(tokenizer.chat_template, str):
+            tokenizer.chat_template = with_defaults(tokenizer.chat_template, config.data.chat_template_options)
+        export_directory(
+            directory,
+            config=exported,
+            tokenizer=tokenizer,
+            tensors=self._tensors(dtype),
+            generation=_generation(exported, model, end_tokens(tokenizer, model)),
+            files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
+            kept=_kept(model, hf),
+            # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
+            kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
+            shard_bytes=SHARD_BYTES,
+        )
+
+    def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, adapters merged, in `dtype` but for buffers, which keep their precision."""
+        from corerl.plan import model_files  # slow to import: takes seconds
+
+        precision = self.config.train_of(self.role).settled("cpu").precision
+        chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else precision)]
+        precise = model_files.names_of_buffers(look_at(self.hf))
+        if self.lora is None:
+            return _read(self.source, self.shapes, chosen, precise)
+        wholes = model_files.saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
+        base = initial_source(self.model, self.hf, wholes, seed=self.config.run.seed)
+        merged = _merged(
+            self.source,
+            FirstOf(self.source, base),
+            wholes,
+            self.lora.scale,
+            held=DTYPES[precision],
+            base_digest=str(read_extra(self.directory, 0).get("frozen_weights")),
+        )
+        return ((name, tensor if name in precise else tensor.to(chosen)) for name, tensor in merged)
 
 
 def _read(

@@ -793,6 +793,7 @@ def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
 
 
+@pytest.mark.nightly  # the same as above, in real processes
 def test_resizing_real_processes_does_not_change_samples(fleet: EngineFleet, slots: list[Slot], tmp_path: Path) -> None:
     push(fleet, 0, tmp_path)
     answered = draw(fleet, REQUEST)
