@@ -56,8 +56,6 @@ class HookFailed(CorerlError):
 class WorkerDied(CorerlError):
     """A process ended without answering."""
 
-    failure: object = None  # the `corerl.cluster.failures.Failure` of a process that was watched
-
 
 class NoPlaces(CorerlError):
     """Processes of a machine that is gone have no other places; the message says why."""

@@ -54,8 +54,7 @@ WHAT = {"died": "its process died", "out of memory": "its process was killed by 
 
 @frozen(kw_only=True)
 class Failure:
-    """The end of one process. Whoever decides whether to restart or to end gets it as the `failure` of a WorkerDied,
-    whose message it is."""
+    """The end of one process, as a WorkerDied says it."""
 
     kind: Literal["died", "out of memory", "hung", "overdue"]
     who: str  # such as "actor rank 3"
@@ -70,7 +69,7 @@ class Failure:
     @property
     def error(self) -> WorkerDied:
         error = WorkerDied(str(self))
-        error.failure, error.details = self, self.details
+        error.details = self.details
         return error
 
     @classmethod

@@ -16,7 +16,7 @@ from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watchin
 from corerl.cluster.nodes import require_ray
 from corerl.cluster.placement import Slot
 from corerl.cluster.process import CallResult, spawn
-from corerl.errors import CorerlError, HookFailed, WorkerDied
+from corerl.errors import CorerlError, HookFailed, SaveFailed, WorkerDied
 from corerl.messages import last_line, shorten
 
 # After a first failure the others get this long to fail too, to tell the cause from its consequences: a rank whose
@@ -120,7 +120,9 @@ class RayGroup:
             for ref in ready:
                 member = waiting.pop(ref)
                 results[member] = self._result(ref, member, pending)
-                if results[member].error is not None and deadline is None:
+                error = results[member].error
+                # What one rank cannot write, no other waits for: they finish theirs.
+                if error is not None and not isinstance(error, SaveFailed) and deadline is None:
                     deadline = time.monotonic() + GRACE_SECONDS
         failed = {member: result for member, result in results.items() if result.error is not None}
         if failed:

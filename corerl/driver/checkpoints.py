@@ -121,7 +121,7 @@ class MemoryCheckpoints(Checkpoints):
     def of_run(cls, saves: Checkpoints) -> Iterator[MemoryCheckpoints]:
         """Those of a run that saves to disk too. What a killed run of the same directory has left goes first."""
         directory = memory_of(saves.run_dir)
-        config = evolve(saves.config, every=1, keep=1)
+        config = evolve(saves.config, keep=1)
         shutil.rmtree(directory, ignore_errors=True)
         try:
             directory.mkdir(mode=0o700)

@@ -109,7 +109,7 @@ class Groups:
                 raise ResizeFailed(f"the new ranks did not start: {error.message}; all groups are as before") from error
         finally:
             self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
-        write_config(plan.start.run_dir, plan.record)
+        self._write_config()
         seconds = f"{time.monotonic() - began:.1f} s"
         lines = [
             f"{name}: {_shape(role)} -> {_shape(plan.processes.roles[name])}, {seconds}"
@@ -180,7 +180,7 @@ class Groups:
         sent = _with_senders(after, found)
         self.room.take(found)
         self.plan = plan
-        write_config(plan.start.run_dir, plan.record)
+        self._write_config()
         self.seat_engines()
         if self.updates is not None:  # engines may have other ranks on their devices now
             self.updates.meets_at(functools.partial(self.address_of, sent))
@@ -200,6 +200,13 @@ class Groups:
             self.updates.fleet.reassign(with_devices(engine, slots), slots)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _write_config(self) -> None:
+        """Write the plan's config. A notice says if that is not possible: the groups are changed already."""
+        try:
+            write_config(self.plan.start.run_dir, self.plan.record)
+        except ConfigError as error:
+            self.progress.notice(f"config.toml does not have the sizes of now: {error.message}")
 
     def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         try:

@@ -163,6 +163,9 @@ def _rescuing(run: Run) -> Iterator[None]:
 def _close(run: Run) -> None:
     """End what has done its work."""
     run.sampling.source.close()
+    if run.memory is not None:
+        with contextlib.suppress(SaveFailed):  # of a checkpoint that nobody needs any more
+            run.memory.complete(wait=True)
     for role in run.roles.values():
         role.group.shutdown("finished")
     if run.updates is not None:

@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
-from corerl.errors import CorerlError, NoPlaces, WorkerDied
+from corerl.errors import CheckpointError, CorerlError, NoPlaces, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
 
@@ -65,6 +65,8 @@ class Recovery:
                 return restore(self._restart(died[-1]))
             except WorkerDied as error:
                 died.append(error)
+            except CheckpointError as unusable:  # such as of a directory that somebody has removed
+                raise type(unusable)(f"{died[-1].message}; ranks cannot restart: {unusable.message}") from unusable
             except NoPlaces as refused:
                 raise refused.told_with(died[-1]) from refused
 

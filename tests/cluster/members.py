@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from corerl.errors import WrongState
+from corerl.errors import SaveFailed, WrongState
 from tests.machine import FOREVER, die_of
 
 WORD_AT_IMPORT = os.environ.get("CORERL_TEST_WORD", "")
@@ -64,6 +64,7 @@ class Member:
     def __init__(self, index: int) -> None:
         self.index = index
         self.gate = threading.Event()
+        self.saved = False
 
     def pid(self) -> int:
         return os.getpid()
@@ -72,6 +73,16 @@ class Member:
         """The id of the Ray node that it is on."""
         name: str = ray.get_runtime_context().get_node_id()
         return name
+
+    def save(self, seconds: float) -> None:
+        """The first rank's disk is full, others write for so long."""
+        if not self.index:
+            raise SaveFailed("no space left")
+        time.sleep(seconds)
+        self.saved = True
+
+    def written(self) -> bool:
+        return self.saved
 
     def sleep(self) -> None:
         time.sleep(FOREVER)

@@ -24,7 +24,7 @@ from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.process import CallResult, fair_threads
 from corerl.cluster.runtime import put, ray_session
-from corerl.errors import CorerlError, HookFailed, WorkerDied, WrongState
+from corerl.errors import CorerlError, HookFailed, SaveFailed, WorkerDied, WrongState
 from tests.forks.ray import fork_workers
 from tests.machine import paced
 
@@ -290,6 +290,16 @@ def test_a_group_goes_on_after_a_refusal_that_changed_nothing(start: Start) -> N
     with pytest.raises(WrongState, match="ask later"):
         group.call("refuse", 1)
     assert group.call("refuse", 7) == [0, 1]
+
+
+def test_a_save_that_fails_on_one_rank_does_not_end_those_that_still_write(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)
+    group = members(start, 2)
+    with pytest.raises(SaveFailed, match="no space left"):
+        group.call("save", 1.0)
+    assert group.call("written") == [False, True] and not group.ended
 
 
 def test_a_call_aside_reaches_busy_processes(start: Start) -> None:

@@ -306,6 +306,14 @@ def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
     assert written["roles"]["actor"]["ranks"] == case.groups.plan.record["roles"]["actor"]["ranks"] == 2
 
 
+def test_a_config_that_cannot_be_written_undoes_no_resize(tmp_path: Path) -> None:
+    case = make(tmp_path)
+    (tmp_path / "run/config.toml").mkdir(parents=True)
+    assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
+    assert told(case.ears)[0].startswith("config.toml does not have the sizes of now: run.dir: ")
+    assert case.starts() == {"actor": 2, "critic": 1}
+
+
 def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     case = make(tmp_path)
     before = case.state

@@ -184,6 +184,24 @@ def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns
         start_all(groups, None, progress(), in_turns=False, restarts=1)
 
 
+def test_a_run_that_has_finished_needs_no_in_memory_checkpoint() -> None:
+    done: list[str] = []
+
+    def complete(*, wait: bool) -> None:
+        done.append("complete")
+        raise SaveFailed("no space left in memory")
+
+    group = SimpleNamespace(shutdown=done.append)
+    run: Any = SimpleNamespace(
+        sampling=SimpleNamespace(source=SimpleNamespace(close=lambda: done.append("close"))),
+        memory=SimpleNamespace(complete=complete),
+        roles={"actor": SimpleNamespace(group=group)},
+        updates=None,
+    )
+    driver._close(run)
+    assert done == ["close", "complete", "finished"]
+
+
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))

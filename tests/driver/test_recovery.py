@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.recovery import Recovery, RestartPoint
-from corerl.errors import DataError, NoPlaces, SaveFailed, WorkerDied
+from corerl.errors import CheckpointError, DataError, NoPlaces, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
 
@@ -161,6 +161,13 @@ def test_ranks_restart_from_the_newest_checkpoint_on_disk_or_in_memory(tmp_path:
         assert told(case.ears) == [f"it; restarting all ranks from {words}"]
         assert case.groups.log[2] == f"start from {used}"
         assert (saves.log, in_memory.log if in_memory else None) == after
+
+
+def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_death(tmp_path: Path) -> None:
+    case = make(checkpoints=Saves(tmp_path / "removed"))
+    with pytest.raises(CheckpointError, match="^it; ranks cannot restart: no checkpoint at .*removed"):
+        case.dies("it")
+    assert case.points == []
 
 
 @pytest.mark.parametrize("when", ["before", "as they restart"])
