@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import os
 import pickle
 import re
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from multiprocessing.reduction import ForkingPickler
@@ -46,7 +45,6 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.verify import bit_sums
 
 STAND_IN = "plugins.sglang.tests.stand_in"
-TELLER = "benchmarks.engine_sides.write_totals"  # how SGLang names a function
 # Nothing is generated after an update: a small KV cache and few graphs leave the GPU to weights.
 SMALL = {**SERVER, "cuda_graph_max_bs_decode": 8, "max_total_tokens": 2**15}
 OWN = ("custom_weight_loader", "enable_memory_saver")  # arguments that SGLang alone has no use for
@@ -297,14 +295,11 @@ class Alone:
         import sglang
         from sglang.srt.utils import MultiprocessingSerializer
 
-        self._directory = directory
         self._serialize = MultiprocessingSerializer.serialize
         arguments = arguments_of(replica.options, replica.context, replica.fields, directory)
-        self._engine: Any = sglang.Engine(**arguments, custom_weight_loader=[TELLER], log_level="error")
+        self._engine: Any = sglang.Engine(**arguments, log_level="error")
         self._ready: list[list[dict[str, Any]]] = []  # by bucket, by tensor-parallel rank
-        self._sent = (0, 0)
         for tensors in filled(manifest, torch.device("cuda", 0)):
-            self._sent = plus(self._sent, totals(tensors))
             ready = flattened(tensors)
             flat = ready["flattened_tensor"]
             self._ready.append([{**ready, "flattened_tensor": flat.to(f"cuda:{rank}")} for rank in range(replica.gpus)])
@@ -322,16 +317,6 @@ class Alone:
             )
             if not done:
                 raise RuntimeError(f"SGLang did not load bucket {number}: {message}")
-
-    def difference(self) -> str:
-        """Norms lie whole on each rank, and of all else each rank has a part."""
-        asked = [(str(self._directory / "totals"), torch.empty(0))]
-        self._engine.update_weights_from_tensor(asked, load_format=TELLER, flush_cache=False)
-        ranks = [json.loads(file.read_text()) for file in self._directory.glob("totals-*")]
-        cut = signed(sum(rank[0] for rank in ranks))
-        if ranks and cut == self._sent[0] and {rank[1] for rank in ranks} == {self._sent[1]}:
-            return ""
-        return f"SGLang alone has {ranks}, and was handed {self._sent}"
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -352,21 +337,16 @@ class StandIn:
             for tensors in self._ready:
                 self._rank.load_weights(tensors.items())
 
-    def difference(self) -> str:
-        sent = {name: tensor for tensors in self._ready for name, tensor in tensors.items()}
-        held, wanted = totals(dict(self._rank.named_parameters())), totals(sent)
-        return "" if held == wanted else f"the stand-in has {held}, and was handed {wanted}"
-
     def close(self) -> None:
         pass  # it is this process
 
 
 def serve_alone(pipe: Connection) -> None:
-    """Orders: "load"; "held", how what it holds differs from its buckets: "" where it does not."""
+    """Orders: "load"."""
     replica, manifest = pipe.recv()
     with tempfile.TemporaryDirectory(prefix="update-") as directory:
         side = (StandIn if replica.tiny else Alone)(replica, manifest, Path(directory))
-        answer(pipe, {"held": side.difference, "load": lambda: timed(side.load)})
+        answer(pipe, {"load": lambda: timed(side.load)})
         side.close()
 
 
@@ -393,29 +373,6 @@ def serve_generating(pipe: Connection) -> None:
         return time.perf_counter() - began, sum(len(each["output_ids"]) for each in answers)
 
     answer(pipe, {}, timed_request)
-
-
-def totals(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
-    """Sums of the bits, as `bit_sums` has them: of those with two axes or more, which are split over ranks, and of the
-    others."""
-    sums = bit_sums(tensors)
-    cut = sum(each for name, each in sums.items() if tensors[name].ndim > 1)
-    return signed(cut), signed(sum(sums.values()) - cut)
-
-
-def plus(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return signed(one[0] + other[0]), signed(one[1] + other[1])
-
-
-def signed(number: int) -> int:
-    """Modulo 2**64."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def write_totals(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Called by SGLang in the process of each rank: the one name is where to write what its model holds."""
-    ((path, _),) = named_tensors
-    Path(f"{path}-{dist.get_rank()}").write_text(json.dumps(totals(dict(model.named_parameters()))))
 
 
 SERVERS = {

@@ -25,7 +25,7 @@ resident: no moments, no gradients. The other side is, by transport:
 - with `--lora`, the same update of the weights as they are; with `adapters`, SGLang's own load of ready adapters, in
   the same server.
 
-At the end engines are asked whether they hold the weights that they were sent.
+At the end CoreRL's engines are asked whether they hold the weights that they were sent.
 """
 
 from __future__ import annotations
@@ -193,18 +193,16 @@ class Engine:
         """Seconds of the other side, on this rank."""
         return max((float(peer.ask("load")) for peer in self.peers[-1:]), default=0.0)
 
-    def verified(self, sent: Mapping[str, int]) -> list[str]:
-        """How engines differ from what was `sent`."""
-        found = []
+    def verified(self, sent: Mapping[str, int]) -> str:
+        """How CoreRL's engine differs from what was `sent`; "" if it does not, or holds parts."""
+        if not self.peers or (self._case.split and self._case.engine == BARE):
+            return ""
         try:
-            for peer in self.peers[:1] if not (self._case.split and self._case.engine == BARE) else []:
-                held = peer.ask("sums") or {}
-                if wrong := [name for name in sent if held.get(name) != sent[name]]:
-                    found.append(f"CoreRL's engine holds {len(wrong)} of {len(sent)} tensors otherwise, or cannot tell")
-            found += [told for peer in self.peers[1:] if (told := peer.ask("held"))]
+            held = self.peers[0].ask("sums") or {}
         except (EOFError, ConnectionError):  # what was measured is reported all the same
-            found.append("an engine has ended, asked for what it holds")
-        return found
+            return "an engine has ended, asked for what it holds"
+        wrong = [name for name in sent if held.get(name) != sent[name]]
+        return f"an engine holds {len(wrong)} of {len(sent)} tensors otherwise, or cannot tell" if wrong else ""
 
     def close(self) -> None:
         for peer in self.peers:
@@ -307,9 +305,9 @@ class Updates:
         """How engines on all ranks differ from what another update sent."""
         sums: list[Mapping[str, int]] = [self.update(verify=True)[1].sums]
         dist.broadcast_object_list(sums, src=0)  # those of the first alone are known
-        wrong: list[list[str]] = [[]] * dist.get_world_size()
+        wrong = [""] * dist.get_world_size()
         dist.all_gather_object(wrong, self.engine.verified(sums[0]))
-        return [each for every in wrong for each in every]
+        return [each for each in wrong if each]
 
 
 def measure(case: Case, rounds: int) -> Report:
@@ -373,7 +371,7 @@ def measure(case: Case, rounds: int) -> Report:
         comparisons=comparisons,
         numbers=numbers,
         note="Parts are those of the first rank, which continues while its engine loads. "
-        + (f"{HELD_OTHERS} {'; '.join(wrong)}." if wrong else "The engines held the weights that they were sent."),
+        + (f"{HELD_OTHERS} {'; '.join(wrong)}." if wrong else ""),
     )
 
 
