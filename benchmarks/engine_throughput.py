@@ -128,8 +128,8 @@ def measure(args: argparse.Namespace) -> Report:
 
             def theirs(_: int) -> float:
                 request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
-                took, drawn = other.ask(as_offline(request))
-                tokens.add(drawn)
+                took, count = other.ask(as_offline(request))
+                tokens.add(count)
                 return float(took)
 
             in_turns(args.warm, ours, theirs)
@@ -168,7 +168,7 @@ def main() -> None:
     command.add_argument("shape", choices=SHAPES)
     command.add_argument("--rows", type=int, default=256, help="samples at once")
     command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
-    command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
+    command.add_argument("--new", type=int, default=256, help="tokens that are sampled for each")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
     command.add_argument("--saver", action="store_true", help="the other side has the memory saver too, as a run's has")

@@ -129,7 +129,7 @@ class Row:
     ranks: int
     predicted: int  # in a step
     measured: int
-    predicted_forward: int  # in a pass without gradients, beside the weights
+    predicted_forward: int  # in a pass without gradients, not counting the weights
     measured_forward: int
     context: int
     asleep: int  # besides the context

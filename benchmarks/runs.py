@@ -21,7 +21,7 @@ from benchmarks.report import ROOT
 from benchmarks.report import environment as own_environment
 from benchmarks.shapes import SHAPES
 
-LOOK_SECONDS = 0.02  # between two looks at a run
+POLL_SECONDS = 0.02
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
 MAIN = "corerl.cli.main:main"
 # The quickstart's shards and sums of gradients are for its small model.
@@ -135,13 +135,13 @@ class Watched:
         """The engines' servers: processes that lead a session of their own."""
         return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
 
-    def wait(self, deadline: float, look: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
-        """Until it ends, or `deadline` seconds after its start, or `look`, which is called every few milliseconds
+    def wait(self, deadline: float, check: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
+        """Until it ends, or `deadline` seconds after its start, or `check`, which is called every few milliseconds
         meanwhile, says with True that it has seen enough."""
         while (status := self.process.poll()) is None and time.monotonic() - self._began < deadline:
-            if look(self):
+            if check(self):
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         lines = self.lines()
         return Ended(
             status=status,

@@ -46,6 +46,27 @@ QWEN3_30B_A3B = {
     "norm_topk_prob": True,
 }
 SLICE = {**QWEN3_8B, "num_hidden_layers": 8}  # 2.79 B parameters
+QUICKSTART = {  # of examples/quickstart.toml, 0.1 M parameters
+    "model_type": "qwen3",
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+QWEN3_4M = {
+    **QUICKSTART,
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 SMOLLM2_135M = {
     **COMMON,
     "model_type": "llama",

@@ -125,10 +125,10 @@ def flops(fields: Mapping[str, Any], lengths: IntArray) -> float:
 
 
 class QuickWeights:
-    """Random weights, drawn on the device where they are used, the same for every layout: a tensor is drawn whole, by
-    its name, and cut. CoreRL's own source draws each value by its place, on the CPU.
+    """Random weights, made on the device where they are used, the same for every layout: a tensor is made whole, by
+    its name, and cut. CoreRL's own source makes each value by its place, on the CPU.
 
-    All are numbers of bfloat16: from others float32 masters would begin beside what the bare loop's begin at."""
+    All are numbers of bfloat16: from others float32 masters would not begin where the bare loop's begin."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device

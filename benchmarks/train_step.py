@@ -44,7 +44,9 @@ from benchmarks.report import DIFFERENT, Comparison, Number, Report, finish, tab
 from benchmarks.shapes import (
     GEMMA3_1B,
     GPT_OSS_SLICE,
+    QUICKSTART,
     QWEN3_4B,
+    QWEN3_4M,
     QWEN3_5_SLICE,
     QWEN3_8B,
     QWEN3_30B_A3B,
@@ -85,7 +87,7 @@ class Case:
     apart: bool = False  # each side in processes of its own
     entropy: bool = False
     same: bool = True  # whether all sides compute the same gradient
-    changed: Mapping[str, Mapping[str, float]] = field(factory=dict)  # by side, what attention has besides
+    changed: Mapping[str, Mapping[str, float]] = field(factory=dict)  # by side, see `attention_with`
 
     @property
     def plugin(self) -> Work:
@@ -97,7 +99,7 @@ class Case:
 
 
 def against_bare(work: Work, *, apart: bool = False, target: float | None = TARGET, **bare: Any) -> Case:
-    """`bare`: options that the bare loop has besides the plugin's."""
+    """`bare`: options of the bare loop, added to the plugin's."""
     loop = evolve(work, loop="bare", options={**work.options, **bare})
     return Case(sides={"a bare loop": loop, "the plugin": work}, target=target, apart=apart)
 
@@ -115,10 +117,8 @@ def ragged(what: str, fields: Mapping[str, Any], samples: int, shortest: int, lo
     return Work(what=what, fields=fields, lengths=tuple(map(int, lengths)), **{"tokens": 16384, **more})
 
 
-def fsdp_cpu(what: str, tokens: int, samples: tuple[int, int, int], **fields: Any) -> Case:
-    shared = {"model_type": "qwen3", "tie_word_embeddings": True, "max_position_embeddings": 512, "head_dim": 32}
-    more: dict[str, Any] = {"ranks": 2, "device": "cpu", "precision": "float32", "tokens": tokens}
-    work = ragged(what, {**shared, **fields}, *samples, **more)
+def fsdp_cpu(what: str, fields: Mapping[str, Any], tokens: int, samples: tuple[int, int, int]) -> Case:
+    work = ragged(what, fields, *samples, ranks=2, device="cpu", precision="float32", tokens=tokens)
     bare = {
         "a bare loop": evolve(work, loop="packed"),
         "plain transformers on padded rows": evolve(work, loop="padded"),
@@ -146,20 +146,25 @@ def backends(work: Work) -> Case:
     )
 
 
-def attending(**besides: float) -> Case:
-    """8 layers of the 0.6B shape, without and with what attention has besides."""
+def attending(**extra: float) -> Case:
+    """8 layers of the 0.6B shape, without and with sinks or capped scores."""
     sides = {"without": EIGHT, "with": EIGHT}
-    return Case(sides=sides, apart=True, same=False, changed={"with": besides})
+    return Case(sides=sides, apart=True, same=False, changed={"with": extra})
 
 
-def megatron(what: str, ranks: int, fields: Mapping[str, Any] = QWEN3_8B, **options: Any) -> Work:
-    micro_batches = 8 if "pipeline_parallel" in options else 4
-    return Work(what=what, fields=fields, backend="megatron", ranks=ranks, options=options, micro_batches=micro_batches)
+def megatron(what: str, ranks: int, fields: Mapping[str, Any] = QWEN3_8B, micro: int = 4, **options: Any) -> Work:
+    return Work(what=what, fields=fields, backend="megatron", ranks=ranks, options=options, micro_batches=micro)
+
+
+def experts(ranks: int, layers: int) -> Work:
+    fields = {**QWEN3_30B_A3B, "num_hidden_layers": layers}
+    what = f"{layers} layers of 30B-A3B, ep={ranks}, dp={ranks}"
+    return megatron(what, ranks, fields, micro=2, expert_parallel=ranks)
 
 
 def long(ranks: int) -> Work:
-    work = megatron("8B shape, cp=2, a sequence of 32k a micro-batch, layers recomputed", ranks, context_parallel=2)
-    return evolve(work, recompute="full", sequence=32768, tokens=32768, micro_batches=2)
+    what = "8B shape, cp=2, a sequence of 32k a micro-batch, layers recomputed"
+    return evolve(megatron(what, ranks, micro=2, context_parallel=2), recompute="full", sequence=32768, tokens=32768)
 
 
 def deepspeed(what: str, fields: Mapping[str, Any], **options: Any) -> Work:
@@ -173,38 +178,19 @@ EIGHT = evolve(FSDP_SMALL, what="8 layers of the 0.6B shape", fields=EIGHT_LAYER
 WIDE = {**EIGHT_LAYERS, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 320}
 NARROW = {**EIGHT_LAYERS, "num_attention_heads": 20, "num_key_value_heads": 10}
 SMOLLM2 = ragged("SmolLM2-135M, 512 samples", SMOLLM2_135M, 512, 100, 200)
-MEGATRON = evolve(megatron("8 layers of the 8B shape", 1, SLICE), micro_batches=2)
+MEGATRON = megatron("8 layers of the 8B shape", 1, SLICE, micro=2)
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
+STAGES = {"pipeline_parallel": 2}
 OFFLOAD = deepspeed("4B shape, stage 2, optimizer on the host", QWEN3_4B, stage=2, offload="optimizer")
 ZERO3 = evolve(deepspeed("8B shape, stage 3", QWEN3_8B, stage=3), tokens=4096, micro_batches=4)
 
 CASES: Mapping[str, Case] = {
     "fsdp": against_bare(FSDP),
     "fsdp-0.6b": against_bare(FSDP_SMALL),
-    "fsdp-cpu": fsdp_cpu(
-        "the quickstart's model (0.1 M parameters)",
-        16384,
-        (256, 12, 14),
-        vocab_size=16,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ),
-    "fsdp-cpu-4m": fsdp_cpu(
-        "a model of 4 M parameters, ragged samples, 2 micro-batches",
-        1024,
-        (26, 32, 192),
-        vocab_size=2000,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    ),
+    "fsdp-cpu": fsdp_cpu("the quickstart's model (0.1 M parameters)", QUICKSTART, 16384, (256, 12, 14)),
+    "fsdp-cpu-4m": fsdp_cpu("4 M parameters, ragged samples, 2 micro-batches", QWEN3_4M, 1024, (26, 32, 192)),
     "megatron": against_bare(MEGATRON),
     "megatron-16k": against_bare(evolve(MEGATRON, tokens=16384, micro_batches=1)),
     # What Megatron can fuse beyond what the plugin asks for; it compiles this with torch.compile.
@@ -213,30 +199,16 @@ CASES: Mapping[str, Case] = {
     "megatron-fp8-delayed": against_bare(evolve(MEGATRON, what="FP8 hybrid, delayed scales", options=DELAYED)),
     "megatron-torch": alone(evolve(MEGATRON, what="no TransformerEngine", options={"transformer": "torch"})),
     "megatron-tp2": alone(megatron("8B shape, tp=2 with sequence parallel", 2, **SPLIT)),
-    "megatron-pp2": alone(megatron("8B shape, pp=2", 2, pipeline_parallel=2)),
+    "megatron-pp2": alone(megatron("8B shape, pp=2", 2, micro=8, **STAGES)),
     "megatron-cp2": alone(long(2)),
-    "megatron-ep2": alone(
-        evolve(
-            megatron(
-                "8 layers of 30B-A3B, ep=2, dp=2", 2, {**QWEN3_30B_A3B, "num_hidden_layers": 8}, expert_parallel=2
-            ),
-            micro_batches=2,
-        )
-    ),
+    "megatron-ep2": alone(experts(2, layers=8)),
     "megatron-tp2-dp2": alone(megatron("8B shape, tp=2 with sequence parallel, dp=2", 4, **SPLIT)),
-    "megatron-tp2-pp2": alone(megatron("8B shape, tp=2, sequence parallel, pp=2", 4, **SPLIT, pipeline_parallel=2)),
+    "megatron-tp2-pp2": alone(megatron("8B shape, tp=2, pp=2", 4, micro=8, **SPLIT, **STAGES)),
     "megatron-tp2-pp2-vpp2": alone(
-        megatron("8B shape, tp=2, pp=2, two parts each", 4, **SPLIT, pipeline_parallel=2, virtual_pipeline=2)
+        megatron("8B shape, tp=2, pp=2 in two parts each", 4, micro=8, **SPLIT, **STAGES, virtual_pipeline=2)
     ),
     "megatron-cp2-dp2": alone(long(4)),
-    "megatron-ep4": alone(
-        evolve(
-            megatron(
-                "16 layers of 30B-A3B, ep=4, dp=4", 4, {**QWEN3_30B_A3B, "num_hidden_layers": 16}, expert_parallel=4
-            ),
-            micro_batches=2,
-        )
-    ),
+    "megatron-ep4": alone(experts(4, layers=16)),
     "deepspeed-stage2": against_bare(deepspeed("8 layers of the 8B shape, stage 2", SLICE, stage=2)),
     "deepspeed-stage3": against_bare(deepspeed("8 layers of the 8B shape, stage 3", SLICE, stage=3)),
     "deepspeed-offload": against_bare(OFFLOAD, apart=True),
@@ -308,15 +280,15 @@ class Nowhere(WeightSender):
 
 
 @contextmanager
-def attention_with(besides: Mapping[str, float]) -> Iterator[None]:
-    """Packed attention has sinks or capped scores besides."""
+def attention_with(extra: Mapping[str, float]) -> Iterator[None]:
+    """Packed attention has sinks, or capped scores, too."""
 
     def changed(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, *args: Any, **options: Any) -> Tensor:
-        options["softcap"] = besides.get("softcap")
-        options["sinks"] = torch.full_like(q[0, :, 0], besides["sink"]) if "sink" in besides else None
+        options["softcap"] = extra.get("softcap")
+        options["sinks"] = torch.full_like(q[0, :, 0], extra["sink"]) if "sink" in extra else None
         return packed_attention(q, k, v, packing, *args, **options)
 
-    with mock.patch.object(attention, "packed_attention", changed if besides else packed_attention):
+    with mock.patch.object(attention, "packed_attention", changed if extra else packed_attention):
         yield
 
 
@@ -366,10 +338,10 @@ class Running:
         return timed(self.device, lambda: self.loop.worker.host.update_weights(sender=Nowhere(), version=version))
 
     def _sleep(self) -> list[float]:
-        worker, kinds, told = self.loop.worker, frozenset(MemoryKind), []
-        down = timed(self.device, lambda: told.append(worker.sleep(kinds)))
+        worker, kinds, slept = self.loop.worker, frozenset(MemoryKind), []
+        down = timed(self.device, lambda: slept.append(worker.sleep(kinds)))
         up = timed(self.device, lambda: worker.wake_up(kinds))
-        return [down, told[0].freed_bytes / GIB, told[0].residual_bytes / GIB, up]
+        return [down, slept[0].freed_bytes / GIB, slept[0].residual_bytes / GIB, up]
 
     def end(self, *, total: int) -> Side:
         """`total`: bytes that all sides hold between steps."""

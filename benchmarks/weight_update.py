@@ -17,7 +17,7 @@ resident: no moments, no gradients. The other side is, by transport:
 
 - `ipc`, on the ranks' own GPUs: the engine's load of ready buckets, without another process or a checksum; with SGLang
   that of a second SGLang, `sglang.Engine`, on the same GPUs. On several ranks an all-gather of as many bytes is added.
-  A GPU then holds a shape's bytes three times besides the ranks' own parameters: the 8B shape needs one of 141 GB.
+  A GPU then holds a shape's bytes three times, and the ranks' own parameters: the 8B shape needs one of 141 GB.
 - `collective`, to engines on devices of their own, all sent by the first rank: a broadcast of a ready buffer, bucket
   after bucket, among as many other processes on the same devices; with SGLang, its own load is added.
 - `delta`, which writes only what has changed: the same update by `disk`, with `--share` of the weights changed each
@@ -174,7 +174,7 @@ class Engine:
                 tiny=case.tiny,
                 lora=lora_of(case) if case.adapters else None,
             )
-            # One after the other: each looks how much memory there is.
+            # One after the other: each measures how much memory is free.
             self.peers.append(Peer("corerl", replica, manifest, adapters, address, environment=replica.environment))
             if not case.adapters:
                 self.peers.append(Peer("alone", replica, manifest, environment=replica.environment))
