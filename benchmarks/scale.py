@@ -49,7 +49,7 @@ from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
 from corerl.types import ForwardResult, Output, ParallelLayout, SampleBatch, Step, offsets_of
@@ -138,7 +138,7 @@ def make_batch(tokens: int) -> tuple[SampleBatch, Row]:
 
 
 def _metrics(rollout: Rollout, rewards: Any) -> None:
-    rollout_metrics(Scored(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
+    rollout_metrics(ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
     staleness_metrics(rollout.batch, 1)
 
 

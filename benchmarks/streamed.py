@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import LARGE, TIMES, Watched, say_steps, sglang, shape_settings, value
 from benchmarks.shapes import SHAPES
-from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
+from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.types import IntArray
 
 SYNCHRONOUS, STREAMED, AHEAD = "synchronous", "streamed", "one-step-off"

@@ -68,7 +68,8 @@ def _hidden(module_name: str) -> str:
     """That an installed module hides one of the same name in the working directory; "" otherwise."""
     name = module_name.partition(".")[0]
     own = next((path for path in (f"{name}.py", name) if os.path.exists(path)), "")
-    found = getattr(sys.modules.get(name), "__file__", None)
+    module = sys.modules.get(name)
+    found = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)  # of a namespace
     if not own or (found and Path(found).resolve().is_relative_to(Path.cwd())):
         return ""
     return f"; it is {found or 'built into Python'}: installed modules come first, rename your {own}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from attrs import frozen
+from attrs import evolve, frozen
 
 from corerl.algorithms.advantages import of_episodes
 from corerl.algorithms.base import Advantages, Estimate
@@ -12,7 +12,9 @@ from corerl.algorithms.kl import token_kl
 from corerl.algorithms.overlong import soft_overlong_penalty
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig
 from corerl.errors import DataError
-from corerl.types import TURN_REWARDS, FloatArray, SampleBatch
+from corerl.types import TURN_REWARDS, FloatArray, Output, SampleBatch
+
+ROUTED_EXPERTS = Output.ROUTED_EXPERTS.value
 
 
 @frozen(kw_only=True)
@@ -75,8 +77,8 @@ def compute_advantages(
             cap=algorithm.correction_cap,
             beyond=algorithm.correction_beyond,
         )
-        told = correction_metrics(corrected, samples, beyond=algorithm.correction_beyond)
-        metrics |= {f"correction/{name}": value for name, value in told.items()}
+        weights = correction_metrics(corrected, samples, beyond=algorithm.correction_beyond)
+        metrics |= {f"correction/{name}": value for name, value in weights.items()}
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * corrected.weights
     return TrainBatch(
@@ -96,3 +98,26 @@ def _require_sound(found: Advantages, samples: SampleBatch) -> None:
         raise DataError(f"the algorithm returned the further column {taken[0]!r}, which the samples have; rename it")
     if not np.isfinite(found.advantages[samples.columns["loss_mask"]]).all():
         raise DataError("the algorithm's advantages are not finite at all loss tokens; check rewards and divisions")
+
+
+def replayed(samples: SampleBatch, *, replays: bool, source: str) -> SampleBatch:
+    """The samples with the engine's column `routed_experts` if training `replays` it, otherwise without it.
+
+    Raises DataError if the column is needed but missing or malformed; `source` is where the samples came from, in
+    words.
+    """
+    if not replays:
+        columns = {name: column for name, column in samples.columns.items() if name != ROUTED_EXPERTS}
+        return evolve(samples, columns=columns)
+    column = samples.columns.get(ROUTED_EXPERTS)
+    if column is None:
+        raise DataError(
+            f"algorithm.routing_replay: 'engine', and {source} came without {ROUTED_EXPERTS!r}; set it to 'recompute' "
+            "(with old_logprobs='recompute') or 'none', or use an engine that reports the experts of each token"
+        )
+    if column.ndim != 3 or not np.issubdtype(column.dtype, np.integer):
+        raise DataError(
+            f"algorithm.routing_replay: {ROUTED_EXPERTS!r} of {source} is {column.dtype} {list(column.shape)}, wanted "
+            f"integers [{len(samples.tokens)}, expert layers, experts per token]"
+        )
+    return samples

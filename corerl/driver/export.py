@@ -67,7 +67,7 @@ def export(
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
     state = read_run(checkpoint)
-    saved = _Saved.of(checkpoint, role, structure(state["config"], Config, path=""))
+    saved = _Saved.of(checkpoint, role, state["config"])
     if merge is not None and saved.lora is None:
         raise ModelError(
             f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
@@ -90,30 +90,46 @@ def export(
     return directory
 
 
-@frozen(eq=False)
+@frozen(kw_only=True, eq=False)
 class _Saved:
     """A role in a checkpoint."""
 
     directory: Path
     role: str
-    config: Config
     model: ModelConfig
     lora: LoraConfig | None
+    precision: str  # it was trained in
+    seed: int  # of the run
+    tokens: ModelConfig  # whose tokenizer the run had
+    template: Mapping[str, Any]  # options of the chat template
     hf: PreTrainedConfig
     source: CheckpointSource
     shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors that the checkpoint has
 
     @classmethod
-    def of(cls, checkpoint: Path, role: str, config: Config) -> _Saved:
+    def of(cls, checkpoint: Path, role: str, written: Mapping[str, Any]) -> _Saved:
         from corerl.plan import model_files  # slow to import: takes seconds
 
+        config = structure(written, Config, path="")
         if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
             raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
         model, lora = config.model_of(role), config.lora_of(role)
         hf, source = hf_config(model), CheckpointSource(checkpoint / role, *WEIGHTS)
         shapes = model_files.saved_shapes(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes, lora=lora)
         model_files.require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
-        return cls(checkpoint / role, role, config, model, lora, hf, source, shapes)
+        return cls(
+            directory=checkpoint / role,
+            role=role,
+            model=model,
+            lora=lora,
+            precision=config.train_of(role).settled("cpu").precision,
+            seed=config.run.seed,
+            tokens=config.model,
+            template=config.data.chat_template_options,
+            hf=hf,
+            source=source,
+            shapes=shapes,
+        )
 
     def write_adapters(self, directory: Path, dtype: torch.dtype) -> None:
         assert self.lora is not None
@@ -123,18 +139,18 @@ class _Saved:
         _export_adapters(directory, self.hf, self.lora, _read(self.source, adapters, dtype), base=self.model.path)
 
     def write_model(self, directory: Path, dtype: str) -> None:
-        config, model, hf = self.config, self.model, self.hf
-        tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+        model, hf, tokens = self.model, self.hf, self.tokens
+        tokenizer = load_tokenizer(tokenizer=tokens.tokenizer, path=tokens.path)
         exported = _with_special_tokens(hf, tokenizer)
         if isinstance(tokenizer.chat_template, str):
-            tokenizer.chat_template = with_defaults(tokenizer.chat_template, config.data.chat_template_options)
+            tokenizer.chat_template = with_defaults(tokenizer.chat_template, self.template)
         export_directory(
             directory,
             config=exported,
             tokenizer=tokenizer,
             tensors=self._tensors(dtype),
             generation=_generation(exported, model, end_tokens(tokenizer, model)),
-            files=[*_of(config.model.tokenizer or config.model.path), *_of(model.path, PROCESSOR_FILES)],
+            files=[*_of(tokens.tokenizer or tokens.path), *_of(model.path, PROCESSOR_FILES)],
             kept=_kept(model, hf),
             # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
             kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
@@ -145,19 +161,18 @@ class _Saved:
         """All weights, adapters merged, in `dtype` but for buffers, which keep their precision."""
         from corerl.plan import model_files  # slow to import: takes seconds
 
-        precision = self.config.train_of(self.role).settled("cpu").precision
-        chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else precision)]
+        chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else self.precision)]
         precise = model_files.names_of_buffers(look_at(self.hf))
         if self.lora is None:
             return _read(self.source, self.shapes, chosen, precise)
         wholes = model_files.saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
-        base = initial_source(self.model, self.hf, wholes, seed=self.config.run.seed)
+        base = initial_source(self.model, self.hf, wholes, seed=self.seed)
         merged = _merged(
             self.source,
             FirstOf(self.source, base),
             wholes,
             self.lora.scale,
-            held=DTYPES[precision],
+            held=DTYPES[self.precision],
             base_digest=str(read_extra(self.directory, 0).get("frozen_weights")),
         )
         return ((name, tensor if name in precise else tensor.to(chosen)) for name, tensor in merged)

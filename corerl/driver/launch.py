@@ -20,27 +20,17 @@ from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import ClusterConfig, RolloutConfig
-from corerl.data.prompts import PromptStream
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
-from corerl.driver.gate import PROMPTS, Gate, bound_of, draw
 from corerl.driver.groups import Groups, with_devices
-from corerl.driver.idle import SCORING
+from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery
 from corerl.driver.residency import Residency
-from corerl.driver.roles import Role, resume_schedules
-from corerl.driver.run import Run, answers_in
+from corerl.driver.roles import Role, roles_of
+from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.sampling import (
-    in_scoring_thread,
-    rows_of_a_call,
-    samplers_of_sets,
-    source_at,
-    start_scorer,
-    start_source,
-    unseen_tokens,
-)
+from corerl.driver.sampling import Sampling, rows_of_a_call, start_rewards
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
@@ -61,11 +51,8 @@ from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
-from corerl.rollout.rewards.base import Scorer, Scoring
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources.base import Source
 from corerl.trainer.group import TrainGroup
-from corerl.types import InitResult, SampleBatch
+from corerl.types import InitResult
 from corerl.weights.transport import Address
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
@@ -73,24 +60,24 @@ RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 @contextlib.contextmanager
 def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
-    """Start a run's processes; none survives the block, however it ends. Observers are told of errors.
+    """Start a run's processes; none survives the block, however it ends. Observers get errors.
 
     `planned` makes the run's plan, which resumes from none of the checkpoints that ranks have found to be damaged: with
     `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
             plan = planned(damaged)
-            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in told))
-            told.update(start.lost)
+            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in reported))
+            reported.update(start.lost)
             try:
                 run = stack.enter_context(_launched(evolve(plan, start=start), damaged, began))
             except CheckpointDamaged:
                 if start.resume not in damaged:
                     raise
-                told.add(skipping(start.resume, damaged[start.resume]))
+                reported.add(skipping(start.resume, damaged[start.resume]))
             else:
                 break
         yield run
@@ -175,7 +162,7 @@ def _rescuing(run: Run) -> Iterator[None]:
 
 def _close(run: Run) -> None:
     """End what has done its work."""
-    run.source.close()
+    run.sampling.source.close()
     for role in run.roles.values():
         role.group.shutdown("finished")
     if run.updates is not None:
@@ -183,49 +170,21 @@ def _close(run: Run) -> None:
 
 
 def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
-    start, rollout, trains = plan.start, plan.rollout, plan.run.trains
-    # First: its processes start while Ray does.
-    start_one = functools.partial(start_scorer, progress=progress, stack=stack)
-    scorer: Scorer = start_one(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward
-    scorers = [None if each.reward is None else start_one(each.reward, each.rewarding) for each in plan.eval_sets]
+    start, trains = plan.start, plan.run.trains
     loop = EventLoop("rollout")
     stack.callback(loop.close)
+    rewards = start_rewards(plan, loop, progress, stack)  # first: their processes start while Ray does
     groups, fleet, inits, room = _start_processes(plan, loop, progress, stack)
-    roles = {
-        name: make_role(group, inits[name], seed=plan.run.seed, steps=plan.run.steps) for name, group in groups.items()
-    }
+    roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
-    if start.state and trains:
-        for text in resume_schedules(start.state, trained.values()):
-            progress.notice(text)
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
     snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
     for text in snapshots.begin(progress.step, resumed=bool(start.state)):
         progress.notice(text)
-    reward = Scoring(
-        scorer,
-        loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
-        noted=functools.partial(progress.spans, SCORING),
-    )
-    source, sampler = start_source(plan, fleet, reward, progress, stack)
-    evaluating = samplers_of_sets(plan, fleet, sampler, progress, stack)
-    sharing = plan.processes.sharing
-    residency = Residency(
-        plan=residency_plan(
-            sharing,
-            passed={each.role for each in plan.algorithm.passes},
-            frozen=roles.keys() - trained.keys(),
-            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
-        ),
-        groups={name: groups[name] for name in sharing},
-        fleet=fleet,
-        progress=progress,
-        measures=plan.cluster.offload == "auto",
-    )
+    sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
+    residency = _residency(plan, roles, fleet, progress)
 
-    def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
-        return address_of(processes, receivers, start.run_dir, plan.cluster)
-
+    address = functools.partial(address_of, run_dir=start.run_dir, cluster=plan.cluster)
     updates: WeightUpdates | None = None
     if fleet is not None:
         updates = WeightUpdates(
@@ -252,11 +211,6 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         progress.notice(f"checkpoint.memory: no in-memory checkpoints: {ON_OTHERS}")
     elif plan.checkpoint.memory and trains:
         memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints))
-    settings = plan.algorithm.settings
-
-    def source_of(state: Mapping[str, Any], checkpoint: Path | None) -> Source:
-        return source_at(state, checkpoint, plan, fleet, sampler, reward, progress, stack)
-
     groups_now = Groups(
         plan=plan,
         room=room,
@@ -274,55 +228,33 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
         roles=roles,
         updates=updates,
         snapshots=snapshots,
-        gate=make_gate(plan, fleet, sampler, progress),
+        logprob_check=LogprobCheck.of(plan, sampling.sampler, progress),
         residency=residency,
-        loop=loop,
-        source=source,
-        sampler=sampler,
-        reward=reward,
-        held_out=[
-            (each, samples, reward if own is None else reward.by(own))
-            for each, samples, own in zip(plan.eval_sets, evaluating, scorers, strict=True)
-            if each.source.held_out_prompts()
-        ],
+        sampling=sampling,
         checkpoints=checkpoints,
         memory=memory,
         restarts=Recovery(control=control, checkpoints=checkpoints, memory=memory, start=start),
         control=control,
-        source_of=source_of,
-        kl_coef=start.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef,
-        before=answers_in(start.state) if trains else (),
-        notices=StepNotices(
-            algorithm=plan.algorithm,
-            samples=plan.run.samples,
-            unseen=unseen_tokens(rollout) if plan.run.samples else {},
-            rewarding=rollout.rewarding,
-            max_tokens=rollout.params.max_tokens if plan.run.samples else 0,
-        ),
+        notices=StepNotices.of_run(plan),
     )
     if fleet is not None:
         progress.begin("sending the first weights")
     return run
 
 
-def make_gate(plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress) -> Gate | None:
-    """The gate of a run whose samples are to be trained on, unless it is switched off."""
-    algorithm = plan.algorithm.settings
-    if fleet is None or sampler is None or plan.run.mode == "eval" or algorithm.on_mismatch == "off":
-        return None
-
-    async def drawn() -> SampleBatch:
-        # A stream of its own, so that the run's stays where it is.
-        prompts = PromptStream(plan.rollout.prompts, plan.run.seed, check=plan.rollout.check).take(PROMPTS)
-        return await draw(prompts, sampler=sampler, generate=fleet.generate, params=plan.rollout.params)
-
-    return Gate(
-        bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
-        stops=algorithm.on_mismatch == "stop",
-        every=plan.weights.verify_every,
-        draw=drawn,
-        run_dir=plan.start.run_dir,
+def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None, progress: Progress) -> Residency:
+    sharing = plan.processes.sharing
+    return Residency(
+        plan=residency_plan(
+            sharing,
+            passed={each.role for each in plan.algorithm.passes},
+            frozen={name for name, role in roles.items() if role.loss is None},
+            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
+        ),
+        groups={name: roles[name].group for name in sharing},
+        fleet=fleet,
         progress=progress,
+        measures=plan.cluster.offload == "auto",
     )
 
 
@@ -454,21 +386,6 @@ def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Prog
         progress.notice(f"{engine} is replaced: {error.message}")
     if died:
         fleet.replace(died)
-
-
-def make_role(group: TrainGroup, init: InitResult, *, seed: int, steps: int) -> Role:
-    """The role of a group that has started, in a run of so many rollout `steps`."""
-    objective, train = group.plan.objective, group.plan.train
-    return Role(
-        name=group.role,
-        group=group,
-        loss=objective.loss if objective else None,
-        train=train,
-        seed=seed,
-        first_step=objective.first_step if objective else 0,
-        rollout_steps=train.schedule.steps or steps,
-        optimizer_step=init.optimizer_step,
-    )
 
 
 def _notices(plan: Plan) -> Iterator[str]:

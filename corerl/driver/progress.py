@@ -15,10 +15,10 @@ from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, Run
 from corerl.plugin.observers import Observers
 
 BEAT_SECONDS = 1.0  # between two reports of how far a phase is
-DRAWN, SCORED = "drawn", "scored"
+GENERATED, SCORED = "generated", "scored"
 # What is counted in a phase: of evaluations, the answers to held-out prompts.
-UNITS = {DRAWN: "samples drawn", SCORED: "samples scored"}
-EVAL_UNITS = {DRAWN: "answers sampled", SCORED: "answers scored"}
+UNITS = {GENERATED: "samples generated", SCORED: "samples scored"}
+EVAL_UNITS = {GENERATED: "answers sampled", SCORED: "answers scored"}
 
 
 @define(eq=False)
@@ -76,7 +76,7 @@ class Progress:
             yield
 
     def count(self, what: str, done: int, of: int) -> None:
-        """Note how many samples are DRAWN or SCORED. Called from any thread; what is not the main
+        """Note how many samples are GENERATED or SCORED. Called from any thread; what is not the main
         one counts only while the main one waits for samples or an evaluation."""
         current = self._current
         if current is None or (threading.get_ident() != self._loop and current.name not in ("rollout", "eval")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
+from corerl.plan.plan import Plan
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
@@ -139,6 +140,30 @@ class Role:
             }
 
         return self.group.forward(samples, outputs, shared=shared, weights=weights, replay=replay).then(masked)
+
+
+def roles_of(
+    plan: Plan, groups: Mapping[str, TrainGroup], inits: Mapping[str, InitResult], *, notify: Callable[[str], None]
+) -> dict[str, Role]:
+    """The roles of groups that have started; if the run resumes, their schedules continue."""
+    roles = {}
+    for name, group in groups.items():
+        objective, train = group.plan.objective, group.plan.train
+        roles[name] = Role(
+            name=group.role,
+            group=group,
+            loss=objective.loss if objective else None,
+            train=train,
+            seed=plan.run.seed,
+            first_step=objective.first_step if objective else 0,
+            rollout_steps=train.schedule.steps or plan.run.steps,
+            optimizer_step=inits[name].optimizer_step,
+        )
+    if plan.start.state and plan.run.trains:
+        trained = [role for role in roles.values() if role.loss is not None]
+        for text in resume_schedules(plan.start.state, trained):
+            notify(text)
+    return roles
 
 
 def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[str]:

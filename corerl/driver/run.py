@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from attrs import asdict, define, evolve, field, frozen
+from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
-from corerl.driver.advantages import TrainBatch, compute_advantages
+from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
-from corerl.driver.early import Early
-from corerl.driver.gate import Gate
-from corerl.driver.idle import idle, idle_seconds
+from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import (
     compilations,
     first_step_mismatch,
+    idle,
+    idle_seconds,
     recomputed_mismatch,
     rollout_metrics,
     staleness_metrics,
@@ -35,15 +35,15 @@ from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
-from corerl.driver.routing_replay import replayed
 from corerl.driver.run_dir import require_there
+from corerl.driver.sampling import Sampling
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.driver.stop import StopRequest
+from corerl.driver.streamed_step import StreamedStep
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import SaveFailed
-from corerl.event_loop import EventLoop
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.resume import EXPORT
@@ -51,10 +51,8 @@ from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.postprocess import postprocessed
-from corerl.rollout.rewards.base import Scoring
-from corerl.rollout.sampler import Sampler
-from corerl.rollout.sources.base import Scored, Source
-from corerl.rollout.sources.recorded import ROLLOUTS, write_rollout
+from corerl.rollout.recorded import ROLLOUTS, write_rollout
+from corerl.rollout.scored import ScoredRollout
 from corerl.trainer.shared import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
@@ -91,29 +89,28 @@ class Run:
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
     snapshots: Snapshots  # of the actor
-    gate: Gate | None  # against engines that compute something else; None if it is off
+    logprob_check: LogprobCheck | None  # None if it is off
     residency: Residency
-    loop: EventLoop  # of all that samples
-    source: Source
-    sampler: Sampler | None
-    reward: Scoring
-    held_out: Sequence[tuple[EvalSet, Sampler, Scoring]]  # that of data.held_out first, if there is one
+    sampling: Sampling
     checkpoints: Checkpoints
     memory: MemoryCheckpoints | None = None
     restarts: Recovery
     control: Control
 
-    source_of: Callable[[Mapping[str, Any], Path | None], Source]  # a new one, where a checkpoint's state says
-    kl_coef: float  # algorithm.kl_coef, as adapted so far
+    # algorithm.kl_coef, as adapted so far
+    kl_coef: float = field(default=Factory(lambda self: self._kl_coef_in(self.plan.start.state), takes_self=True))
 
     _step_started: float = field(factory=time.perf_counter)
     # Of that clock, by time.time(); once, so that a step begins where the one before has ended.
     _epoch: float = field(factory=lambda: time.time() - time.perf_counter())
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    _before: tuple[SampleShown, ...] = ()  # of the first evaluation; a resumed run reads it from its checkpoint
+    # Of the first evaluation; a resumed run reads it from its checkpoint.
+    _before: tuple[SampleShown, ...] = field(
+        default=Factory(lambda self: answers_in(self.plan.start.state) if self.plan.run.trains else (), takes_self=True)
+    )
     _after: tuple[SampleShown, ...] = ()
     _evaluation: dict[str, float] = field(factory=dict)
-    _early: Early | None = None  # what has begun of the step that is sampled, if its prompts arrive one by one
+    _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -134,9 +131,14 @@ class Run:
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
+    def _kl_coef_in(self, state: Mapping[str, Any]) -> float:
+        """The coefficient in a checkpoint's state, if it is adapted; otherwise the config's."""
+        settings = self.plan.algorithm.settings
+        return float(state.get("kl_coef", settings.kl_coef)) if settings.kl_target else settings.kl_coef
+
     # ---- samples ----------------------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[Scored]:
+    def batches(self) -> Iterator[ScoredRollout]:
         """The rollout steps still to do, each when it is wanted: written down if the run keeps them, before anything
         uses them, and postprocessed."""
         rollout = self.plan.rollout
@@ -154,28 +156,28 @@ class Run:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored
 
-    def _next(self) -> Scored | None:
+    def _next(self) -> ScoredRollout | None:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
-        self._early = None  # that of the step before
-        if self.source.streams:
+        self._streamed = None  # that of the step before
+        if self.sampling.source.streams:
             trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
-            self._early = Early(
+            self._streamed = StreamedStep(
                 step=self.progress.step,
                 training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
-                passed=self.passed,
-                estimated=self.estimated,
+                with_logprobs=self.with_logprobs,
+                with_advantages=self.advantages_of,
                 progress=self.progress,
             )
-            while arrived := self._served(self.source.arrived()):
-                self._early.add(arrived)
+            while arrived := self._served(self.sampling.source.arrived()):
+                self._streamed.add(arrived)
                 self.progress.begin("rollout")
-        return self._served(self.source.next())
+        return self._served(self.sampling.source.next())
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
         if self.updates is None:
-            return self.loop.run(work)
-        fleet, future = self.updates.fleet, self.loop.begin(work)
+            return self.sampling.loop.run(work)
+        fleet, future = self.updates.fleet, self.sampling.loop.begin(work)
         try:
             while not fleet.wait(future):
                 with fleet.renewing():
@@ -190,34 +192,34 @@ class Run:
     def check_logprobs(self) -> None:
         """Compare trainer and engines, which hold the same weights, before a step costs anything. Raises
         LogprobMismatch if they compute different log-probs, unless the run only warns of that."""
-        if self.gate is None:
+        if self.logprob_check is None:
             return
         with self.progress.phase("compare"):
-            samples = self._served(self.gate.draw())
+            samples = self._served(self.logprob_check.sample())
         with self.training():
-            self._compare(self.gate, samples)
+            self._compare(self.logprob_check, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
 
-    def _compare(self, gate: Gate, samples: SampleBatch) -> None:
+    def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
         samples = self._replayed(samples)
         self.residency.enter(COMPARE)
         with self.progress.phase("compare"):
             replay = self.plan.algorithm.settings.routing_replay == "engine"
             passing = self.actor.start_forward(share(samples), samples, (Output.LOGPROBS,), replay=replay)
-            gate.judge(samples, passing.result()[Output.LOGPROBS])
+            check.judge(samples, passing.result()[Output.LOGPROBS])
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def with_advantages(self, scored: Scored) -> TrainBatch:
+    def with_advantages(self, scored: ScoredRollout) -> TrainBatch:
         """Add everything the losses read, computed by the models before the batch's first optimizer step."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
         settings = algorithm.settings
-        if self.gate is not None and self.gate.due and self._pushed_at == self.actor.optimizer_step:
-            fresh = self.gate.choose(samples)
-            self._compare(self.gate, fresh if len(fresh) else self._served(self.gate.draw()))
-        samples = self.passed(samples) if self._early is None else self._early.whole(samples)
-        batch = self.estimated(samples, scored.rewards)
+        if self.logprob_check is not None and self.logprob_check.due and self._pushed_at == self.actor.optimizer_step:
+            fresh = self.logprob_check.choose(samples)
+            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
+        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.whole(samples)
+        batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
@@ -234,7 +236,7 @@ class Run:
             )
         return batch
 
-    def passed(self, samples: SampleBatch) -> SampleBatch:
+    def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
         """The samples with all columns that advantages are computed from."""
         algorithm = self.plan.algorithm
         if algorithm.settings.overlong == "mask":
@@ -260,7 +262,7 @@ class Run:
                 samples = samples.with_columns(**{name: found[output] for name, output in each.columns.items()})
         return samples
 
-    def estimated(self, samples: SampleBatch, rewards: FloatArray) -> TrainBatch:
+    def advantages_of(self, samples: SampleBatch, rewards: FloatArray) -> TrainBatch:
         """The samples, or those of some prompts, with their advantages."""
         algorithm = self.plan.algorithm
         return compute_advantages(
@@ -314,7 +316,7 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            begun = self._early.scale if self._early is not None and name == ACTOR else None
+            begun = self._streamed.scale if self._streamed is not None and name == ACTOR else None
             started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), begun=begun)
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
@@ -343,18 +345,17 @@ class Run:
 
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
-        self.source.close()
-        self._early, self._pushed_at = None, None
+        self.sampling.source.close()
+        self._streamed, self._pushed_at = None, None
         self.progress.step = point.step
         self.progress.tell(RunRewound(step=point.step))
         self._begin_snapshots(resumed=bool(point.state))
-        settings = self.plan.algorithm.settings
-        self.kl_coef = point.state.get("kl_coef", settings.kl_coef) if settings.kl_target else settings.kl_coef
-        self.source = self.source_of(point.state, point.checkpoint)
+        self.kl_coef = self._kl_coef_in(point.state)
+        self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
-            self.source.renumber(self.updates.version - point.version)
+            self.sampling.source.renumber(self.updates.version - point.version)
             self.updates.meet()  # the old ranks are still part of what was built at the old address
-            self.loop.run(self.updates.fleet.begin_anew())
+            self.sampling.loop.run(self.updates.fleet.begin_anew())
         self.ensure_serving(force=True)
         self.evaluate()
 
@@ -397,13 +398,13 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push(self.source, self.control)
+        self.updates.push(self.sampling.source, self.control)
         self.residency.updated()
         new = self._pushed_at != self.actor.optimizer_step
         if new:
             self.snapshots.updated()
-        if self.gate is not None:
-            self.gate.pushed(self.updates.version - 1, new=new)
+        if self.logprob_check is not None:
+            self.logprob_check.pushed(self.updates.version - 1, new=new)
         self._pushed_at = self.actor.optimizer_step
 
     def ensure_serving(self, *, force: bool = False) -> None:
@@ -418,7 +419,7 @@ class Run:
         if self.residency.slept or self._pushed_at is None or fleet.dead or fleet.lacking:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, *_ in self.held_out)
+        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, *_ in self.sampling.held_out)
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
@@ -430,7 +431,9 @@ class Run:
 
     # ---- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def report(self, scored: Scored, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]) -> None:
+    def report(
+        self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
+    ) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
         require_there(self.plan.start.run_dir)
         now = time.perf_counter()
@@ -474,7 +477,7 @@ class Run:
     def evaluate(self, *, always: bool = False) -> None:
         """Evaluate on the sets of held-out prompts that are due. That depends only on the steps done, so a resumed run
         evaluates at the same steps as an uninterrupted one."""
-        due = [each for each in self.held_out if always or self._evaluation_due(each[0])]
+        due = [each for each in self.sampling.held_out if always or self._evaluation_due(each[0])]
         if due:
             found = []
             for held_out, sampler, reward in due:
@@ -485,7 +488,7 @@ class Run:
                     why = f"{failed} samples failed; the first: {first}" if failed else first
                     self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {why}")
             shown = found[0].shown
-            if due[0] is self.held_out[0]:
+            if due[0] is self.sampling.held_out[0]:
                 if _questions(self._before) != _questions(shown):  # the checkpoint's may be of other data
                     self._before = shown
                 self._after = shown
@@ -499,11 +502,11 @@ class Run:
                     samples=[sample for each in found for sample in each.samples],
                 )
             )
-        self.progress.begin("rollout" if self.sampler else "reading")
+        self.progress.begin("rollout" if self.sampling.sampler else "reading")
 
     def _evaluation_due(self, held_out: EvalSet) -> bool:
         every = held_out.every
-        if not every or self.sampler is None:
+        if not every or self.sampling.sampler is None:
             return False
         if self.progress.step == 0:
             return self.plan.eval.at_start
@@ -536,7 +539,7 @@ class Run:
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
-            "source": self.source.position,
+            "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
             **({"schedules": stands} if stands else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
@@ -547,7 +550,7 @@ class Run:
             self.progress.step,
             state,
             background=background,
-            files=self.source.save,
+            files=self.sampling.source.save,
             enter=lambda role: self.residency.enter(saving(role)),
         )
 

@@ -4,38 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attrs import define, field
+
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import RewardConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.driver.metrics import SCORING
+from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.engines.base import UNLIMITED
 from corerl.engines.fleet import EngineFleet
-from corerl.event_loop import in_thread
-from corerl.models.tokenizer import special_tokens
+from corerl.event_loop import EventLoop, in_thread
 from corerl.plan.plan import Plan, RolloutPlan
+from corerl.rollout.evaluation import EvalSet
+from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scoring
 from corerl.rollout.rewards.pool import scorer
+from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Sampler, SamplerContext
-from corerl.rollout.sources.asynchronous import Asynchronous
-from corerl.rollout.sources.base import BatchSampler, DynamicSampling, Source
-from corerl.rollout.sources.one_step_off import OneStepOff
-from corerl.rollout.sources.recorded import SavedRollouts
-from corerl.rollout.sources.streamed import Streamed
-from corerl.rollout.sources.synchronous import Synchronous
+from corerl.rollout.source import Source
 
 in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources that score while the main thread trains
 STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls at once
 
 
-def start_scorer(reward: Reward, rewarding: RewardConfig, progress: Progress, stack: contextlib.ExitStack) -> Scorer:
-    """A scorer of a run that samples, in processes of its own; it scores the samples that bring no reward."""
-    found: Scorer = stack.enter_context(scorer(reward, rewarding, partial(progress.count, SCORED)))
-    return OutcomeScorer(found, failed_value=rewarding.failed_value)
+def start_rewards(
+    plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
+) -> tuple[Scoring, list[Scoring]]:
+    """The run's reward, and that of each set of held-out prompts; those of a run that samples get processes."""
+
+    def start(reward: Reward, rewarding: RewardConfig) -> Scorer:
+        found = stack.enter_context(scorer(reward, rewarding, partial(progress.count, SCORED)))
+        return OutcomeScorer(found, failed_value=rewarding.failed_value)
+
+    rollout = plan.rollout
+    reward = Scoring(
+        start(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward,
+        loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
+        noted=partial(progress.spans, SCORING),
+    )
+    sets = [reward if each.reward is None else reward.by(start(each.reward, each.rewarding)) for each in plan.eval_sets]
+    return reward, sets
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
@@ -54,84 +67,77 @@ def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
     return max(1, prompts) * rollout.samples
 
 
-def start_source(
-    plan: Plan, fleet: EngineFleet | None, reward: Scoring, progress: Progress, stack: contextlib.ExitStack
-) -> tuple[Source, Sampler | None]:
-    """The source, restored if the run resumes, and the sampler, if the run samples."""
-    start = plan.start
-    sampler: Sampler | None = None
-    if fleet is not None:
-        sampler = make_sampler(plan, fleet, progress, stack, special_tokens=plan.rollout.rewarding.special_tokens)
-    state = start.state if plan.run.trains else {}
-    return source_at(state, start.resume, plan, fleet, sampler, reward, progress, stack), sampler
+@define(kw_only=True, eq=False)
+class Sampling:
+    """What a run samples with: its source of rollout steps, its samplers, and the sets of held-out prompts."""
 
+    plan: Plan
+    fleet: EngineFleet | None  # None if nothing is sampled
+    loop: EventLoop
+    rewards: tuple[Scoring, Sequence[Scoring]]  # the run's, and each held-out set's
+    progress: Progress
+    stack: contextlib.ExitStack  # closes sources and samplers
 
-def samplers_of_sets(
-    plan: Plan, fleet: EngineFleet | None, sampler: Sampler | None, progress: Progress, stack: contextlib.ExitStack
-) -> list[Sampler]:
-    """The sampler of each set of held-out prompts: the run's, or one whose texts have special tokens as the set's own
-    reward reads them."""
-    if fleet is None or sampler is None:
-        return []
-    found = {plan.rollout.rewarding.special_tokens: sampler}
-    for kept in [each.rewarding.special_tokens for each in plan.eval_sets]:
-        if kept not in found:
-            found[kept] = make_sampler(plan, fleet, progress, stack, special_tokens=kept)
-    return [found[each.rewarding.special_tokens] for each in plan.eval_sets]
+    source: Source = field(init=False)
+    # Those that have prompts; that of `data.held_out` comes first.
+    held_out: list[tuple[EvalSet, Sampler, Scoring]] = field(init=False)
+    _samplers: dict[bool, Sampler] = field(factory=dict, init=False)  # by whether their texts keep special tokens
 
+    def __attrs_post_init__(self) -> None:
+        start = self.plan.start
+        self.restart(start.state if self.plan.run.trains else {}, start.resume)
+        self.held_out = [
+            (each, self.sampler_of(each.rewarding), reward)
+            for each, reward in zip(self.plan.eval_sets, self.rewards[1], strict=True)
+            if self.fleet is not None and each.source.held_out_prompts()
+        ]
 
-def source_at(
-    state: Mapping[str, Any],
-    checkpoint: Path | None,
-    plan: Plan,
-    fleet: EngineFleet | None,
-    sampler: Sampler | None,
-    reward: Scoring,
-    progress: Progress,
-    stack: contextlib.ExitStack,
-) -> Source:
-    """The source where a checkpoint's state says, or at its beginning if that is empty; `stack` closes it."""
-    rollout = plan.rollout
-    source: Source
-    if fleet is None or sampler is None:
-        source = SavedRollouts(rollout.settings.saved, steps=plan.run.steps, vocab_size=rollout.vocab_size)
-    else:
-        source = make_source(rollout, fleet, sampler, reward, progress, steps=plan.run.steps)
-    stack.callback(source.close)
-    if state:
-        source.restore(state["source"], checkpoint)
-    return source
+    @property
+    def sampler(self) -> Sampler | None:
+        """The run's."""
+        return None if self.fleet is None else self.sampler_of(self.plan.rollout.rewarding)
 
+    def sampler_of(self, rewarding: RewardConfig) -> Sampler:
+        """The sampler whose texts have special tokens as this reward reads them."""
+        kept, rollout, engine = rewarding.special_tokens, self.plan.rollout, self.plan.processes.engine
+        assert self.fleet is not None
+        if kept not in self._samplers:
+            self._samplers[kept] = rollout.sampler(
+                SamplerContext(
+                    tokenizer=rollout.tokenizer,
+                    generate=self.fleet.generate,
+                    loop=self.loop,
+                    seed=rollout.seed,
+                    params=rollout.params,
+                    template_options=rollout.template_options,
+                    special_tokens=kept,
+                    context_length=rollout.context_length,
+                    calls=1 if engine is None else engine.calls,
+                    on_progress=partial(self.progress.count, GENERATED),
+                )
+            )
+            self.stack.callback(self._samplers[kept].close)
+        return self._samplers[kept]
 
-def make_sampler(
-    plan: Plan, fleet: EngineFleet, progress: Progress, stack: contextlib.ExitStack, *, special_tokens: bool
-) -> Sampler:
-    """The run's sampler, whose texts keep `special_tokens` or not; `stack` closes it."""
-    rollout, engine = plan.rollout, plan.processes.engine
-    made = rollout.sampler(
-        SamplerContext(
-            tokenizer=rollout.tokenizer,
-            generate=fleet.generate,
-            loop=fleet.loop,
-            seed=rollout.seed,
-            params=rollout.params,
-            template_options=rollout.template_options,
-            special_tokens=special_tokens,
-            context_length=rollout.context_length,
-            calls=1 if engine is None else engine.calls,
-            on_progress=partial(progress.count, DRAWN),
-        )
-    )
-    stack.callback(made.close)
-    return made
+    def restart(self, state: Mapping[str, Any], checkpoint: Path | None) -> None:
+        """Begin with another source, where a checkpoint's state says, or at the first prompt if that is empty."""
+        rollout, steps = self.plan.rollout, self.plan.run.steps
+        if self.fleet is None or self.sampler is None:
+            self.source = SavedRollouts(rollout.settings.saved, steps=steps, vocab_size=rollout.vocab_size)
+        else:
+            self.source = make_source(rollout, self.fleet, self.sampler, self.rewards[0], self.progress, steps=steps)
+        self.stack.callback(self.source.close)
+        if state:
+            self.source.restore(state["source"], checkpoint)
 
 
 def make_source(
     plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, progress: Progress, *, steps: int
 ) -> Source:
     """The source that samples."""
-    settings, told = plan.settings, partial(progress.count, DRAWN)
-    draws = BatchSampler(
+    settings = plan.settings
+    source = partial(
+        SampledRollouts,
         stream=PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
         sampler=sampler,
         reward=reward,
@@ -139,31 +145,17 @@ def make_source(
         prompts=settings.prompts,
         samples=settings.samples,
         refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
+        engines=fleet,
+        steps=steps,
+        on_progress=partial(progress.count, GENERATED),
     )
     match settings.source:
         case "synchronous":
-            return Synchronous(draws, steps=steps)
+            return source()
         case "streamed":
-            return Streamed(draws, fleet.loop, steps=steps, told=told)
+            return source(singly=True)
         case "one-step-off":
-            return OneStepOff(draws, fleet, steps=steps)
+            return source(max_staleness=1)
         case "asynchronous":
-            return Asynchronous(
-                draws,
-                fleet,
-                steps=steps,
-                max_staleness=settings.max_staleness,
-                waits=settings.stale == "wait",
-                told=told,
-            )
-
-
-def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:
-    """The special tokens that the texts of samples leave out, by id, besides those that any tokenizer has and those
-    that end samples."""
-    tokenizer = plan.tokenizer
-    if plan.rewarding.special_tokens:
-        return {}
-    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
-    known = common | set(plan.params.stop_tokens)
-    return {index: token for index, token in special_tokens(tokenizer).items() if index not in known}
+            waits = settings.stale == "wait"
+            return source(in_order=False, singly=True, max_staleness=settings.max_staleness, waits=waits)

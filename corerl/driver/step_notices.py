@@ -5,48 +5,61 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from attrs import Factory, define, field
+from attrs import define, field
 
+from corerl.algorithms.advantages import differ
 from corerl.config.schema import RewardConfig
 from corerl.driver.advantages import TrainBatch
-from corerl.driver.equal_rewards import EqualRewards
+from corerl.driver.metrics import without_spread
+from corerl.models.tokenizer import special_tokens
 from corerl.plan.algorithm import BY_ALL_PARTS, AlgorithmPlan, has_several_parts
-from corerl.rollout.sources.base import Scored
+from corerl.plan.plan import Plan, RolloutPlan
+from corerl.rollout.scored import ScoredRollout
 from corerl.types import TURN_REWARDS, SampleBatch, TrainResult
 
 LONG = 1.0  # seconds of a compilation that are worth a line
+STEPS = 3  # in a row with equal rewards
+NEARLY_ALL = 0.9  # share of a step's groups
 
 
 @define(kw_only=True)
 class StepNotices:
-    """Looks at each step of a run, and remembers what is told only once."""
+    """Reads each step of a run, and remembers what is reported only once."""
 
     algorithm: AlgorithmPlan
     samples: bool  # whether the run samples, and so could sample other prompts
-    unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {} once told
+    unseen: Mapping[int, str] = field(
+        factory=dict
+    )  # special tokens that texts leave out: id -> token; {} once reported
     rewarding: RewardConfig = field(factory=RewardConfig)
     max_tokens: int = 0  # rollout.max_tokens of the samples; 0: not known
-    _said: set[str] = field(factory=set, init=False)  # names of lines
-    _equal: EqualRewards = Factory(
-        lambda self: EqualRewards(self.algorithm.settings, compares=self.algorithm.compares, samples=self.samples),
-        takes_self=True,
-    )
+    _reported: set[str] = field(factory=set, init=False)  # names of lines
+    _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
+
+    @classmethod
+    def of_run(cls, plan: Plan) -> StepNotices:
+        rollout, samples = plan.rollout, plan.run.samples
+        return cls(
+            algorithm=plan.algorithm,
+            samples=samples,
+            unseen=unseen_tokens(rollout) if samples else {},
+            rewarding=rollout.rewarding,
+            max_tokens=rollout.params.max_tokens if samples else 0,
+        )
 
     def of(
-        self, scored: Scored, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
+        self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
     ) -> Iterator[str]:
         """`batch` is None if the step was not for training; `results` are by role."""
         yield from self._of_unseen(scored.rollout.batch)
         once = self._of_parts(scored) | self._of_turns(scored.rollout.batch, trains=batch is not None)
-        yield from (f"step {scored.step}: {once[name]}" for name in once if name not in self._said)
-        self._said |= once.keys()
+        yield from (f"step {scored.step}: {once[name]}" for name in once if name not in self._reported)
+        self._reported |= once.keys()
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
-        episodes, _ = scored.rollout.batch.episodes
-        equal = self._equal.update(scored.rewards[episodes], scored.rollout.batch.rows["group"][episodes])
-        if equal and not self.algorithm.asks_frozen:
-            yield equal
+        if not self.algorithm.asks_frozen:
+            yield from self._of_equal_rewards(scored)
         settings = self.algorithm.settings
         if batch and batch.metrics.get("correction/weight") == 0.0:
             yield (
@@ -58,11 +71,36 @@ class StepNotices:
         for name, steps in results.items():  # time that was lost because a graph did not fit what came
             for each in (each for result in steps for each in result.compilations if each.why and each.seconds > LONG):
                 yield (
-                    f"step {scored.step}: a rank of the {name} compiled {each.what} anew, in {each.seconds:.0f} s: "
+                    f"step {scored.step}: a rank of the {name} compiled {each.what} again, in {each.seconds:.0f} s: "
                     f"{each.why}"
                 )
 
-    def _of_parts(self, scored: Scored) -> dict[str, str]:
+    def _of_equal_rewards(self, scored: ScoredRollout) -> Iterator[str]:
+        """That several steps in a row taught nothing: nearly all groups had equal rewards or, where groups are not
+        compared, all samples had."""
+        episodes, _ = scored.rollout.batch.episodes
+        rewards = scored.rewards[episodes]
+        equal, groups = without_spread(rewards, scored.rollout.batch.rows["group"][episodes])
+        same = len(rewards) > 1 and not differ(rewards.min(), rewards.max())
+        dull = equal >= NEARLY_ALL * groups if self.algorithm.compares else same
+        self._equal = self._equal + 1 if dull else 0
+        if self._equal < STEPS or "equal" in self._reported:
+            return
+        self._reported.add("equal")
+        settings, others = self.algorithm.settings, ""
+        if self.algorithm.compares and self.samples:
+            others = f"raise algorithm.dynamic_sampling={settings.dynamic_sampling}, or "
+            if not settings.dynamic_sampling:
+                others = "set algorithm.dynamic_sampling, which samples other prompts in their place, or "
+        learned = "nothing but shorter answers is" if settings.overlong == "penalty" else "nothing is"
+        yield (
+            f"nearly all groups had equal rewards, {STEPS} steps in a row, now {equal} of {groups}"
+            f"{f', all {rewards[0]:g}' if same else ''}: {learned} learned from these; check reward.name, "
+            f"data.answer_key and the samples; if these are right, {others}use prompts that this model answers right "
+            "sometimes"
+        )
+
+    def _of_parts(self, scored: ScoredRollout) -> dict[str, str]:
         """What dynamic sampling goes by, as far as a config does not tell: lines by names."""
         settings, parts, lines = self.algorithm.settings, scored.parts, dict[str, str]()
         part, missing = settings.dynamic_sampling_on, scored.counts.get("groups_missing", 0)
@@ -118,3 +156,14 @@ class StepNotices:
                 f"{samples} of {len(batch)} samples contain special tokens, such as {token!r}, which the reward's text "
                 "leaves out; set reward.special_tokens=true if it needs them"
             )
+
+
+def unseen_tokens(plan: RolloutPlan) -> dict[int, str]:
+    """The special tokens that the texts of samples leave out, by id, besides those that any tokenizer has and those
+    that end samples."""
+    tokenizer = plan.tokenizer
+    if plan.rewarding.special_tokens:
+        return {}
+    common = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    known = common | set(plan.params.stop_tokens)
+    return {index: token for index, token in special_tokens(tokenizer).items() if index not in known}

@@ -22,7 +22,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.plugin.transports import abandon
-from corerl.rollout.sources.base import Source
+from corerl.rollout.source import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import IntArray, UpdateResult
 from corerl.weights.manifest import Manifest

@@ -168,22 +168,23 @@ class EngineFleet:
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        told: Counted | None = None,
-        drew: Callable[[Generation], None] | None = None,
+        on_progress: Counted | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Generation:
         """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`; those that `pause`
-        interrupts go on after it, under the weights of that time. `urgent` requests overtake those that wait. `told`
-        hears every few seconds how many rows have ended, and how many there are; `drew` gets all that is drawn, piece
-        by piece. Raises a replica's own error, or the cause of its death once restarts are used up."""
+        interrupts go on after it, under the weights of that time. `urgent` requests overtake those that wait.
+        `on_progress` gets every few seconds how many rows have ended, and how many there are; `on_tokens` gets all that
+        is generated, piece by piece. Raises a replica's own error, or the cause of its death once restarts are used
+        up."""
         number = -1 if urgent else next(self._numbers)
-        return await self._divided(request, number, told, drew)
+        return await self._divided(request, number, on_progress, on_tokens)
 
     async def _divided(
         self,
         request: GenerateRequest,
         number: int,
-        told: Counted | None,
-        drew: Callable[[Generation], None] | None,
+        on_progress: Counted | None,
+        on_tokens: Callable[[Generation], None] | None,
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
             await self._serving.wait()
@@ -195,23 +196,23 @@ class EngineFleet:
 
             def counted(done: int) -> None:
                 ended[replica] = done
-                if told is not None:
-                    told(sum(ended.values()), len(request))
+                if on_progress is not None:
+                    on_progress(sum(ended.values()), len(request))
 
             drawn = await self._replicas[replica].batcher.generate(
-                share, number=number, counted=None if told is None else counted
+                share, number=number, counted=None if on_progress is None else counted
             )
             over(replica)
             if drawn is None:  # it died: others draw the same
-                return await self._divided(share, number, None, drew)
+                return await self._divided(share, number, None, on_tokens)
             counted(len(share) - int(drawn.unfinished.sum()))
             if len(self) > 1:
                 self._router.drew(replica, share, drawn)
-            if drew is not None:
-                drew(drawn)
+            if on_tokens is not None:
+                on_tokens(drawn)
             if not drawn.unfinished.any():
                 return drawn
-            return append(share, drawn, await self._divided(continued(share, drawn), number, None, drew))
+            return append(share, drawn, await self._divided(continued(share, drawn), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
         with self._router.drawing({replica: len(own) for replica, own in rows.items()}) as over:

@@ -28,11 +28,11 @@ from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.reasoning import Openings, generation_prompt, left_open
+from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import SavedRollouts
+from corerl.rollout.scored import ScoredRollout
 
 MakeSampler = Callable[[SamplerContext], Sampler]
 
@@ -45,7 +45,7 @@ class Sampled:
     prompts: PromptSource | None
     reward: Reward | None
     params: SamplingParams | None
-    postprocess: Callable[[Scored], Any] | None
+    postprocess: Callable[[ScoredRollout], Any] | None
 
 
 def load_sampled(
@@ -54,7 +54,7 @@ def load_sampled(
     params: SamplingParams | None = None
     prompts: PromptSource | None = None
     reward: Reward | None = None
-    postprocess: Callable[[Scored], Any] | None = None
+    postprocess: Callable[[ScoredRollout], Any] | None = None
     data, rollout = config.data, config.rollout
     if tokenizer is not None:
         with problems.stage("rollout.stop"):

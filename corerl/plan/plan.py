@@ -37,7 +37,7 @@ from corerl.plugin.spec import PlanAnswer
 from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.rewards.base import Reward
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 
 
 @frozen(kw_only=True)
@@ -57,7 +57,7 @@ class RolloutPlan:
     attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
     sampler: MakeSampler
-    postprocess: Callable[[Scored], Any] | None
+    postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
 
 

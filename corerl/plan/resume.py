@@ -25,7 +25,7 @@ from corerl.messages import listed, short_repr
 from corerl.observability.files import read_lines
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.jsonl import SAMPLES_FILE
-from corerl.rollout.sources.recorded import ROLLOUTS
+from corerl.rollout.recorded import ROLLOUTS
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export
 EXPECTED_CHANGES = ("run.dir", "run.steps", "checkpoint.resume")  # settings that a resumed run is meant to change

@@ -46,7 +46,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
         "corerl.rollout.rewards:Reward": "corerl.rollout: Reward",
         "corerl.rollout.rewards:position_match": "corerl.rollout: position_match",
-        "corerl.rollout.sources:Scored": "corerl.rollout: Scored",
+        "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
         "the commands `corerl backends`, `engines`, `extensions` and `algorithms`": "`corerl plugins KIND`",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from corerl.rollout.sampler import SamplerContext as SamplerContext
     from corerl.rollout.sampler import rows_of as rows_of
     from corerl.rollout.sampler import sampling_params as sampling_params
-    from corerl.rollout.sources.base import Scored as Scored
+    from corerl.rollout.scored import ScoredRollout as ScoredRollout
 else:
     from corerl.imports import on_demand
 

@@ -16,7 +16,7 @@ from corerl.engines.base import SamplingParams
 from corerl.plugin.events import SampleShown
 from corerl.rollout.rewards.base import Reward, Scores, Scoring, described
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.sources.base import exact_share, first_samples, shown
+from corerl.rollout.scored import exact_share, first_samples, shown
 from corerl.types import Array, BoolArray, IntArray
 
 STEP = -1  # in place of the rollout step, for noise: no step of training has it

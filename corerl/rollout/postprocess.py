@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from corerl.errors import DataError
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 
 
-def postprocessed(scored: Scored, function: Callable[[Scored], Any], *, name: str) -> Scored:
+def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any], *, name: str) -> ScoredRollout:
     """What `function` makes of a batch: it may shape rewards, drop samples or change loss masks; `name` is the
     config's. Raises DataError if it raises, or returns a batch that cannot be trained on."""
     try:
@@ -20,18 +20,18 @@ def postprocessed(scored: Scored, function: Callable[[Scored], Any], *, name: st
         raise DataError(
             f"rollout.postprocess={name!r} raised {type(error).__name__}: {error} at step {scored.step}"
         ) from error
-    if not isinstance(result, Scored):
+    if not isinstance(result, ScoredRollout):
         what = "nothing" if result is None else type(result).__name__
         raise DataError(
-            f"rollout.postprocess={name!r} returned {what}, wanted a {Scored.__module__}.Scored; return the batch that "
-            "was passed in, or a copy made with `attrs.evolve`"
+            f"rollout.postprocess={name!r} returned {what}, wanted a corerl.rollout.ScoredRollout; return the "
+            "batch that was passed in, or a copy made with `attrs.evolve`"
         )
     if flaw := _flaw(result):
         raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
     return result
 
 
-def _flaw(scored: Scored) -> str:
+def _flaw(scored: ScoredRollout) -> str:
     """Why the batch cannot be trained on; "" if it can."""
     batch = scored.rollout.batch
     if not len(batch):

@@ -82,6 +82,8 @@ class Rollout:
     @classmethod
     def concatenate(cls, parts: Sequence[Rollout]) -> Rollout:
         """Concatenate rollouts, renumbering their groups and episodes."""
+        if len(parts) == 1:  # nothing is copied
+            return parts[0]
         batch = SampleBatch.concatenate(_with_experts([part.batch for part in parts]))
         numbers = {"group": [len(part.prompts) for part in parts]}
         if "episode" in batch.rows:
@@ -104,8 +106,8 @@ class Generate(Protocol):
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        told: Counted | None = None,
-        drew: Callable[[Generation], None] | None = None,
+        on_progress: Counted | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Awaitable[Generation]: ...
 
 
@@ -122,7 +124,7 @@ class SamplerContext:
     special_tokens: bool = False  # keep them in texts
     context_length: int = 0  # maximum tokens of a row; 0: unlimited
     calls: int = 1  # of `generate` that each engine answers at once
-    # Is called with how many samples that the run waits for are drawn, and how many there are.
+    # Is called with how many of the samples that the run waits for are done, and how many there are.
     on_progress: Counted | None = None
 
 
@@ -141,11 +143,11 @@ class Sampler(ABC):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Draw what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
-        sample. `ahead`: nobody waits for it yet. `drew` gets all that is drawn, piece by piece. Cancelled when the run
-        ends, or drops these prompts."""
+        sample. `ahead`: nobody waits for it yet. `on_tokens` gets all that is generated, piece by piece. Cancelled when
+        the run ends, or drops these prompts."""
 
     def close(self) -> None:  # noqa: B027  -- most hold nothing
         """Release what the sampler holds: nothing is asked of it any more. May be called twice."""
@@ -161,7 +163,7 @@ class Sampler(ABC):
         ahead: bool = False,
     ) -> Rollout:
         """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step draws others. `ahead`: nobody waits for them yet.
+        the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
@@ -175,10 +177,10 @@ class Sampler(ABC):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """What `draw` returns, checked. Raises PluginBroken if that is no rollout of these prompts and this request."""
-        rollout = await self.draw(prompts, request, ahead=ahead, drew=drew)
+        rollout = await self.draw(prompts, request, ahead=ahead, on_tokens=on_tokens)
         if fault := _fault(rollout, len(prompts), request):
             raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.draw returned {fault}")
         return rollout
@@ -195,7 +197,7 @@ class Sampler(ABC):
         return GenerateRequest(
             tokens=tokens[repeated],
             offsets=rows,
-            # A prompt that occurs twice in a step (of a data set smaller than the step) must not draw the same twice.
+            # A prompt that occurs twice in a step (of a small data set) must not get the same samples twice.
             noise_keys=hash_keys(
                 self.context.seed,
                 rollout_step,
@@ -245,10 +247,10 @@ class PromptSampler(Sampler):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        told = None if ahead else self.context.on_progress
-        generation = await self.context.generate(request, urgent=not ahead, told=told, drew=drew)
+        progress = None if ahead else self.context.on_progress
+        generation = await self.context.generate(request, urgent=not ahead, on_progress=progress, on_tokens=on_tokens)
         return self.rollout(prompts, request, generation)
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
@@ -346,15 +348,15 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
 
 
 def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
-    """If any batch has experts, give the others, of episodes that drew nothing, the column too, filled with -1."""
+    """If any batch has experts, give the others, of episodes without answers, the column too, filled with -1."""
     name = Output.ROUTED_EXPERTS.value
-    told = next((batch.columns[name] for batch in batches if name in batch.columns), None)
-    if told is None:
+    experts = next((batch.columns[name] for batch in batches if name in batch.columns), None)
+    if experts is None:
         return batches
     return [
         batch
         if name in batch.columns
-        else batch.with_columns(**{name: np.full((len(batch.tokens), *told.shape[1:]), -1, told.dtype)})
+        else batch.with_columns(**{name: np.full((len(batch.tokens), *experts.shape[1:]), -1, experts.dtype)})
         for batch in batches
     ]
 

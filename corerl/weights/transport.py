@@ -14,7 +14,7 @@ All receivers of an Address take part. If one fails, the driver replaces its eng
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -87,7 +87,7 @@ class Receiver(ABC):
         self.address = address
         self.index = index
 
-    def buckets(self, manifest: Manifest, version: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def buckets(self, manifest: Manifest, version: int) -> Generator[tuple[Bucket, torch.Tensor], None, None]:
         """Yield each bucket in order, its checksum verified. Its memory is reused for later ones. Close the iterator if
         you stop early.
 

@@ -61,7 +61,7 @@ def test_a_group_is_compared_with_its_mean() -> None:
     assert (found.metrics, found.kl) == ({}, None)
 
 
-def test_a_kl_in_the_loss_leaves_rewards_alone_and_is_reported() -> None:
+def test_a_kl_in_the_loss_does_not_change_rewards() -> None:
     found = computed(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
     assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
     assert found.kl == pytest.approx((1.0 + 0.0 - 0.25) / 3)
@@ -82,7 +82,7 @@ def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
     assert advantages(found) == [0.0, 0.1875, 0.0, -0.1875, -0.1875]
 
 
-def test_ppo_takes_the_kl_off_each_token_and_compares_with_the_critic() -> None:
+def test_ppo_subtracts_the_kl_from_each_token() -> None:
     columns = batch(ref_logprobs=[0.0, -1.5, 0.0, -1.25, 0.125], values=[0.0, 0.25, 0.0, 0.5, 0.75])
     critic = PPO(OfPPO(gamma=0.5, gae_lambda=0.5, whiten=False))
     found = computed(columns, critic.advantages, kl_coef=0.5, kl_estimator="k1", kl_in="reward")
@@ -104,7 +104,7 @@ def test_whitened_advantages_keep_their_order_and_leave_returns_alone() -> None:
     assert found.samples.columns["returns"].tolist() == own.samples.columns["returns"].tolist()
 
 
-def test_a_correction_weighs_the_policy_term_by_how_likely_the_trainer_finds_the_token() -> None:
+def test_a_correction_weights_advantages_by_the_ratio() -> None:
     columns = batch(rollout_logprobs=[0.0, -0.5 + math.log(2), 0.0, -0.25, -0.125 - math.log(3)])
     token = computed(columns, old_logprobs="recompute", correction="token", correction_cap=2.0)
     assert advantages(token) == pytest.approx([0.0, 0.25, 0.0, -0.5, -1.0])
@@ -118,7 +118,7 @@ def test_a_correction_weighs_the_policy_term_by_how_likely_the_trainer_finds_the
     assert masked.metrics["correction/masked"] == pytest.approx(1 / 3)
 
 
-def test_a_batch_whose_ratios_are_all_outside_the_band_has_advantages_of_zero_and_finite_metrics() -> None:
+def test_ratios_outside_the_band_give_advantages_of_zero() -> None:
     columns = batch(rollout_logprobs=[0.0, -1.5, 0.0, -1.25, -1.125])
     found = computed(columns, old_logprobs="recompute", correction="geometric", correction_beyond="mask")
     assert advantages(found) == [0.0] * 5
@@ -175,7 +175,7 @@ def test_what_an_algorithm_may_not_return_is_told(found: Advantages, line: str) 
     assert caught.value.message.startswith(line)
 
 
-def test_rewards_of_turns_reach_back_or_are_summed_as_the_algorithm_has_it() -> None:
+def test_rewards_of_turns_are_credited_or_summed() -> None:
     # Sample 0 is an episode of turns of two and one tokens, sample 1 of one turn of two; each row begins with a prompt.
     mask = np.array([False, True, True, False, True, False, True, True])
     turns = np.array([0.0, 0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 4.0], np.float32)
@@ -223,7 +223,7 @@ def test_equal_sums_of_different_turns_compare_as_equal() -> None:
     assert not any(advantages(found))
 
 
-def test_a_users_advantages_get_whole_rewards_and_those_of_turns_as_a_column() -> None:
+def test_a_users_advantages_get_rewards_of_turns_as_a_column() -> None:
     given = batch().with_columns(**{TURN_REWARDS: np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)})
     seen: list[object] = []
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -8,15 +9,20 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.driver.metrics import (
+    SCORING,
     first_step_mismatch,
+    idle,
+    idle_seconds,
     recomputed_mismatch,
     rollout_metrics,
     staleness_metrics,
     time_metrics,
     train_metrics,
 )
+from corerl.observability.timing import Span, Spans
+from corerl.plugin.events import Idle
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
@@ -35,11 +41,11 @@ def samples(**columns: list[float]) -> SampleBatch:
     )
 
 
-def scored(exact_match: float | None) -> Scored:
+def scored(exact_match: float | None) -> ScoredRollout:
     prompt = Prompt(index=0, text="a", answer="b")
     rollout = Rollout(batch=samples(), prompts=(prompt, prompt), texts=["b", "bbb"])
     rewards = np.array([1.0, 0.5], np.float32)
-    return Scored(step=0, rollout=rollout, rewards=rewards, exact_match=exact_match, seconds={})
+    return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=exact_match, seconds={})
 
 
 def result(
@@ -51,7 +57,7 @@ def result(
     return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
 
 
-def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() -> None:
+def test_rollout_metrics_are_means_over_samples() -> None:
     assert rollout_metrics(scored(0.5)) == {
         "rollout/reward": 0.75,
         "rollout/reward_std": 0.25,
@@ -63,7 +69,7 @@ def test_rollout_metrics_are_means_over_samples_and_a_count_of_sampled_tokens() 
     assert "rollout/exact_match" not in rollout_metrics(scored(None))
 
 
-def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_compare() -> None:
+def test_groups_without_spread_are_counted_among_compared_ones() -> None:
     given = scored(None)
     assert "rollout/groups_without_spread" not in rollout_metrics(given)  # groups of one
     of_four = evolve(
@@ -77,7 +83,7 @@ def test_the_share_of_groups_without_spread_is_of_groups_that_have_samples_to_co
         assert found["rollout/groups_without_spread"] == share
 
 
-def test_each_part_of_a_reward_is_a_mean_over_the_samples_that_have_it() -> None:
+def test_parts_are_means_over_samples_that_have_them() -> None:
     parts = {"right": (1.0, 4), "failed": (-1.5, 2)}
     metrics = rollout_metrics(evolve(scored(None), parts=parts, failures={"timeout": 3}))
     assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
@@ -108,7 +114,7 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     assert metrics["rollout/response_length"] == pytest.approx((1 + 1 + 3) / 3)
 
 
-def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_of_skipped_steps() -> None:
+def test_train_metrics_are_means_over_optimizer_steps() -> None:
     steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
     assert train_metrics(steps, lr=0.01) == {
         "train/loss": 2.0,
@@ -120,7 +126,7 @@ def test_train_metrics_are_means_over_optimizer_steps_but_for_counts_and_norms_o
     }
 
 
-def test_extremes_stay_extremes_and_a_mean_over_nothing_is_left_out() -> None:
+def test_extremes_stay_extremes() -> None:
     parts = [
         {"peak": Metric(peak, 1.0, Reduction.MAX), "least": Metric(peak, 1.0, Reduction.MIN), "ratio": ratio}
         for peak, ratio in ((1.0, Metric(0.0, 0.0)), (9.0, Metric(6.0, 3.0)), (2.0, Metric(4.0, 1.0)))
@@ -137,17 +143,17 @@ def test_each_roles_metrics_stand_under_its_own_prefix() -> None:
     assert names["critic/loss"] == 1.0
 
 
-def test_a_norm_that_is_not_finite_is_shown_as_it_is() -> None:
+def test_a_norm_that_is_not_finite_is_shown() -> None:
     assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
 
 
-def test_the_mismatch_is_the_first_steps_own_where_nothing_was_recomputed() -> None:
+def test_the_mismatch_is_the_first_steps_without_recomputing() -> None:
     found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
     assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
     assert first_step_mismatch(result(1.0)) == {}  # a loss that does not report it
 
 
-def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch() -> None:
+def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:
     batch = samples(
         old_logprobs=[9.0, 9.0, -1.0, 9.0, 9.0, -2.0, -3.0, -4.0],
         rollout_logprobs=[0.0, 0.0, -1.5, 0.0, 0.0, -2.0, -2.0, -4.5],
@@ -163,7 +169,7 @@ def test_recomputed_logprobs_are_compared_at_response_tokens_of_the_whole_batch(
     }
 
 
-def test_staleness_counts_updates_from_each_loss_tokens_version_to_the_weights_that_are_trained() -> None:
+def test_staleness_counts_updates_since_each_loss_token() -> None:
     batch = samples()  # loss tokens: one of the first sample, three of the second
     versions = np.array([9, 9, 4, 9, 9, 2, 2, 5])
     assert staleness_metrics(batch.with_columns(versions=versions), 5) == {
@@ -187,3 +193,99 @@ def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:
         "time/step": 4.0,
         "perf/tokens_per_second": 25.0,
     }
+
+
+# ---- idle devices ----
+
+
+ENGINES = ("engine-0", "engine-1")
+
+
+def waited(who: str, waits_for: str, started: float, ended: float) -> Idle:
+    return Idle(who=who, waits_for=waits_for, started=started, ended=ended)
+
+
+def test_a_synchronous_step_second_by_second() -> None:
+    spans = [
+        Span("engine-0", 0.0, 4.0),
+        Span("engine-1", 0.0, 3.0),  # waits a second for the other's samples
+        Span(SCORING, 4.0, 6.0),
+        Span("train", 6.5, 9.0),  # after half a second of the driver's
+        Span("update_weights", 9.0, 10.0),
+    ]
+    found = idle(spans, 0.0, 10.0, engines=ENGINES)
+    assert sorted(found, key=lambda each: (each.who, each.started)) == [
+        waited("engine-0", "rewards", 4.0, 6.0),
+        waited("engine-0", "driver", 6.0, 6.5),
+        waited("engine-0", "training", 6.5, 9.0),
+        waited("engine-1", "longest", 3.0, 4.0),
+        waited("engine-1", "rewards", 4.0, 6.0),
+        waited("engine-1", "driver", 6.0, 6.5),
+        waited("engine-1", "training", 6.5, 9.0),
+        waited("ranks", "samples", 0.0, 4.0),
+        waited("ranks", "rewards", 4.0, 6.0),
+        waited("ranks", "driver", 6.0, 6.5),
+    ]
+    assert idle_seconds(found, engines=2) == pytest.approx(
+        {
+            "idle/ranks/total": 6.5,
+            "idle/ranks/samples": 4.0,
+            "idle/ranks/rewards": 2.0,
+            "idle/ranks/driver": 0.5,
+            "idle/engines/total": 0.5 + 2.0 + 0.5 + 2.5,
+            "idle/engines/longest": 0.5,
+            "idle/engines/rewards": 2.0,
+            "idle/engines/driver": 0.5,
+            "idle/engines/training": 2.5,
+        }
+    )
+
+
+def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
+    """One step off: the next batch is drawn while ranks train, by engines that answer several requests at once."""
+    spans = [
+        *(Span("engine-0", -3.0, 9.0), Span("engine-1", 1.0, 4.0), Span("engine-1", 3.0, 8.0)),
+        Span("train", 0.0, 12.0),
+    ]
+    found = idle(spans, 0.0, 10.0, engines=ENGINES)
+    assert sorted(found, key=lambda each: each.started) == [
+        waited("engine-1", "longest", 0.0, 1.0),
+        waited("engine-1", "longest", 8.0, 9.0),
+        waited("engine-0", "training", 9.0, 10.0),
+        waited("engine-1", "training", 9.0, 10.0),
+    ]
+    assert idle_seconds(found, engines=2) == pytest.approx(
+        {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
+    )
+
+
+def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
+    found = idle([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=())
+    assert found == [waited("ranks", "driver", 0.0, 1.0), waited("ranks", "driver", 3.0, 4.0)]
+    assert idle_seconds(found, engines=0) == {
+        "idle/ranks/total": 2.0,
+        "idle/ranks/driver": 2.0,
+    }
+
+
+def test_spans_of_all_threads_are_taken_once() -> None:
+    now = [0.0]
+    spans = Spans(lambda: now[0])
+    go, entered = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with spans("engine-0"):
+            entered.set()
+            go.wait(60.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait(60.0)
+    with spans("train"):
+        now[0] = 2.0
+    now[0] = 3.0
+    assert spans.take() == [Span("train", 0.0, 2.0), Span("engine-0", 0.0, 3.0)]
+    now[0] = 5.0
+    go.set()
+    thread.join()
+    assert spans.take() == [Span("engine-0", 0.0, 5.0)] and spans.take() == []

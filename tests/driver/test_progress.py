@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from corerl import hookimpl
-from corerl.driver.progress import DRAWN, SCORED, Progress
+from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 
@@ -56,16 +56,16 @@ def beat(progress: Progress, hears: Hears) -> Event:
     return hears.heard[-1]
 
 
-def test_a_beat_tells_how_long_a_phase_takes_and_how_far_it_is(progress: Progress, hears: Hears, clock: Clock) -> None:
+def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hears: Hears, clock: Clock) -> None:
     progress.beat()
     assert hears.heard == []  # there is no phase
     progress.begin("rollout")
     clock.now = 3.0
     assert beat(progress, hears) == PhaseProgress(name="rollout", step=2, seconds=3.0)
-    progress.count(DRAWN, 5, 64)
+    progress.count(GENERATED, 5, 64)
     clock.now = 4.0
     assert beat(progress, hears) == PhaseProgress(
-        name="rollout", step=2, seconds=4.0, unit="samples drawn", done=5, of=64
+        name="rollout", step=2, seconds=4.0, unit="samples generated", done=5, of=64
     )
     progress.count(SCORED, 64, 64)
     assert beat(progress, hears) == PhaseProgress(
@@ -79,7 +79,7 @@ def test_a_beat_tells_how_long_a_phase_takes_and_how_far_it_is(progress: Progres
 
 def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears) -> None:
     progress.begin("eval")
-    progress.count(DRAWN, 12, 50)
+    progress.count(GENERATED, 12, 50)
     assert beat(progress, hears) == PhaseProgress(
         name="eval", step=2, seconds=0.0, unit="answers sampled", done=12, of=50
     )
@@ -89,19 +89,7 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     )
 
 
-@pytest.mark.parametrize(("phase", "done"), [("rollout", 7), ("train", 0), ("eval", 7)])
-def test_another_thread_counts_only_while_the_main_one_waits_for_samples_or_an_evaluation(
-    progress: Progress, hears: Hears, phase: str, done: int
-) -> None:
-    progress.begin(phase)
-    aside(lambda: progress.count(DRAWN, 7, 8))
-    told = beat(progress, hears)
-    assert isinstance(told, PhaseProgress) and told.done == done
-
-
-def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
-    progress: Progress, hears: Hears, clock: Clock
-) -> None:
+def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, hears: Hears, clock: Clock) -> None:
     def notices() -> list[str]:
         return [event.text for event in hears.heard if isinstance(event, Notice)]
 
@@ -122,20 +110,6 @@ def test_scoring_that_stands_still_is_told_with_the_line_that_the_driver_is_at(
     clock.now = 180.0
     progress.beat()
     assert len(notices()) == 3
-
-
-def test_of_sampling_the_engines_watchdog_speaks_and_of_nothing_where_there_is_none(
-    progress: Progress, hears: Hears, clock: Clock
-) -> None:
-    progress.begin("rollout")
-    progress.count(DRAWN, 3, 8)
-    clock.now = 1000.0
-    progress.beat()
-    progress.watchdog = 0.0
-    progress.count(SCORED, 3, 8)
-    clock.now = 2000.0
-    progress.beat()
-    assert not any(isinstance(event, Notice) for event in hears.heard)
 
 
 def test_beats_come_from_a_thread_until_the_block_ends(hears: Hears, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_the_schedule_spans_every_optimizer_step_of_the_run() -> None:
     assert actor.step(1).lr == pytest.approx(19 / 29)
 
 
-def test_a_role_that_begins_later_has_its_whole_schedule_in_what_is_left() -> None:
+def test_a_later_roles_schedule_fits_the_steps_left() -> None:
     config = make_config(run={"steps": 5}, train=TRAIN)
     late = role("actor", config=config, first_step=3)  # 2 x 2 x 3 steps
     expected = learning_rate(warmup_steps=0, decay="linear", final_ratio=0.0, peak=1.0, step=4, total_steps=12)
@@ -52,7 +52,7 @@ def lines_of(step: int, before: dict[str, Any], now: dict[str, Any]) -> list[str
     return resume_schedules({"config": to_plain(config_with(before)), "rollout_step": step}, [resumed])
 
 
-def test_raising_the_steps_of_a_run_tells_both_learning_rates_and_how_to_keep_the_old() -> None:
+def test_more_steps_report_both_learning_rates() -> None:
     # 0.004 falls to 0.001 in steps 0 to 9; of 41 steps, step 9 has done 9 / 40: 0.004 - 0.003 x 9 / 40.
     assert lines_of(9, {"steps": 10}, {"steps": 41}) == [
         (
@@ -62,7 +62,7 @@ def test_raising_the_steps_of_a_run_tells_both_learning_rates_and_how_to_keep_th
     ]
 
 
-def test_a_schedule_with_a_length_of_its_own_stays_where_the_run_is_made_longer() -> None:
+def test_a_schedule_with_its_own_length_keeps_its_place() -> None:
     own = {"schedule": {"steps": 10}}
     assert lines_of(12, {"steps": 10}, {"steps": 41, **own}) == []
     assert lines_of(4, {"steps": 10, **own}, {"steps": 41, **own}) == []
@@ -71,7 +71,7 @@ def test_a_schedule_with_a_length_of_its_own_stays_where_the_run_is_made_longer(
     assert line.endswith("spans 19 rollout steps, not 10; set train.schedule.steps=10 to keep it")
 
 
-def test_other_changes_of_the_rate_are_told_without_that_cure_and_a_constant_one_is_silent() -> None:
+def test_other_changes_of_the_rate_are_reported() -> None:
     assert lines_of(9, {"steps": 10}, {"steps": 10, "lr": 0.008}) == [
         "actor: the learning rate continues at 0.002, not at 0.001"
     ]
@@ -109,7 +109,7 @@ def resumed_at(
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 @pytest.mark.parametrize(("before", "now"), [((1, 1), (4, 1)), ((4, 1), (1, 1)), ((2, 3), (2, 1)), ((2, 1), (1, 5))])
 @pytest.mark.parametrize("warmup", [0, 5])
-def test_the_rate_goes_on_where_it_was_with_other_mini_batches_or_epochs(
+def test_the_rate_continues_with_other_mini_batches_or_epochs(
     decay: str, before: tuple[int, int], now: tuple[int, int], warmup: int
 ) -> None:
     schedule = {"decay": decay, "warmup_steps": warmup}
@@ -127,13 +127,6 @@ def test_the_rate_goes_on_where_it_was_with_other_mini_batches_or_epochs(
     assert later.lr(done + left) == later.lr(done + left - 1) == pytest.approx(0.0)
 
 
-def test_a_warm_up_goes_on_step_by_step_with_other_mini_batches() -> None:
-    schedule = {"decay": "linear", "warmup_steps": 20}
-    earlier, later, _ = resumed_at(10, 10, {"schedule": schedule}, {"mini_batches": 4, "schedule": schedule})
-    assert [later.lr(step) for step in range(10, 20)] == [earlier.lr(step) for step in range(10, 20)]
-    assert later.lr(10 + 4 * 30 - 1) == 0.0 < later.lr(10 + 4 * 30 - 2)
-
-
 def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     two, four, one = ({"mini_batches": n, "schedule": {"decay": "linear"}} for n in (2, 4, 1))
     _, second, _ = resumed_at(10, 20, two, four)
@@ -144,15 +137,3 @@ def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     _, third, lines = resumed_at(15, 40, four, one, state)
     assert lines == [] and third.lr(40) == second.lr(40) == earlier.lr(40)
     assert third.lr(40 + 24) == 0.0 < third.lr(40 + 23)
-
-
-def test_other_mini_batches_leave_the_advice_on_the_length_as_it_is() -> None:
-    tables = [{"mini_batches": n, "schedule": {"decay": "linear", "steps": steps}} for n, steps in ((1, 20), (2, 40))]
-    _, later, lines = resumed_at(10, 10, *tables)
-    assert later.lr(10) == pytest.approx(1 - 10 / 39)
-    assert lines == [
-        (
-            "actor: the learning rate continues at 0.744, not at 0.474, because the schedule spans 40 rollout steps, "
-            "not 20; set train.schedule.steps=20 to keep it"
-        )
-    ]

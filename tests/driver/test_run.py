@@ -24,15 +24,12 @@ from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, SaveFailed
-from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.residency import SAMPLE
-from corerl.plan.resolve import resolve_tables
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
+from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import ROLLOUTS, read_rollout, saved_rollouts
-from corerl.rollout.sources.synchronous import Synchronous
+from corerl.rollout.scored import ScoredRollout
 from corerl.types import Compilation, Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
@@ -50,9 +47,9 @@ from tests.driver.fakes import (
     told,
 )
 from tests.driver.saved import TEACHER, make_config
+from tests.rollout import sampling
 from tests.rollout.engines import Engines
 from tests.rollout.listed import Listed
-from tests.rollout.sources.drawing import drawing
 
 TRAIN = {
     "mini_batches": 2,
@@ -81,6 +78,13 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             tags=plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
         )
+        sampling = {
+            "loop": SimpleNamespace(run=asyncio.run),
+            "source": Source(),
+            "sampler": "a sampler",
+            "held_out": [],
+        }
+        sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
@@ -89,15 +93,13 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "snapshots": snapshots,
                 "progress": progress(ears, step=rollout_step),
                 "notices": StepNotices(algorithm=plan.algorithm, samples=plan.run.samples),
-                "sampler": "a sampler",
+                "sampling": SimpleNamespace(**sampling, restart=lambda state, checkpoint: None),
                 "kl_coef": config.algorithm.kl_coef,
                 "roles": {"actor": role("actor", group, config)},
                 "residency": staying(),
                 "stop": SimpleNamespace(requested=False),
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None),
-                "source": Source(),
                 "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
-                "loop": SimpleNamespace(run=asyncio.run),
                 **parts,
             }
         )
@@ -131,16 +133,16 @@ def batch() -> SampleBatch:
     )
 
 
-def scored() -> Scored:
+def scored() -> ScoredRollout:
     rollout = Rollout(batch=batch(), prompts=(Prompt(index=0, text="a", answer="b"),), texts=["b", "bb"])
     rewards = np.array([1.0, 0.0], np.float32)
-    return Scored(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={"rollout": 1.0})
+    return ScoredRollout(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={"rollout": 1.0})
 
 
 # ---- learning rate ---------------------------------------------------------------------------------------------------
 
 
-def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_run: Callable[..., Run]) -> None:
+def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     run = make_run(config, ears=ears, rollout_step=5)
@@ -157,7 +159,7 @@ def test_the_learning_rate_that_is_reported_is_the_one_that_was_used_last(make_r
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
-def test_compilations_are_counted_and_a_long_one_for_what_no_graph_allowed_is_told(
+def test_compilations_are_counted_and_long_ones_reported(
     make_run: Callable[..., Run],
 ) -> None:
     ears = Ears()
@@ -169,7 +171,7 @@ def test_compilations_are_counted_and_a_long_one_for_what_no_graph_allowed_is_to
     steps = [evolve(result, compilations=made) for made in ((first,), (), (short, long))]
     run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
     assert ears.steps[0].metrics["perf/compilations"] == 3.0
-    line = "step 4: a rank of the actor compiled forward in modeling.py anew, in 12 s: 5120 <= size"
+    line = "step 4: a rank of the actor compiled forward in modeling.py again, in 12 s: 5120 <= size"
     assert [each for each in told(ears) if "compiled" in each] == [line]
 
 
@@ -193,12 +195,12 @@ def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_r
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
 
 
-def with_experts() -> Scored:
+def with_experts() -> ScoredRollout:
     rollout = scored().rollout
     return evolve(scored(), rollout=evolve(rollout, batch=batch().with_columns(**{EXPERTS: CHOSEN + 100})))
 
 
-def test_the_experts_of_old_logprobs_come_of_the_same_pass_and_are_every_tokens(make_run: Callable[..., Run]) -> None:
+def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..., Run]) -> None:
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
@@ -209,7 +211,7 @@ def test_the_experts_of_old_logprobs_come_of_the_same_pass_and_are_every_tokens(
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
 
 
-def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_trained(
+def test_old_logprobs_use_the_engines_experts_where_training_does(
     make_run: Callable[..., Run],
 ) -> None:
     actor = Group()
@@ -220,17 +222,11 @@ def test_old_logprobs_are_computed_through_the_engines_experts_where_these_are_t
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
 
 
-def test_experts_that_nobody_asked_for_are_left_out(make_run: Callable[..., Run]) -> None:
-    assert "routed_experts" not in make_run(make_config()).with_advantages(with_experts()).samples.columns
-
-
 @pytest.mark.parametrize(
     ("rollout", "source"),
     [({"engine": "fake"}, "the engine 'fake'"), ({"saved": "runs/a"}, "the batches in 'runs/a'")],
 )
-def test_samples_without_the_engines_experts_end_the_run_in_one_line(
-    make_run: Callable[..., Run], rollout: dict[str, Any], source: str
-) -> None:
+def test_missing_experts_end_the_run(make_run: Callable[..., Run], rollout: dict[str, Any], source: str) -> None:
     run = make_run(make_config(algorithm={"routing_replay": "engine"}, rollout=rollout))
     with pytest.raises(DataError) as caught:
         run.with_advantages(scored())
@@ -254,7 +250,7 @@ def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None
     assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
 
 
-def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss(make_run: Callable[..., Run]) -> None:
+def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]) -> None:
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
     actor = Group()
     run = make_run(make_config(algorithm=algorithm), actor=actor)
@@ -271,27 +267,6 @@ def test_a_coefficient_is_adapted_to_the_kl_that_was_found_and_used_for_the_loss
     assert actor.losses[1].params["kl_coef"] == 0.75
 
 
-def test_cut_off_samples_are_left_out_where_they_are_to_be_masked(make_run: Callable[..., Run]) -> None:
-    cut = evolve(scored(), rollout=evolve(scored().rollout, batch=batch().with_rows(truncated=np.array([False, True]))))
-    kept = make_run(make_config()).with_advantages(cut).samples
-    masked = make_run(make_config(algorithm={"overlong": "mask"})).with_advantages(cut).samples
-    assert kept.columns["loss_mask"].tolist() == [False, True, False, True, True]
-    assert masked.columns["loss_mask"].tolist() == [False, True, False, False, False]
-
-
-def test_a_coefficient_that_is_taken_off_rewards_is_not_in_the_loss_too(make_run: Callable[..., Run]) -> None:
-    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_in": "reward"}
-    actor, config = Group(), make_config(algorithm=algorithm)
-    run = make_run(
-        config,
-        roles={
-            "actor": role("actor", actor, config, loss=plan_algorithm(resolve_tables(config)).objectives["actor"].loss)
-        },
-    )
-    run.optimize(run.with_advantages(scored()))
-    assert [loss.params["kl_coef"] for loss in actor.losses] == [0.0]
-
-
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
@@ -301,7 +276,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
-def test_a_step_whose_tokens_are_all_masked_is_taken_without_advantages_and_told(make_run: Callable[..., Run]) -> None:
+def test_a_step_whose_tokens_are_all_masked_is_reported(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     correction = {"correction": "token", "correction_beyond": "mask", "correction_floor": 0.9}
     run = make_run(make_config(algorithm={**correction, "old_logprobs": "recompute"}), actor=actor, ears=ears)
@@ -316,7 +291,7 @@ def test_a_step_whose_tokens_are_all_masked_is_taken_without_advantages_and_told
     assert told(ears) == [line]
 
 
-def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: Callable[..., Run]) -> None:
+def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
@@ -327,7 +302,7 @@ def test_a_mini_batch_without_a_loss_token_moves_nothing_and_is_told(make_run: C
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
-def test_fewer_groups_than_mini_batches_are_fewer_steps_and_told(make_run: Callable[..., Run]) -> None:
+def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
@@ -355,7 +330,7 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 
-def test_each_role_takes_its_own_steps_and_results_come_in_their_order(make_run: Callable[..., Run]) -> None:
+def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
     config = make_config(train={"epochs": 3})
     roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
@@ -381,7 +356,7 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
 
 
-def test_a_frozen_role_passes_samples_and_takes_no_step_and_rewards_are_not_all_that_teaches(
+def test_a_frozen_role_takes_no_step(
     make_run: Callable[..., Run],
 ) -> None:
     ears, teacher = Ears(), Group()
@@ -406,11 +381,11 @@ class Two:
     def __init__(self) -> None:
         self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
 
-    async def next(self) -> Scored | None:
+    async def next(self) -> ScoredRollout | None:
         return self.steps.pop(0) if self.steps else None
 
 
-def halve(batch: Scored) -> Scored:
+def halve(batch: ScoredRollout) -> ScoredRollout:
     return evolve(batch, rewards=batch.rewards / 2)
 
 
@@ -419,7 +394,7 @@ def halve(batch: Scored) -> Scored:
     [({"rollout": {"save": True}}, 2), ({"run": {"mode": "rollout-only"}}, 2), ({}, 0)],
     ids=str,
 )
-def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
+def test_saved_batches_are_not_postprocessed(
     make_run: Callable[..., Run], tmp_path: Path, table: Any, kept: int
 ) -> None:
     plan = plan_of(make_config(**table), tmp_path)
@@ -435,10 +410,8 @@ def test_batches_are_postprocessed_and_what_is_kept_is_what_came_before(
     assert not kept or [file.parent for file in saved_rollouts(tmp_path)] == [tmp_path / ROLLOUTS] * 2
 
 
-def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
-    make_run: Callable[..., Run], engines: Engines
-) -> None:
-    actor, ears, source = Group(), Ears(), Synchronous(drawing(engines), steps=1)
+def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., Run], engines: Engines) -> None:
+    actor, ears, source = Group(), Ears(), sampling.source(engines, steps=1)
     updates = make_updates(make_config(), actor, engines.fleet, ears)
     run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
@@ -453,62 +426,10 @@ def test_where_all_engines_have_died_new_ones_get_the_weights_and_sample(
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_that_never_differs_is_told_once_until_it_does(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(), ears=ears)
-    same = evolve(scored(), rewards=np.array([0.25, 0.25], np.float32))
-    line = (
-        "all samples of a step had the same reward, 3 steps in a row, now 0.25: nothing is learned from that; check "
-        "reward.name, data.answer_key and the samples; if these are right, set algorithm.dynamic_sampling, which "
-        "samples other prompts in their place, or use prompts that this model answers right sometimes"
-    )
-    for expected in (0, 0, 1, 1):
-        run.report(same, None, {})
-        assert told(ears) == [line] * expected
-    run.report(scored(), None, {})
-    for _ in range(3):
-        run.report(same, None, {})
-    assert told(ears) == [line] * 2
-    assert [step.metrics["rollout/groups_without_spread"] for step in ears.steps] == [1.0] * 4 + [0.0] + [1.0] * 3
-
-
-def test_special_tokens_that_the_reward_does_not_see_are_told_once(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    # Tokens 0 and 2 are the prompts'.
-    run = make_run(make_config(), ears=ears)
-    run.notices.unseen = {0: "<box>", 2: "<box>", 4: "<think>"}
-    for _ in range(2):
-        run.report(scored(), None, {})
-    line = (
-        "1 of 2 samples contain special tokens, such as '<think>', which the reward's text leaves out; set "
-        "reward.special_tokens=true if it needs them"
-    )
-    assert told(ears) == [line]
-    run.notices.unseen = {0: "<box>"}
-    run.report(scored(), None, {})
-    assert told(ears) == [line]
-
-
-def test_the_first_sample_without_a_reward_is_named(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(), ears=ears)
-    failed = evolve(scored(), failures={"timeout": 2, "died": 1}, first_failure="reward 'mine:f' took 30 s on 'a'")
-    run.report(failed, None, {})
-    assert told(ears) == ["step 4: 3 samples failed; the first: reward 'mine:f' took 30 s on 'a'"]
-    assert ears.steps[0].metrics["rollout/failed"] == 3.0
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_restarts_are_counted_anew_after_a_step(make_run: Callable[..., Run]) -> None:
-    fleet = Group()
-    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet))
-    run.report(scored(), None, {})
-    assert fleet.log == ["completed"]
-
-
-def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_trained(
+def test_staleness_counts_from_the_weights_that_are_trained(
     make_run: Callable[..., Run],
 ) -> None:
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
@@ -522,7 +443,7 @@ def test_a_batch_is_as_stale_as_its_tokens_are_behind_the_weights_that_are_train
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
 
 
-def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
+def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
     for held_out, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
@@ -537,7 +458,7 @@ def test_weights_go_out_every_so_many_steps_and_before_an_evaluation(make_run: C
         assert pushed == expected
 
 
-def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_others_left_alone(
+def test_dead_engines_are_replaced_where_no_update_is_due(
     make_run: Callable[..., Run],
 ) -> None:
     actor, fleet = Group(), Group()
@@ -551,9 +472,7 @@ def test_where_no_update_comes_by_itself_engines_that_have_died_are_mended_and_o
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
-def test_engines_that_have_come_get_the_weights_which_are_no_new_ones(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the snapshots of earlier updates would be of these weights too."""
     kept: list[int] = []
     monkeypatch.setattr(Snapshots, "updated", lambda snapshots: kept.append(len(kept)))
@@ -567,7 +486,7 @@ def test_engines_that_have_come_get_the_weights_which_are_no_new_ones(
     assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
 
 
-def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ranks_sleep(
+def test_each_verb_of_a_step_finds_its_memory_resident(
     make_run: Callable[..., Run],
 ) -> None:
     both = Group()  # one log of ranks and engines, so that the order between the two shows
@@ -604,37 +523,39 @@ def test_each_verb_of_a_step_finds_in_memory_what_it_reads_and_at_its_end_the_ra
 
 
 class Judging:
-    """A gate that is due, and what it is given."""
+    """A check that is due, and what it is given."""
 
     due = True
 
     def __init__(self, chosen: SampleBatch) -> None:
         self.chosen = chosen
-        self.drawn = batch().with_rows(group=np.array([7, 7]))
+        self.sampled = batch().with_rows(group=np.array([7, 7]))
         self.judged: list[SampleBatch] = []
 
     def choose(self, samples: SampleBatch) -> SampleBatch:
         return self.chosen
 
-    async def draw(self) -> SampleBatch:
-        return self.drawn
+    async def sample(self) -> SampleBatch:
+        return self.sampled
 
     def judge(self, samples: SampleBatch, trainer: Any) -> None:
         np.testing.assert_array_equal(trainer, np.where(samples.columns["loss_mask"], -1.0, 0.0))
         self.judged.append(samples)
 
 
-def test_samples_of_these_weights_are_compared_and_others_are_drawn_where_the_batch_has_none(
+def test_samples_of_the_current_weights_are_compared(
     make_run: Callable[..., Run],
 ) -> None:
     some, none = batch(), batch().take(np.zeros(0, np.int64))
     for chosen in (some, none):
-        gate = Judging(chosen)
-        make_run(make_config(), gate=gate, pushed_at=0).with_advantages(scored())
-        (judged,) = gate.judged
-        assert judged.rows["group"].tolist() == (some if len(chosen) else gate.drawn).rows["group"].tolist()
-        make_run(make_config(), gate=gate, pushed_at=3).with_advantages(scored())  # engines hold other weights
-        assert len(gate.judged) == 1
+        check = Judging(chosen)
+        make_run(make_config(), logprob_check=check, pushed_at=0).with_advantages(scored())
+        (judged,) = check.judged
+        assert judged.rows["group"].tolist() == (some if len(chosen) else check.sampled).rows["group"].tolist()
+        make_run(make_config(), logprob_check=check, pushed_at=3).with_advantages(
+            scored()
+        )  # engines hold other weights
+        assert len(check.judged) == 1
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -681,7 +602,7 @@ def test_each_set_is_evaluated_at_its_own_steps(make_run: Callable[..., Run], mo
         (EvalConfig(every=0), []),
     ],
 )
-def test_evaluation_is_due_at_the_start_at_multiples_and_at_the_end(
+def test_evaluation_is_due_at_start_multiples_and_end(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, config: EvalConfig, steps: list[int]
 ) -> None:
     evaluated: list[int] = []
@@ -728,7 +649,7 @@ class Stop:
         self.requested = requested
 
 
-def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(make_run: Callable[..., Run]) -> None:
+def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
     for last_step, log in (
         (4, [("start 5", False), ("complete", True)]),
         (5, [("complete", True)]),
@@ -742,16 +663,6 @@ def test_the_end_saves_what_is_not_saved_and_waits_for_what_is_being_written(mak
         assert len(source.saved) == (last_step == 4)  # beside the roles' files
         # Interrupted, so nothing is exported.
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
-
-
-@pytest.mark.parametrize(("target", "kept"), [(0.1, [0.25]), (0.0, [])])
-def test_a_coefficient_that_is_not_adapted_is_in_no_checkpoint(
-    make_run: Callable[..., Run], target: float, kept: list[float]
-) -> None:
-    saves, config = Saves(4), make_config(algorithm={"kl_coef": 0.5, "kl_target": target})
-    end = {"rollout_step": 5, "stop": Stop(True), "source": Source(), "run_dir": Path("/run")}
-    make_run(config, checkpoints=saves, kl_coef=0.25, **end).finish()
-    assert [state["kl_coef"] for state in saves.states if "kl_coef" in state] == kept
 
 
 def test_the_last_save_finds_what_it_writes_in_memory(make_run: Callable[..., Run]) -> None:
@@ -781,7 +692,7 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
     assert run.finish().reason == reason
 
 
-def test_a_resumed_run_ends_with_the_answers_from_before_any_training(
+def test_a_resumed_run_shows_the_answers_from_before_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(response: str, prompt: str = "a") -> tuple[SampleShown, ...]:
@@ -832,7 +743,7 @@ def test_a_step_is_saved_in_memory_where_a_run_could_resume_and_a_full_memory_en
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
 
 
-def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: Callable[..., Run]) -> None:
+def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
     for kept in ({}, {"actor": "0" * 32}):
         saves = Saves(0)
         run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
@@ -841,7 +752,7 @@ def test_what_an_export_will_copy_is_in_a_checkpoint_of_such_a_model(make_run: C
         assert [state.get("kept", {}) for state in saves.states] == [kept]
 
 
-def test_the_last_step_is_saved_where_a_rank_that_dies_is_still_replaced(make_run: Callable[..., Run]) -> None:
+def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
     class Due(Saves):
@@ -873,7 +784,7 @@ class Asking:
 
 
 @pytest.mark.parametrize("changed", [[], ["engines"], ["actor", "engines"]], ids=str)
-def test_extensions_are_asked_after_each_step_but_the_last_and_engines_get_weights_if_groups_have_changed(
+def test_extensions_are_asked_after_each_step_but_the_last(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changed: list[str]
 ) -> None:
     done: list[tuple[str, int]] = []

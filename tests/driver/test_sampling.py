@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 
 from corerl.config.schema import RewardConfig, RolloutConfig
-from corerl.driver.sampling import make_sampler, rows_of_a_call, samplers_of_sets
+from corerl.driver import sampling as driver
+from corerl.driver.sampling import Sampling, rows_of_a_call
 from corerl.engines.base import UNLIMITED
 from corerl.rollout.sampler import Sampler
 
@@ -30,9 +31,7 @@ from corerl.rollout.sampler import Sampler
         ("one-step-off", 2, 4, UNLIMITED),
     ],
 )
-def test_a_call_gets_no_more_than_its_share_of_a_batch_where_later_ones_are_drawn_beside_it(
-    source: str, replicas: int, calls: int, rows: int
-) -> None:
+def test_a_call_gets_at_most_its_share_of_a_step(source: str, replicas: int, calls: int, rows: int) -> None:
     rollout = RolloutConfig(source=source, prompts=64, samples=4)  # type: ignore[arg-type]
     assert rows_of_a_call(rollout, replicas=replicas, calls=calls) == rows
 
@@ -51,30 +50,29 @@ class Asked(Sampler):
 
 def planned(special_tokens: bool, *sets: bool) -> Any:
     rewarding = RewardConfig(special_tokens=special_tokens)
-    own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept)) for kept in sets]
+    own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept), source=Mock()) for kept in sets]
     rollout = Mock(rewarding=rewarding, sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
-    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)))
+    run = Mock(trains=False, steps=3)
+    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)), run=run)
 
 
-def test_a_set_whose_reward_reads_special_tokens_has_a_sampler_that_keeps_them() -> None:
-    plan, fleet = planned(False, False, True, True), Mock()
-    with contextlib.ExitStack() as stack:
-        first = make_sampler(plan, fleet, Mock(), stack, special_tokens=False)
-        same, other, again = samplers_of_sets(plan, fleet, first, Mock(), stack)
-        assert same is first and other is again and other is not first
-        assert [each.context.special_tokens for each in (first, other)] == [False, True]
-        assert not first.closed  # type: ignore[attr-defined]
-    assert first.closed and other.closed  # type: ignore[attr-defined]
+def sampling(plan: Any, fleet: Any, stack: contextlib.ExitStack) -> Sampling:
+    return Sampling(
+        plan=plan, fleet=fleet, loop=fleet.loop, rewards=(Mock(), [Mock()] * 3), progress=Mock(), stack=stack
+    )
 
 
-def test_a_sampler_gets_its_options_and_what_the_run_knows() -> None:
+def test_a_set_whose_reward_reads_special_tokens_has_its_own_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "make_source", Mock())
     fleet = Mock()
     with contextlib.ExitStack() as stack:
-        made = make_sampler(planned(True), fleet, Mock(), stack, special_tokens=True)
-    known = made.context
-    assert made.options == "options" and known.generate is fleet.generate and known.loop is fleet.loop
-    assert (known.seed, known.context_length, known.calls, known.special_tokens) == (5, 64, 3, True)
-
-
-def test_a_run_that_samples_nothing_has_no_samplers() -> None:
-    assert samplers_of_sets(planned(False), None, None, Mock(), contextlib.ExitStack()) == []
+        made = sampling(planned(False, False, True, True), fleet, stack)
+        (_, same, _), (_, other, _), (_, again, _) = made.held_out
+        first: Any = made.sampler
+        assert same is first and other is again and other is not first
+        assert [each.context.special_tokens for each in (first, other)] == [False, True]
+        known = first.context
+        assert first.options == "options" and known.generate is fleet.generate and known.loop is fleet.loop
+        assert (known.seed, known.context_length, known.calls) == (5, 64, 3)
+        assert not first.closed
+    assert first.closed and made.source.close.called  # type: ignore[attr-defined]

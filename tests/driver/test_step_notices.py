@@ -12,8 +12,9 @@ from corerl.config.schema import AlgorithmConfig, RewardConfig
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.step_notices import StepNotices
 from corerl.plan.algorithm import BY_ALL_PARTS, AlgorithmPlan
-from corerl.rollout.sources.base import Scored
-from corerl.types import TURN_REWARDS
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.scored import ScoredRollout
+from corerl.types import TURN_REWARDS, SampleBatch
 from tests.rollout.scored import scored
 
 BOTH = {"right": (1.0, 4), "length": (0.5, 4)}
@@ -32,7 +33,7 @@ def notices(*, compares: bool = True, credits_turns: bool = False, algorithm: An
     return StepNotices(algorithm=plan, **{"samples": True, **more})
 
 
-def said(of: StepNotices, *steps: Scored, trained: bool = True) -> list[str]:
+def said(of: StepNotices, *steps: ScoredRollout, trained: bool = True) -> list[str]:
     lines = list[str]()
     for each in steps:
         batch = TrainBatch(samples=each.rollout.batch, metrics={}) if trained else None
@@ -40,7 +41,7 @@ def said(of: StepNotices, *steps: Scored, trained: bool = True) -> list[str]:
     return lines
 
 
-def with_parts(**parts: tuple[float, int]) -> Scored:
+def with_parts(**parts: tuple[float, int]) -> ScoredRollout:
     return evolve(scored(), parts=parts)
 
 
@@ -75,7 +76,7 @@ def test_groups_equal_in_the_part_that_decides_are_said_to_teach_the_rest(compar
     assert said(of, full, short, short) == [line] * compares
 
 
-def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int = 3) -> Scored:
+def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int = 3) -> ScoredRollout:
     step = scored()
     batch = step.rollout.batch
     columns = {**batch.columns, TURN_REWARDS: np.full(len(batch.tokens), rewards, np.float32)}
@@ -103,3 +104,57 @@ def test_rows_that_something_else_than_answers_filled_are_said_once() -> None:
     )
     assert said(notices(max_tokens=8), of_turns(0.0, 2), cut, filled, filled) == [line]
     assert said(notices(), filled) == []
+
+
+# ---- equal rewards ---------------------------------------------------------------------------------------------------
+
+OTHERS = "set algorithm.dynamic_sampling, which samples other prompts in their place, or "
+
+
+def with_rewards(*groups: str) -> ScoredRollout:
+    """One group for each word, of a sample for each letter."""
+    rewards = np.array([float(letter) for word in groups for letter in word], np.float32) / 4
+    number = np.repeat(np.arange(len(groups)), [len(word) for word in groups])
+    size = len(rewards)
+    batch = SampleBatch(
+        tokens=np.arange(size),
+        offsets=np.arange(size + 1),
+        columns={"loss_mask": np.ones(size, np.bool_)},
+        rows={"group": number, "sample": np.zeros(size, np.int64)},
+    )
+    rollout = Rollout(batch=batch, prompts=(), texts=[""] * size)
+    return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
+
+
+SAME = with_rewards(*["11"] * 10)
+EACH_ITS_OWN = with_rewards(*["11", "22"] * 5)
+NEARLY = with_rewards("12", *["11", "22", "33"] * 3)  # 9 of 10
+FEWER = with_rewards("12", "12", *["11", "22"] * 4)  # 8 of 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "more", "counts", "cure"),
+    [
+        ([SAME] * 5, {}, "10 of 10, all 0.25", OTHERS),
+        ([SAME, EACH_ITS_OWN, NEARLY], {}, "9 of 10", OTHERS),
+        ([*[NEARLY] * 3, FEWER, *[NEARLY] * 3], {"samples": False}, "9 of 10", ""),
+        ([NEARLY] * 3, {"algorithm": {"dynamic_sampling": 2}}, "9 of 10", "raise algorithm.dynamic_sampling=2, or "),
+        ([SAME] * 3, {"compares": False}, "10 of 10, all 0.25", ""),
+        ([*[NEARLY] * 2, FEWER, *[NEARLY] * 2], {}, "", ""),
+        ([EACH_ITS_OWN] * 5, {"compares": False}, "", ""),
+    ],
+)
+def test_equal_rewards_are_reported_once(
+    steps: list[ScoredRollout], more: dict[str, Any], counts: str, cure: str
+) -> None:
+    line = (
+        f"nearly all groups had equal rewards, 3 steps in a row, now {counts}: nothing is learned from these; check "
+        f"reward.name, data.answer_key and the samples; if these are right, {cure}use prompts that this model answers "
+        "right sometimes"
+    )
+    assert said(notices(**more), *steps) == [line] * bool(counts)
+
+
+def test_shorter_answers_are_learned_from_equal_rewards() -> None:
+    (line,) = said(notices(algorithm={"overlong": "penalty", "overlong_buffer": 2}), *[SAME] * 3)
+    assert "nothing but shorter answers is learned from these" in line

@@ -19,9 +19,7 @@ from corerl.driver.stop import StopRequest
         ("eval", "finishing the evaluation; repeat to stop at once without scores"),
     ],
 )
-def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(
-    number: signal.Signals, mode: str, text: str
-) -> None:
+def test_the_second_signal_stops_at_once(number: signal.Signals, mode: str, text: str) -> None:
     told: list[str] = []
     with StopRequest(told.append, mode) as stop:
         assert not stop.requested
@@ -32,7 +30,7 @@ def test_the_first_signal_is_a_request_and_a_second_one_stops_at_once(
     assert told == [f"{number.name}: {text}"]
 
 
-def test_a_signal_that_interrupts_what_an_observer_has_locked_waits_for_nothing() -> None:
+def test_a_signal_waits_for_no_observers_lock() -> None:
     told: list[str] = []
     display = threading.Lock()  # not reentrant, as that of a live display
 

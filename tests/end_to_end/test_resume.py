@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from corerl.checkpoint.commit import latest
 from corerl.plan.resume import read_run
-from corerl.rollout.sources.recorded import read_rollout
+from corerl.rollout.recorded import read_rollout
 from corerl_testing import tolerances
 from tests.end_to_end.command import Command, metrics, numbers, steps_done, write_small
 from tests.end_to_end.conftest import Finished

@@ -204,7 +204,7 @@ def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop)
     counting = Counting()
     fleet = fleet_of(counting, loop, 2)
     told: list[tuple[int, int]] = []
-    loop.run(fleet.generate(REQUEST, told=lambda done, of: told.append((done, of))))
+    loop.run(fleet.generate(REQUEST, on_progress=lambda done, of: told.append((done, of))))
     assert counting.answered == [3, 2] and sorted(told) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
@@ -366,7 +366,7 @@ def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
     scripted = Scripted(interrupted)
     fleet = fleet_of(scripted, loop, 1)
     drew: list[int] = []
-    first = loop.begin(fleet.generate(REQUEST, drew=lambda part: drew.append(len(part.tokens))))
+    first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: drew.append(len(part.tokens))))
     assert drawing.wait(60.0)
     second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))
     loop.run(fleet.pause())  # until nothing is generated
@@ -793,6 +793,7 @@ def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
 
 
+@pytest.mark.nightly  # the same as above, in real processes
 def test_resizing_real_processes_does_not_change_samples(fleet: EngineFleet, slots: list[Slot], tmp_path: Path) -> None:
     push(fleet, 0, tmp_path)
     answered = draw(fleet, REQUEST)

@@ -469,7 +469,7 @@ def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     first, then, last = drawn(), drawn(), drawn()
     (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
     assert alone.error == (
-        "adapters have arrived alone, but the engine lacks the weights beside them; send all weights first"
+        "adapters have arrived alone, but the engine lacks the weights that they adapt; send all weights first"
     )
     update([served], {**weights, **first[0]}, version=2, path=tmp_path / "w")
     update([plain], first[1], version=2, path=tmp_path / "plain")

@@ -44,8 +44,8 @@ BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._induc
 PRELOAD = [
     *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
     *(
-        "corerl.rollout.sources.base",
-        "corerl.rollout.sources.asynchronous",
+        "corerl.rollout.source",
+        "corerl.rollout.sampled",
         "corerl_agents.sampler",
         "corerl.rollout.rewards.base",
     ),

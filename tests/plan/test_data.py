@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import ModelConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver.sampling import make_sampler, unseen_tokens
+from corerl.driver.sampling import Sampling
+from corerl.driver.step_notices import unseen_tokens
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
@@ -186,7 +187,9 @@ def test_arguments_of_the_template_reach_every_prompt_that_is_sampled(tmp_path: 
     tables = chats_of(tmp_path, bad=99)
     tables["data"]["chat_template_options"] = {"brief": True}
     plan = make_plan(config_in(tmp_path / "run", **tables))
-    sampler = make_sampler(plan, Mock(), Mock(), Mock(), special_tokens=False)
+    rewards = (Mock(), [Mock()] * len(plan.eval_sets))
+    made = Sampling(plan=plan, fleet=Mock(), loop=Mock(), rewards=rewards, progress=Mock(), stack=Mock())
+    sampler = made.sampler_of(plan.rollout.rewarding)
     request = sampler.request([plan.rollout.prompts.prompt(0)], rollout_step=0, samples=1, params=plan.rollout.params)
     assert plan.rollout.tokenizer.decode(request.tokens) == "7>s"
     tables["data"]["chat_template_options"] = {"breif": True}

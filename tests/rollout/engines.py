@@ -17,7 +17,8 @@ from corerl.errors import CorerlError, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
 from corerl.rollout.rewards.base import Scorer, Scores, Scoring
-from corerl.rollout.sources.base import Scored, Source
+from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Source
 from corerl.types import FloatArray, IntArray
 from tests.engines.services import serve
 
@@ -56,17 +57,17 @@ class Engines:
         """Wait for work of the fleet's loop, in which no engine is to die."""
         return serve(self.fleet, work, self._none_dies)
 
-    def next(self, source: Source) -> Scored:
+    def next(self, source: Source) -> ScoredRollout:
         """The next step; if all replicas die, others are put in their place."""
         scored = self._next(source)
         assert scored is not None
         return scored
 
-    def rest(self, source: Source) -> list[Scored]:
+    def rest(self, source: Source) -> list[ScoredRollout]:
         """The steps that a source still has, without updates in between."""
         return list(iter(lambda: self._next(source), None))
 
-    def trained_on(self, source: Source) -> Iterator[Scored]:
+    def trained_on(self, source: Source) -> Iterator[ScoredRollout]:
         """The batches of a loop whose every step makes one version."""
         self.update(source, 0)
         while (scored := self._next(source)) is not None:
@@ -74,7 +75,7 @@ class Engines:
             self.update(source, scored.step + 1)
         source.close()
 
-    def _next(self, source: Source) -> Scored | None:
+    def _next(self, source: Source) -> ScoredRollout | None:
         return serve(self.fleet, source.next(), lambda: self.update(source, self.version))
 
     def _none_dies(self) -> None:

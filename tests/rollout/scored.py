@@ -6,11 +6,11 @@ import numpy as np
 
 from corerl.data.prompts import Prompt
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 from corerl.types import SampleBatch
 
 
-def scored(step: int = 0) -> Scored:
+def scored(step: int = 0) -> ScoredRollout:
     """Two prompts of a token each with two samples of 1, 2, 3 and 1 tokens."""
     offsets = np.array([0, 2, 5, 9, 11])
     mask = ~np.isin(np.arange(11), offsets[:-1])
@@ -22,7 +22,7 @@ def scored(step: int = 0) -> Scored:
         temperature=0.7,
     )
     prompts = (Prompt(index=7, text="a>", answer="x", fields={"id": 3}), Prompt(index=2, text="b>", answer=""))
-    return Scored(
+    return ScoredRollout(
         step=step,
         rollout=Rollout(batch=batch, prompts=prompts, texts=["x", "yy", "zzz", "x"]),
         rewards=np.array([1.0, 0.5, 0.0, 0.25], np.float32),

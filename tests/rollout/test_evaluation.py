@@ -61,7 +61,7 @@ def evaluated(
     return asyncio.run(evaluate(sampler, held_out, at_once(reward), show=show))
 
 
-def test_it_is_greedy_scored_by_hand_and_counts_exact_answers_where_there_are_any() -> None:
+def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     draws = Draws()
     params = evolve(PARAMS, greedy=True, routed_experts=True)  # which are of no use to who trains on nothing
     result = evaluated(PROMPTS, generate=draws, params=params, show=2)
@@ -97,7 +97,7 @@ def test_the_parts_of_rewards_are_told_as_means() -> None:
     assert metrics["eval/reward"] == 2.0
 
 
-def test_samples_that_cannot_be_scored_are_counted_and_where_none_can_that_is_an_error() -> None:
+def test_failed_rewards_are_counted_unless_all_fail() -> None:
     def odd(prompt: Prompt, response: str) -> float:
         if prompt.index == 1:
             raise ValueError("odd")
@@ -114,7 +114,7 @@ def test_samples_that_cannot_be_scored_are_counted_and_where_none_can_that_is_an
 # ---- several samples -------------------------------------------------------------------------------------------------
 
 
-def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one() -> None:
+def test_pass_at_k_counts_choices_with_a_right_sample() -> None:
     rng = np.random.default_rng(0)
     right = rng.random((5, 6)) < np.linspace(0, 1, 5)[:, None]
     found = counted(right, np.full((5, 6), None, object))
@@ -125,7 +125,7 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one() -> None:
     assert found["pass@6"] == right.any(1).mean() and found["pass@1"] == pytest.approx(right.mean())
 
 
-def test_a_majority_is_counted_over_blocks_and_its_ties_are_shared() -> None:
+def test_majority_ties_are_shared() -> None:
     votes = np.array([["a", "a", "b", "c"], ["a", "b", "b", "a"], ["c", None, None, "d"], [None] * 4], object)
     right = votes == "a"
     # a wins; a and b tie; c and d tie, both wrong; nobody votes
@@ -140,7 +140,7 @@ def test_a_majority_is_counted_over_blocks_and_its_ties_are_shared() -> None:
     assert majority_at(3, np.array([[True, False, False]]), np.array([["a", "a", "b"]], object)) == 0.5
 
 
-def test_pass_at_k_of_a_known_policy_is_within_three_standard_errors(tmp_path: Path) -> None:
+def test_pass_at_k_of_a_known_policy_is_unbiased(tmp_path: Path) -> None:
     """The policy is a model with random weights, and an answer, its first token, is right if it is one of three: the
     softmax of plain transformers says how likely that is for each prompt."""
     P, G, temperature, wanted = 48, 16, 0.8, "369"
@@ -191,7 +191,7 @@ class ByNoise:
         )
 
 
-def test_noise_is_that_of_no_training_step_and_of_no_other_sample() -> None:
+def test_evaluation_noise_is_that_of_no_training_step() -> None:
     draws = ByNoise()
     sampled = [evaluated(PROMPTS, generate=draws, samples=samples) for samples in (4, 8, 8)]
     keys = [asked.noise_keys.reshape(len(PROMPTS), -1) for asked in draws.asked]
@@ -206,7 +206,7 @@ def test_noise_is_that_of_no_training_step_and_of_no_other_sample() -> None:
     assert [each.sample for each in sampled[1].shown] == [0, 0, 0]
 
 
-def test_a_set_with_a_name_and_sources_of_one_without_have_metrics_of_their_own() -> None:
+def test_named_sets_and_mixed_sources_have_own_metrics() -> None:
     mixed = [evolve(prompt, source=name) for prompt, name in zip(PROMPTS, ["a", "b", "a"], strict=True)]
     digit = Reward(name="digit", function=lambda prompt, text: float(text) / 3)
     found = evaluated(mixed, digit, generate=ByNoise(), samples=4, correct_from=1.0)
@@ -221,7 +221,7 @@ def test_a_set_with_a_name_and_sources_of_one_without_have_metrics_of_their_own(
     assert by_name.metrics == {name.replace("eval/", "eval/aime/"): value for name, value in without_sources.items()}
 
 
-def test_right_is_what_the_part_says_from_its_value_on_but_for_rounding() -> None:
+def test_an_answer_is_right_from_the_parts_value_on() -> None:
     def graded(prompt: Prompt, text: str) -> dict[str, float]:
         if prompt.index == 2:
             raise ValueError("odd")

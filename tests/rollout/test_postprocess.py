@@ -9,11 +9,11 @@ from attrs import evolve
 
 from corerl.errors import DataError
 from corerl.rollout.postprocess import postprocessed
-from corerl.rollout.sources.base import Scored
+from corerl.rollout.scored import ScoredRollout
 from tests.rollout.scored import scored
 
 
-def through(function: Callable[[Scored], Any]) -> Scored:
+def through(function: Callable[[ScoredRollout], Any]) -> ScoredRollout:
     return postprocessed(scored(), function, name="mine:shape")
 
 
@@ -23,14 +23,14 @@ def test_rewards_can_be_shaped() -> None:
 
 
 def test_samples_can_be_left_out() -> None:
-    def first_prompt(batch: Scored) -> Scored:
+    def first_prompt(batch: ScoredRollout) -> ScoredRollout:
         return evolve(batch, rollout=batch.rollout.take(np.array([0])), rewards=batch.rewards[:2])
 
     kept = through(first_prompt)
     assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
 
 
-def no_tokens(batch: Scored) -> Scored:
+def no_tokens(batch: ScoredRollout) -> ScoredRollout:
     samples = batch.rollout.batch
     return evolve(
         batch,
@@ -38,14 +38,14 @@ def no_tokens(batch: Scored) -> Scored:
     )
 
 
-def other_rewards_of_a_row(batch: Scored) -> Scored:
+def other_rewards_of_a_row(batch: ScoredRollout) -> ScoredRollout:
     """Where samples 0 and 1, and 2 and 3, are of one episode each."""
     samples = batch.rollout.batch
     rows = {**samples.rows, "episode": np.array([0, 0, 1, 1]), "final": np.array([False, True] * 2)}
     return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(samples, rows=rows)))
 
 
-def numbers_for_mask(batch: Scored) -> Scored:
+def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
     """As np.where(condition, 0, mask) makes of a mask."""
     samples = batch.rollout.batch
     mask = np.where(samples.columns["loss_mask"], 1, 0)
@@ -56,10 +56,10 @@ def numbers_for_mask(batch: Scored) -> Scored:
     ("function", "message"),
     [
         (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
-        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.sources.base.Scored; return the batch"),
+        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.ScoredRollout; return the batch"),
         (
             lambda batch: batch.rewards,
-            r"returned ndarray, wanted a corerl.rollout.sources.base.Scored; return the batch",
+            r"returned ndarray, wanted a corerl.rollout.ScoredRollout; return the batch",
         ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (other_rewards_of_a_row, r"in which samples of an episode have different rewards; give each its episode's \("),
@@ -76,8 +76,6 @@ def numbers_for_mask(batch: Scored) -> Scored:
         (no_tokens, r"without any loss tokens$"),
     ],
 )
-def test_what_cannot_be_trained_on_is_told_with_the_functions_name(
-    function: Callable[[Scored], Any], message: str
-) -> None:
+def test_an_unusable_batch_names_the_function(function: Callable[[ScoredRollout], Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^rollout.postprocess='mine:shape' (returned a batch )?{message}"):
         through(function)

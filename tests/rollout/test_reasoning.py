@@ -54,7 +54,7 @@ def user(text: str) -> list[dict[str, Any]]:
         (CHATML, {}, "Write <think>", ""),
     ],
 )
-def test_what_a_generation_prompt_opens_is_known_by_text_and_by_tokens(
+def test_an_opened_tag_is_found_in_text_and_tokens(
     template: str, options: Mapping[str, Any], text: str, opened: str
 ) -> None:
     ours, messages = templated(template), user(text)
@@ -67,11 +67,11 @@ def test_what_a_generation_prompt_opens_is_known_by_text_and_by_tokens(
         assert openings.of(tokens, messages, options=options) == opened
 
 
-def test_an_answer_that_the_client_begins_opens_nothing_of_the_templates() -> None:
+def test_an_answer_begun_by_the_client_opens_nothing() -> None:
     assert generation_prompt(templated(QWEN), [*user("2?"), {"role": "assistant", "content": "<think>"}]) == ""
 
 
-def test_a_tag_that_is_a_special_token_is_seen_where_these_are() -> None:
+def test_a_special_tag_is_seen_where_texts_keep_it() -> None:
     ours = templated(QWEN)
     assert Openings(ours).seen("<think>\n", special_tokens=False) == "<think>\n"
     ours.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})

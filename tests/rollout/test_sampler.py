@@ -17,7 +17,6 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
 from tests.rollout.samplers import prompt_sampler
-from tests.rollout.scored import scored
 
 TOKENIZER = load_tokenizer(
     tokenizer="characters:0123456789>s", path=""
@@ -39,13 +38,13 @@ class Recorder:
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        told: Any = None,
-        drew: Callable[[Generation], None] | None = None,
+        on_progress: Any = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Generation:
         self.requests.append(request)
-        self.asked.append((urgent, told))
-        if drew is not None:
-            drew(self.generation)
+        self.asked.append((urgent, on_progress))
+        if on_tokens is not None:
+            on_tokens(self.generation)
         return self.generation
 
 
@@ -69,7 +68,7 @@ FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
 )
 
 
-def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_out_by_hand() -> None:
+def test_every_array_of_a_rollout_equals_one_by_hand() -> None:
     engine = Recorder(FOUR)
     rollout = sample(prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0))
     request = engine.requests[0]
@@ -108,24 +107,8 @@ def test_every_array_of_a_rollout_of_two_prompts_and_two_samples_is_as_worked_ou
     assert rollout.prompts == tuple(PROMPTS)
 
 
-def test_the_token_that_ends_a_sample_is_no_part_of_its_text_special_or_not() -> None:
-    drawn = Generation(  # responses "102", which ends with a stop token, and "200"
-        tokens=np.array([5, 4, 6, 6, 4, 4]),
-        offsets=np.array([0, 3, 6]),
-        logprobs=np.zeros(6, dtype=np.float32),
-        versions=np.zeros(6, dtype=np.int64),
-        truncated=np.array([False, True]),
-    )
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(drawn), seed=0)
-    rollout = sample(sampler, samples=1, params=evolve(PARAMS, stop_tokens=(2, 6)))
-    assert rollout.texts == ["10", "200"]
-    assert rollout.batch.rows["response_length"].tolist() == [3, 3]
-
-
 @pytest.mark.parametrize(("kept", "texts"), [(False, ["12", "1"]), (True, ["<think>1<unk>2", "<think>1"])])
-def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that_ends_a_sample_never(
-    kept: bool, texts: list[str]
-) -> None:
+def test_texts_keep_special_tokens_on_request(kept: bool, texts: list[str]) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789>s", path="")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     think = tokenizer.convert_tokens_to_ids("<think>")
@@ -143,7 +126,7 @@ def test_special_tokens_stand_in_texts_where_they_are_asked_for_and_the_one_that
     assert [list(tokens) for _, _, tokens in samples_of(rollout, tokens=True)] == [[think, 5, 3, 6, 2], [think, 5]]
 
 
-def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike() -> None:
+def test_an_engines_experts_cover_prompts_and_responses() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
     rollout = sample(
         prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(evolve(FOUR, routed_experts=experts)), seed=0)
@@ -156,7 +139,7 @@ def test_the_experts_that_an_engine_tells_stand_at_prompts_and_responses_alike()
     assert Generation.concatenate([FOUR, FOUR]).routed_experts is None
 
 
-def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_is_told_as_it_comes() -> None:
+def test_only_samples_that_are_waited_for_are_urgent() -> None:
     engine, drawn = Recorder(FOUR), list[Generation]()
     counts: list[tuple[int, int]] = []
 
@@ -165,7 +148,7 @@ def test_what_somebody_waits_for_is_urgent_and_counted_and_what_is_drawn_ahead_i
 
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
-    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, drew=drawn.append))
+    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, on_tokens=drawn.append))
     awaited = sample(sampler)
     assert engine.asked == [(False, None), (True, told)]
     assert len(drawn) == 1 and drawn[0] is FOUR
@@ -211,7 +194,7 @@ def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> li
     return engine.requests[0].noise_keys.tolist()
 
 
-def test_noise_belongs_to_seed_step_prompt_and_sample_and_not_to_the_prompts_place_in_the_step() -> None:
+def test_noise_does_not_depend_on_a_prompts_place() -> None:
     here = keys()
     assert len(set(here)) == 4
     swapped = keys(prompts=PROMPTS[::-1])
@@ -219,13 +202,7 @@ def test_noise_belongs_to_seed_step_prompt_and_sample_and_not_to_the_prompts_pla
     assert not set(here) & set(keys(seed=1)) and not set(here) & set(keys(step=1))
 
 
-def test_a_prompt_that_comes_twice_in_a_step_draws_other_noise_the_second_time() -> None:
-    twice = keys(prompts=[PROMPTS[0], PROMPTS[0]])
-    assert len(set(twice)) == 4
-    assert twice[:2] == keys()[:2]
-
-
-def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_others_stay_texts() -> None:
+def test_stop_texts_of_one_token_become_stop_tokens() -> None:
     config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
         temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop_tokens=(2, 14, 15, 0), stop=("12",)
@@ -235,23 +212,11 @@ def test_stop_texts_of_one_token_become_tokens_after_the_models_own_ends_and_oth
             sampling_params(RolloutConfig(stop=(text,)), TOKENIZER, [2])
 
 
-def test_a_stop_text_is_no_part_of_a_samples_text_and_all_its_tokens_are_trained_on() -> None:
+def test_a_stop_text_is_no_part_of_the_text() -> None:
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
     rollout = sample(sampler, params=evolve(PARAMS, stop=("00", "5")))
     assert rollout.texts == ["12", "9", "", ""]
     assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
-
-
-def test_prompts_are_taken_and_joined_with_their_samples() -> None:
-    given = scored().rollout
-    second = given.take(np.array([1]))
-    assert (second.prompts, second.texts) == (given.prompts[1:], ["zzz", "x"])
-    assert second.batch.rows["group"].tolist() == [0, 0]
-    assert second.batch.tokens.tolist() == given.batch.tokens[5:].tolist()
-    joined = Rollout.concatenate([second, given])
-    assert [prompt.index for prompt in joined.prompts] == [2, 7, 2]
-    assert joined.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert joined.texts == ["zzz", "x", "x", "yy", "zzz", "x"]
 
 
 def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:

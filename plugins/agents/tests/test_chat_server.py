@@ -116,12 +116,6 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert desk.threads == {"tested"}
 
 
-def test_what_is_not_asked_for_is_left_out_of_an_answer(front: ChatServer) -> None:
-    said = front.ask(front.open(Desk()), {"messages": [USER]}).result()
-    assert said["choices"][0]["logprobs"] is None and "token_ids" not in said["choices"][0]
-    assert "prompt_token_ids" not in said
-
-
 def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
     body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
     (choice,) = front.ask(front.open(Desk()), body).result()["choices"]
@@ -164,11 +158,6 @@ def test_a_stream_is_events_and_a_refused_one_an_error_like_any_other(front: Cha
     assert (status, answer["error"]["message"]) == (400, "n: got 2, wanted 1; leave it out")
 
 
-def test_the_one_model_is_listed(front: ChatServer) -> None:
-    with client(front.open(Desk())) as ours:
-        assert [model.id for model in ours.models.list()] == ["policy"]
-
-
 def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(front: ChatServer) -> None:
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)
@@ -201,20 +190,6 @@ def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it
         assert "no running episode has this URL; send requests to an" in answer["error"]["message"]
     assert front.ask(urls[0], {"messages": [USER]}).result()["error"]["code"] == "not_found"
     assert not first.requests
-
-
-def test_a_path_that_does_not_exist_says_which_do(front: ChatServer) -> None:
-    refusals: list[str] = []
-    url = front.open(Desk(), refusals.append)
-    path = urlsplit(url).path
-    for method, tried, status in (("POST", "/completions", 404), ("GET", "/chat/completions", 405)):
-        answered, answer = post(url + tried, None, method)
-        told = f"no such path; this server has POST {path}/chat/completions and GET {path}/models"
-        assert answer["error"]["message"] == f"{method} {path}{tried}: {told}"
-        assert (answered, answer["error"]["code"]) == (status, "not_found")
-    assert len(refusals) == 2
-    message = post(url.removesuffix(path) + "/", None, "GET")[1]["error"]["message"]
-    assert message.startswith("GET /: no running episode has this URL; send requests to an episode's base_url")
 
 
 @pytest.mark.parametrize(

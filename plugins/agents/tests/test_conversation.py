@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.engines import Generation, SamplingParams
 from corerl.models import load_tokenizer
-from corerl.rollout import TextEncoder
 from corerl_agents.conversation import (
     Answer,
     Asked,
@@ -123,24 +122,6 @@ def test_without_a_template_texts_stand_one_behind_the_other() -> None:
     assert ours.decode(conversation.tokens) == "<bos>123<eos>45129"
     with pytest.raises(Refused, match="^tools: the tokenizer has no chat template"):
         renderer.ask(Conversation(), [USER], [{"name": "u"}])
-
-
-@pytest.mark.parametrize(("kept", "text"), [(False, "3"), (True, "<unk>3")])
-def test_special_tokens_are_for_the_reward_where_it_wants_them_and_never_for_the_client(kept: bool, text: str) -> None:
-    renderer = Renderer(tokenizer(), special_tokens=kept)
-    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array([3, 7, 2]), PARAMS)
-    assert (answer.text, answer.content) == (text, "3")
-
-
-def test_a_stop_text_ends_an_answer_and_is_no_part_of_it() -> None:
-    renderer, ours = calling()
-    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
-    params = SamplingParams(stop_tokens=(2,), stop=("Observation:",))
-    said = np.array(ours.encode(CALLS + "\nObservation:", add_special_tokens=False))
-    answer = renderer.answer(asked, said, params)
-    assert (answer.text, answer.content) == (CALLS + "\n", "1")
-    assert [call["function"]["name"] for call in answer.calls] == ["t", "u"]  # it was not cut
-    assert renderer.answer(asked, said[:-1], params).calls == ()
 
 
 def test_tools_are_shown_once_and_stay_the_same() -> None:
@@ -276,16 +257,6 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
     assert not Renderer(ours).answer(with_tools, said, PARAMS).calls
 
 
-def test_marks_of_a_call_may_be_special_tokens() -> None:
-    _, ours = calling()
-    ours.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
-    renderer = Renderer(ours, FORMATS["hermes"])
-    said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
-    answer = renderer.answer(renderer.ask(Conversation(), [USER], [{"name": "t"}]), said, PARAMS)
-    assert answer.content == "1" and len(answer.calls) == 2
-    assert "tool_call" not in answer.text
-
-
 THINKING = TEMPLATE.replace("a:{% endif %}", "a:<think>{% endif %}")
 
 
@@ -322,18 +293,6 @@ def test_what_the_template_opens_belongs_to_the_text_for_the_reward(
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_calls_stand_behind_what_the_template_or_the_client_opened(special: bool) -> None:
-    renderer, ours = thinking(special)
-    call = '<tool_call>{"name":"t","arguments":{}}</tool_call>'
-    begun = [USER, {"role": "assistant", "content": "<think>0"}]
-    for messages in ([USER], begun):
-        asked = renderer.ask(Conversation(), messages, [{"name": "t"}])
-        for text, calls in ((f"{call}</think>5", 0), (call, 0), (f"{call}</think>{call}", 1)):
-            said = np.array([*ours.encode(text, add_special_tokens=False), 2])
-            assert len(renderer.answer(asked, said, PARAMS).calls) == calls, text
-
-
-@pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
 def test_reasoning_that_comes_back_in_a_field_of_its_own_goes_on(special: bool, separate: bool) -> None:
     renderer, ours = thinking(special, separate_reasoning=separate)
@@ -354,38 +313,6 @@ def test_reasoning_that_comes_back_in_a_field_of_its_own_goes_on(special: bool, 
         assert difference is not None and difference.changed, wrong
     asked = renderer.ask(conversation, read_messages([USER, apart[0], TOOL]))
     assert ours.decode(asked.tokens) == ";t:45<eos>;a:<think>"
-
-
-def test_an_empty_reasoning_and_white_space_go_on_in_the_row() -> None:
-    renderer, ours = thinking()
-    for text in ("\n\n</think>\n\n2", "\n</think>\n"):
-        said = [*ours.encode(text, add_special_tokens=False), 2]
-        conversation = answered(renderer, Conversation(), [USER], said)
-        content = text.partition("</think>")[2].strip()
-        for back in ({"content": content, "reasoning_content": ""}, {"content": text.strip()}):
-            messages = [USER, {"role": "assistant", **back}, TOOL]
-            assert conversation.difference(read_messages(messages)) is None, back
-        other = [USER, {"role": "assistant", "content": f"{content}3", "reasoning_content": ""}, TOOL]
-        assert conversation.difference(read_messages(other)) is not None
-
-
-def test_a_call_without_content_goes_on_with_its_reasoning_apart() -> None:
-    renderer, ours = thinking()
-    call = '<tool_call>{"name":"t","arguments":{"a": 2}}</tool_call>'
-    said = np.array([*ours.encode(f"1\n</think>\n\n{call}", add_special_tokens=False), 2])
-    asked = renderer.ask(Conversation(), [USER], [{"name": "t"}])
-    answer = renderer.answer(asked, said, PARAMS)
-    conversation = Conversation().answered(asked, answer, drawn(said.tolist()))
-    calls = [{**each, "function": {**each["function"], "arguments": '{"a":2}'}} for each in answer.calls]
-    for content in (None, "", "\n"):
-        back = {"role": "assistant", "content": content, "reasoning_content": "1", "tool_calls": calls}
-        assert conversation.difference(read_messages([USER, back, TOOL])) is None, content
-
-
-def test_reasoning_that_is_not_closed_is_all_that_was_said() -> None:
-    renderer, ours = thinking(separate_reasoning=True)
-    answer = renderer.answer(renderer.ask(Conversation(), [USER]), np.array(ours.encode("12")[1:]), PARAMS)
-    assert answer.message == {"role": "assistant", "content": "", "reasoning_content": "12"}
 
 
 def test_the_content_of_gpt_oss_has_no_headers_of_messages() -> None:
@@ -454,18 +381,6 @@ def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, An
     assert conversation.difference(messages, since=number) == found  # what both share need not be compared again
 
 
-def test_what_the_template_refuses_is_told_with_the_roles() -> None:
-    renderer = Renderer(tokenizer("{{ raise_exception('no') }}"))
-    with pytest.raises(
-        Refused, match=r"chat template rejects its messages \(TemplateError: no\); their roles are: user, tool"
-    ):
-        renderer.ask(Conversation(), [USER, TOOL])
-    silent = Renderer(tokenizer("{{ messages[0]['content'] }}"))
-    conversation = answered(silent, Conversation(), messages := [USER], [4, 2])
-    with pytest.raises(Diverges, match="the chat template omits the last answer"):
-        silent.ask(conversation, [*messages, TOOL])
-
-
 def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
     renderer, messages = Renderer(tokenizer(template=None)), [{"role": "user", "content": "1"}]
 
@@ -490,20 +405,6 @@ def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_t
     assert (conversation.text, conversation.prompt_length) == ("7", len(ours.encode("u:12<eos>;a:3")))
     conversation = answered(renderer, conversation, [*messages, TOOL, {"role": "assistant", "content": "5"}], [4, 2])
     assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
-
-
-def test_without_a_template_a_begun_answer_is_text_like_any_other() -> None:
-    ours = tokenizer(template=None)
-    asked = Renderer(ours).ask(Conversation(), [USER, {"role": "assistant", "content": "3"}])
-    assert ours.decode(asked.tokens) == "<bos>123"
-
-
-def test_arguments_of_the_template_hold_in_every_turn() -> None:
-    ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
-    renderer, messages = Renderer(ours, options={"brief": True}), [USER]
-    conversation = answered(renderer, Conversation(), messages, [4, 2])
-    conversation = answered(renderer, conversation, [*messages, TOOL], [4, 2])
-    assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:90<eos>;t:45<eos>;a:90<eos>"
 
 
 def test_a_request_may_have_arguments_of_the_template_which_go_before_the_runs() -> None:
@@ -569,12 +470,3 @@ def test_texts_without_a_template_are_exactly_concatenated_whatever_the_tokenize
     conversation = answered(renderer, conversation, [*messages, {"role": "user", "content": follows}], said)
     assert ours.decode(conversation.tokens, skip_special_tokens=True) == f"def{follows}f"
     assert conversation.tokens.tolist().count(20) == 1 and 2 not in conversation.tokens
-
-
-def test_a_byte_level_tokenizer_encodes_what_follows_as_it_encodes_any_text() -> None:
-    inner = tokenizers.Tokenizer(models.BPE({char: n for n, char in enumerate("ab\u0120")}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    ours = PreTrainedTokenizerFast(tokenizer_object=inner)
-    for text in ("ab", " ab", "a b"):
-        assert TextEncoder(ours).behind(text) == ours.encode(text)

@@ -32,16 +32,6 @@ def test_the_function_is_found_and_tried_before_anything_starts() -> None:
         resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
 
 
-def test_an_episode_begins_with_the_prompts_own_messages() -> None:
-    chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
-    episodes = [
-        Episode(prompt=prompt, base_url="http://127.0.0.1:1/x/v1", server=None)  # type: ignore[arg-type]
-        for prompt in (Prompt(index=40, text="21>", answer="12"), Prompt(index=1, text="s u", answer="", messages=chat))
-    ]
-    assert episodes[0].messages == [{"role": "user", "content": "21>"}]
-    assert episodes[1].messages == list(chat) and episodes[1].messages is not episodes[1].messages
-
-
 async def impatient(episode: Episode) -> float:
     raise TimeoutError("the tool did not answer")
 
@@ -49,11 +39,7 @@ async def impatient(episode: Episode) -> float:
 @pytest.mark.parametrize(
     ("function", "kind", "told"),
     [
-        (
-            lambda episode: 10**5000,
-            "no-number",
-            "returned int that is too large to be shown, wanted a finite number,",
-        ),
+        (lambda episode: 10**5000, "no-number", "returned a value that raised ValueError: "),
         (lambda episode: "x" * 10**6, "no-number", f"returned '{116 * 'x'}..., wanted a finite number, numbers"),
         (lambda episode: {"right": None}, "no-number", "returned {'right': None}, wanted a finite number, numbers"),
         (
@@ -77,16 +63,6 @@ def test_what_is_no_reward_fails_the_episode(function: Callable[[Episode], Any],
     failure = asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode))
     assert isinstance(failure, Failure) and failure.kind == kind
     assert failure.message.startswith(f"samplers.episodes.function 'mine:play' {told}")
-
-
-@pytest.mark.parametrize("value", [np.bool_(True), torch.tensor(1.0).bfloat16(), np.float32(1), 1])
-def test_an_episodes_reward_may_be_a_scalar_of_numpy_or_torch(value: object) -> None:
-    async def later(episode: Episode) -> object:
-        return value
-
-    episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
-    for function in (later, lambda episode: value):
-        assert asyncio.run(EpisodeFunction(name="mine:play", function=function).play(episode)) == 1.0
 
 
 def test_an_episode_may_return_parts_or_a_reward_for_each_turn() -> None:

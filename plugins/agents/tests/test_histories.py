@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import itertools
 import json
 import random
 import threading
@@ -25,11 +24,9 @@ from corerl.config import ModelConfig, RolloutConfig
 from corerl.data import Prompt, plan_steps
 from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
-from corerl.rollout import EventLoop, Reward, Rollout, Scored
+from corerl.rollout import Reward, Rollout, ScoredRollout
 from corerl.types import ParallelLayout
-from corerl_agents.chat_server import ChatServer
-from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
 from corerl_testing import (
     EvalSet,
@@ -45,8 +42,7 @@ from corerl_testing import (
     read_rollout,
     write_rollout,
 )
-from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
-from plugins.agents.tests.samplers import episode_sampler
+from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small
@@ -187,68 +183,6 @@ def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
         assert [bool(row.columns["loss_mask"][:shared].any()) for row in rows] == [True, False, False]
 
 
-class Same(Recorded):
-    """Answers everything alike, as one does that samples greedily."""
-
-    def __call__(self, request: GenerateRequest) -> Generation:
-        rows, said = len(request), [9, 2]  # "5"
-        for before, key in zip(request.by_row(), request.noise_keys, strict=True):
-            self.said.append((before.tolist(), said, int(key)))
-        return Generation(
-            tokens=np.array(said * rows),
-            offsets=2 * np.arange(rows + 1),
-            logprobs=-np.array(said * rows, np.float32),
-            versions=np.full(2 * rows, 3),
-            truncated=np.zeros(rows, np.bool_),
-        )
-
-
-def test_repetitions_that_were_answered_alike_go_on_each_in_a_row_of_its_own(play: Play) -> None:
-    def votes(episode: Episode) -> float:
-        for _ in range(5):
-            asking(episode, asking(episode, [], "21>"), "9>")
-        return 1.0
-
-    recorded = Same()
-    rollout = play(votes, generate=recorded, samples=1, prompts=ONE, params=LONG, max_rows=5)
-    assert rollout.outcomes == [1.0] * 5 and texts(rollout) == ["21>[5]9>[5]"] * 5
-    assert_trained_once(rollout, recorded)
-
-
-@pytest.mark.parametrize("cut_first", [True, False])
-def test_what_a_row_shares_that_was_cut_is_trained_on_in_one_that_was_not(play: Play, cut_first: bool) -> None:
-    def branching(episode: Episode) -> None:
-        shared = asking(episode, [], "21>")
-        ends: list[dict[str, Any]] = [{"max_tokens": None}, {"max_tokens": 1}]
-        for number, end in enumerate(ends if cut_first else reversed(ends)):
-            asking(episode, shared, f"{number}>", **end)
-
-    recorded = Recorded()
-    prompts = [evolve(PROMPTS[0], index=index) for index in range(20)]
-    rollout = play(branching, generate=recorded, samples=1, prompts=prompts, params=evolve(PARAMS, max_tokens=8))
-    assert_trained_once(rollout, recorded)
-    cut, turns = (rollout.batch.rows[name].reshape(-1, 2) for name in ("truncated", "turns"))
-    some = cut.sum(axis=1) == 1
-    assert 0 < some.sum() < 20
-    assert turns[some][cut[some]].tolist() == [1] * some.sum() and turns[some][~cut[some]].tolist() == [2] * some.sum()
-    assert turns[~some].tolist() == [[2, 1]] * (20 - some.sum())
-
-
-def test_a_row_without_room_is_told_so_to_all_who_ask_and_ends_who_goes_on(play: Play) -> None:
-    reasons: list[str] = []
-
-    def full(episode: Episode) -> None:
-        first = asking(episode, [], "21>")
-        long = [*first, user("0123456789")]
-        reasons.extend(episode.chat(long)["finish_reason"] for _ in range(3))  # as side by side
-        with pytest.raises(RuntimeError, match="has used up its rollout.max_tokens=12; end it when an answer has"):
-            episode.chat([*long, {"role": "assistant", "content": ""}, user("7>")])
-        reasons.append(episode.chat([*first, user("7>")], max_tokens=1)["finish_reason"])
-
-    play(full, samples=1, prompts=ONE)
-    assert reasons == ["length"] * 4
-
-
 def test_an_answer_that_a_client_changes_begins_a_row_and_is_told_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,30 +286,6 @@ def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play
     assert len(play(many, samples=1, prompts=ONE, max_rows=3).batch) == 3 and len(told) == 1
 
 
-def test_each_row_has_the_room_of_max_tokens(play: Play) -> None:
-    reasons: list[str] = []
-
-    def full(episode: Episode) -> None:
-        for begin in ("21>", "5>"):
-            messages = [user(begin)]
-            while True:
-                choice = episode.chat(messages)
-                reasons.append(choice["finish_reason"])
-                if choice["finish_reason"] == "length":
-                    break
-                messages += [choice["message"], user("0123")]
-        last = [*messages, choice["message"], user("0123")] if choice["message"]["content"] else messages
-        said = episode.chat(last)["finish_reason"] if last is not messages else "length"
-        with pytest.raises(RuntimeError, match="has used up its rollout.max_tokens=12; end it when an answer has"):
-            episode.chat(last)
-        assert said == "length"
-
-    rollout = play(full, samples=1, prompts=ONE)
-    assert reasons.count("length") == 2
-    rows = rollout.batch.rows
-    assert rows["truncated"].tolist() == [True, True] and (rows["span"] <= 12).all()
-
-
 # ---- requests side by side -------------------------------------------------------------------------------------------
 
 
@@ -454,33 +364,6 @@ def ask_and_leave(episode: Episode, asked: threading.Event, message: dict[str, A
         other.close()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_who_asks_again_when_another_row_has_begun_is_counted_and_was_the_last_to_ask(play: Play, rows: int) -> None:
-    asked, release = threading.Event(), threading.Event()
-    refused: list[str] = []
-
-    def slow(request: GenerateRequest) -> Generation:
-        asked.set()
-        assert release.wait(20)
-        return Oracle()(request)
-
-    def impatient(episode: Episode) -> None:
-        ask_and_leave(episode, asked, user("7>"))
-        release.set()
-        asking(episode, [], "21>")
-        try:
-            asking(episode, [], "7>")
-        except RuntimeError as error:
-            refused.append(str(error))
-
-    rollout = play(impatient, samples=1, prompts=ONE, generate=slow, params=LONG, calls=8, max_rows=rows)
-    begun = [text.partition("[")[0] for text in texts(rollout)]
-    last = rollout.batch.rows["final"].tolist()
-    assert (len(refused), sorted(zip(begun, last, strict=True))) == (
-        (0, [("21>", False), ("7>", True)]) if rows == 2 else (1, [("21>", True)])
-    )
-
-
 def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_answer_of_the_first(play: Play) -> None:
     asked, release = threading.Event(), threading.Event()
     recorded = Recorded()
@@ -545,16 +428,15 @@ def test_rows_of_an_episode_stay_together_where_samples_are_taken_joined_written
     rollout = play(some, samples=2, prompts=prompts)
     assert rollout.batch.rows["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
     rewards = np.repeat(np.arange(6, dtype=np.float32), [1, 1, 2, 2, 3, 3])
-    scored = Scored(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
+    scored = ScoredRollout(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
     taken = scored.take(np.array([2, 0]))
     assert taken.rewards.tolist() == [4, 4, 4, 5, 5, 5, 0, 1]
-    joined = Scored.concatenate([taken, scored.take(np.array([0, 1]))])
-    assert joined.rewards.tolist() == [4, 4, 4, 5, 5, 5, 0, 1, 0, 1, 2, 2, 3, 3]
-    _, episode_of = joined.rollout.batch.episodes
+    joined = Rollout.concatenate([taken.rollout, scored.take(np.array([0, 1])).rollout])
+    _, episode_of = joined.batch.episodes
     assert episode_of.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 6, 7, 7]
-    assert joined.rollout.batch.rows["group"].tolist() == [0] * 6 + [1, 1, 2, 2, 3, 3, 3, 3]
-    assert [sample.reward for sample in joined.samples()] == [4, 5, 0, 1, 0, 1, 2, 3]
-    assert [sample.reward for sample in joined.shown()] == [4, 0, 0]
+    assert joined.batch.rows["group"].tolist() == [0] * 6 + [1, 1, 2, 2, 3, 3, 3, 3]
+    assert [sample.reward for sample in taken.samples()] == [4, 5, 0, 1]
+    assert [sample.reward for sample in taken.shown()] == [4, 0]
     final = [rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])]
     assert [sample.response for sample in scored.samples()] == final
     assert exact_share(rollout) == sum(text == "12" for text in final) / 6
@@ -587,31 +469,6 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
     assert [sample.response for sample in found.samples] == [
         rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
     ]
-
-
-def test_an_evaluation_counts_right_episodes_of_several_samples(loop: EventLoop, front: ChatServer) -> None:
-    def some(episode: Episode) -> float | None:
-        answers = [asking(episode, [], begin)[-1]["content"] for begin in ("21>", "5>")]  # two rows
-        return None if "1" in answers[1] else 0.0
-
-    sampler = episode_sampler(
-        tokenizer=TOKENIZER,
-        generate=engines(Oracle()),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=some),
-        server=front,
-        config=EpisodesConfig(),
-    )
-    reward = at_once(OutcomeScorer(Reward(name="one", function=lambda prompt, text: 1.0), failed_value=0.0))
-    prompts = [evolve(PROMPTS[0], index=index) for index in range(8)]
-    held_out = EvalSet(source=Listed(prompts), params=PARAMS, samples=4)
-    found = loop.run(evaluate(sampler, held_out, reward))
-    right = np.array([["1" in found.samples[4 * p + s].response for s in range(4)] for p in range(8)])
-    assert 0 < right.mean() < 1 and [each.sample for each in found.samples] == [0, 1, 2, 3] * 8
-    assert found.metrics["eval/reward"] == found.metrics["eval/pass@1"] == right.mean()
-    assert found.metrics["eval/pass@4"] == right.any(1).mean()
-    pairs = [row[list(pair)].any() for row in right for pair in itertools.combinations(range(4), 2)]
-    assert found.metrics["eval/pass@2"] == pytest.approx(np.mean(pairs))
 
 
 def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_once(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import string
@@ -21,7 +20,7 @@ from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
 from corerl.errors import EngineFailed, RewardError
 from corerl.models import load_tokenizer
-from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler, in_thread
+from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -127,24 +126,6 @@ def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(pla
     assert [len(request) for request in alone.requests] == [1] * 16
     assert len(together.requests[0]) == 8  # the first requests of all episodes, in one call
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
-
-
-def test_turns_that_ask_for_different_numbers_of_tokens_are_drawn_together(play: Play) -> None:
-    def three_turns(episode: Episode) -> None:
-        messages = episode.messages
-        for limit in (1, 2, None):
-            call = episode.chat(messages, **({"max_tokens": limit} if limit else {}))
-            messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
-
-    oracle = Oracle()
-    play(three_turns, generate=oracle)
-    assert {request.params for request in oracle.requests} == {PARAMS}  # or engines could not draw them together
-    left = {
-        (int(begun), int(left)) for each in oracle.requests for begun, left in zip(each.begun, each.left, strict=True)
-    }
-    # A turn of one token, and two or three of a tool's; a turn of at most two, and as many of a tool's again.
-    assert {pair for pair in left if pair[0] < 5} == {(0, 1), (3, 2), (4, 2)}
-    assert all(begun + drawn == PARAMS.max_tokens for begun, drawn in left if begun >= 5)
 
 
 def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play, loop: EventLoop) -> None:
@@ -263,53 +244,6 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
-def test_an_async_function_is_answered_as_a_plain_one_is(play: Play) -> None:
-    async def two_turns_async(episode: Episode) -> float:
-        messages = episode.messages
-        call = await episode.chat_async(messages, max_tokens=3)
-        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
-        return float(len((await episode.chat_async(messages))["message"]["content"]))
-
-    ours, plain = play(two_turns_async), play(two_turns)
-    assert_equal(ours, plain)
-    assert ours.outcomes == plain.outcomes
-
-    async def refused(episode: Episode) -> float:
-        with pytest.raises(RuntimeError, match="^n: got 2, wanted 1; leave it out$"):
-            await episode.chat_async(episode.messages, n=2)
-        episode.chat(episode.messages)
-        return 1.0
-
-    for outcome in play(refused, samples=1).outcomes:
-        assert isinstance(outcome, Failure)
-        assert (
-            "would block the event loop that all async functions share; in a coroutine, use `await ep"
-            in outcome.message
-        )
-
-
-def test_an_async_function_that_gives_a_request_up_and_asks_again_gets_its_answer(play: Play) -> None:
-    oracle, drawing, given_up = Oracle(), threading.Event(), threading.Event()
-
-    def generate(request: GenerateRequest) -> Generation:
-        drawing.set()
-        assert given_up.wait(60)
-        return oracle(request)
-
-    async def impatient(episode: Episode) -> None:
-        first = asyncio.ensure_future(episode.chat_async(episode.messages))
-        await asyncio.to_thread(drawing.wait, 60)
-        first.cancel()
-        await asyncio.wait([first])
-        again = asyncio.ensure_future(episode.chat_async(episode.messages))
-        given_up.set()
-        await again
-
-    rollout = play(impatient, generate=generate, samples=1, prompts=PROMPTS[:1])
-    assert_equal(rollout, play(single, samples=1, prompts=PROMPTS[:1]))
-    assert len(oracle.requests) == 1
-
-
 def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(play: Play) -> None:
     loops, ended = set(), []
 
@@ -331,29 +265,6 @@ def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(pla
     while len(ended) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(ended) == 4 and len(loops) == 1
-
-
-def test_a_failed_episode_says_why_its_request_was_refused(play: Play) -> None:
-    def opaque(episode: Episode) -> float:
-        messages = episode.messages
-        if episode.prompt.index == 40:  # a refused request is in the past once another one is answered
-            with pytest.raises(RuntimeError):
-                episode.chat(messages, temperature=0.3)
-        messages.append(episode.chat(messages, max_tokens=3)["message"])
-        if episode.prompt.index == 40:
-            raise ValueError("of my own")
-        messages[0] = {"role": "user", "content": "0"}
-        try:
-            episode.chat([*messages, {"role": "user", "content": "1"}])
-        except RuntimeError:
-            raise ValueError("status 400") from None
-        return 1.0
-
-    outcomes = play(opaque, samples=1, max_rows=1).outcomes
-    first, second = (each.message for each in outcomes if isinstance(each, Failure))
-    assert "raised ValueError: of my own" in first and "refused" not in first
-    assert "raised ValueError: status 400" in second
-    assert "; its last request was refused: messages[0].content: got '0', but the episode has '5>' there" in second
 
 
 def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
@@ -439,51 +350,6 @@ def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: 
     rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
     assert rollout.outcomes == [1.0]
     assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
-
-
-def test_a_token_that_the_tokenizer_does_not_know_is_told_without_a_text(play: Play) -> None:
-    told: list[Any] = []
-
-    def unknown(request: GenerateRequest) -> Generation:
-        tokens = np.array([4, 100, 2] * len(request))
-        return Generation(
-            tokens=tokens,
-            offsets=np.arange(len(request) + 1) * 3,
-            logprobs=-tokens.astype(np.float32),
-            versions=np.full(len(tokens), 3),
-            truncated=np.zeros(len(request), dtype=np.bool_),
-        )
-
-    def asks(episode: Episode) -> None:
-        told.append(episode.chat(episode.messages, logprobs=True)["logprobs"]["content"])
-
-    rollout = play(asks, generate=unknown)
-    assert rollout.outcomes == [None] * 8
-    texts = [[(token["token"], token["logprob"]) for token in content] for content in told]
-    assert texts == [[("0", -4.0), ("", -100.0), ("<eos>", -2.0)]] * 8
-
-
-def test_tokens_of_the_request_end_an_answer_and_are_no_part_of_its_text(play: Play) -> None:
-    texts: list[str] = []
-
-    def until(episode: Episode) -> None:
-        texts.append(episode.chat(episode.messages, stop=["7", ">", "3", "5"])["message"]["content"])
-
-    rollout = play(until)
-    rows = np.split(rollout.batch.tokens, rollout.batch.offsets[1:-1])
-    ended = []
-    for text, row, length in zip(rollout.texts, rows, rollout.batch.rows["prompt_length"], strict=True):
-        said = TOKENIZER.decode(row[length:]).replace("<eos>", "e")
-        ended.append(said[-1])
-        assert text == said.rstrip("7>35e") and not set(text) & set("7>35e") and len(said) - len(text) <= 1
-    assert set(ended) & set("7>35")
-    assert sorted(texts) == sorted(rollout.texts)
-
-    def unknown(episode: Episode) -> None:
-        episode.chat(episode.messages, stop=["1\u00e9"])
-
-    first = play(unknown).outcomes[0]
-    assert isinstance(first, Failure) and "no response can contain it; correct or remove it" in first.message
 
 
 def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
@@ -590,57 +456,6 @@ def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Pl
     assert ended == ["the episode is over; its requests are no longer answered"] * 8
 
 
-def test_where_engines_answer_several_calls_a_long_answer_holds_up_nobody_else(play: Play) -> None:
-    under_way, others_done = threading.Event(), threading.Event()
-    ended: list[int] = []
-
-    def slow(request: GenerateRequest) -> Generation:
-        if request.begun.any() and not under_way.is_set():  # the first second turn
-            under_way.set()
-            assert others_done.wait(20)
-        return Oracle()(request)
-
-    def function(episode: Episode) -> float:
-        messages = episode.messages
-        call = episode.chat(messages, max_tokens=3)
-        if episode.prompt.index == 8:
-            assert under_way.wait(20)
-        messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
-        length = float(len(episode.chat(messages)["message"]["content"]))
-        ended.append(episode.prompt.index)
-        if ended.count(8) == 2:
-            others_done.set()
-        return length
-
-    reference = play(two_turns, samples=2)
-    assert_equal(play(function, samples=2, generate=slow, calls=2), reference)
-    assert sorted(ended) == [8, 8, 40, 40] and ended[-1] == 40
-
-
-def test_threads_and_tasks_that_hang_have_the_name_of_their_sample_and_turn(play: Play) -> None:
-    names: list[set[str]] = []
-
-    def generate(request: GenerateRequest) -> Generation:
-        if request.begun.any():  # a second turn: its function waits for it
-            names.append({thread.name for thread in threading.enumerate()})
-            names.append({task.get_name() for task in tasks_of_the_loop()})
-        return Oracle()(request)
-
-    def tasks_of_the_loop() -> set[asyncio.Task[Any]]:
-        return next(asyncio.all_tasks(loop) for loop in loops)
-
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    async def drawing(request: GenerateRequest, **_: Any) -> Generation:
-        loops.append(asyncio.get_running_loop())
-        return await in_thread(functools.partial(generate, request), name="engine")
-
-    play(two_turns, generate=drawing, samples=2, prompts=PROMPTS[:1], concurrency=1)
-    threads, tasks = names[2:]
-    assert "function of prompt 40, sample 1, turn 2" in threads
-    assert {"episode of prompt 40, sample 1", "answer to prompt 40, sample 1, turn 2"} <= tasks
-
-
 def test_experts_come_with_the_samples_where_the_engine_tells_them(play: Play) -> None:
     def telling(request: GenerateRequest) -> Generation:
         generation = Oracle()(request)
@@ -702,25 +517,6 @@ def test_rewards_of_turns_are_at_the_last_tokens_of_their_answers(play: Play) ->
 
     # What two rows share is trained on, and has its reward, in the first of them.
     assert turns_of(play(again, samples=1, prompts=PROMPTS[:1])) == [[1.0, 2.0], [3.0]]
-
-
-def test_the_reward_of_an_answer_without_room_goes_to_the_one_before(play: Play) -> None:
-    def filled(episode: Episode) -> list[float]:
-        messages = episode.messages
-        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9" * 60}]
-        assert episode.chat(messages)["finish_reason"] == "length"
-        episode.chat([{"role": "user", "content": "77"}])
-        return [1.0, 2.0, 4.0]
-
-    rollout = play(filled, samples=2)
-    assert turns_of(rollout) == [[3.0], [4.0]] * 4
-    assert [each.reward for each in rollout.outcomes] == [7.0] * 8
-
-    def answers_only(episode: Episode) -> list[float]:
-        filled(episode)
-        return [1.0, 4.0]
-
-    assert turns_of(play(answers_only, samples=2)) == [[1.0], [4.0]] * 4
 
 
 def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:

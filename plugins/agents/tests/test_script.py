@@ -17,7 +17,6 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import _drawn, byte_tokenizer, scripted
-from corerl_testing import tiny_fields
 from plugins.agents.tests.samplers import episode_sampler
 from tests.rollout.samplers import prompt_sampler
 
@@ -143,22 +142,6 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     assert int(batch.columns["loss_mask"].sum()) == sum(heard[at]["usage"]["completion_tokens"] for at in (2, 4, 7, 8))
 
 
-def test_what_a_request_says_of_tools_template_and_token_ids_holds_for_its_answer() -> None:
-    tokenizer, ask = byte_tokenizer(), {"tools": TOOLS, "return_token_ids": True}
-    with scripted(PROMPT, ["no call", CALL + CALL]) as script:
-        messages = script.episode.messages
-        with pytest.raises(RuntimeError, match="^chat_template_kwargs.brief: the tokenizer's chat template never"):
-            script.episode.chat(messages, chat_template_kwargs={"brief": True})
-        said = post(script.episode, messages, **ask, tool_choice="none")
-        assert tokenizer.decode(said["prompt_token_ids"]) == "user: 2+3=<|end|>\nassistant: "
-        assert tokenizer.decode(said["choices"][0]["token_ids"]) == "no call<|end|>"
-    with scripted(PROMPT, [CALL + CALL]) as script:
-        said = post(script.episode, messages, **ask, parallel_tool_calls=False)
-    assert tokenizer.decode(said["prompt_token_ids"]).startswith("tools: [{")
-    assert tokenizer.decode(said["choices"][0]["token_ids"]) == f"{CALL}{CALL}<|end|>"
-    assert [call["id"] for call in said["choices"][0]["message"]["tool_calls"]] == ["call00100"]
-
-
 def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789+=?u:a;", path="")
     tokenizer.chat_template = (
@@ -203,23 +186,3 @@ def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward
     )
     params = SamplingParams(max_tokens=50, stop_tokens=tuple(end_tokens(tokenizer, model)))
     assert asyncio.run(sampler.sample([PROMPT], rollout_step=0, samples=1, params=params)).texts == [text]
-
-
-def test_a_first_request_that_leaves_no_room_is_refused_as_a_run_refuses_it() -> None:
-    limits = RolloutConfig(max_tokens=40, context_length=60)
-    with (
-        scripted(PROMPT, ["5"], rollout=limits) as script,
-        pytest.raises(RuntimeError, match="only 20 fit into rollout.context_length besides rollout.max_tokens=40"),
-    ):
-        script.episode.chat(script.episode.messages)
-    assert script.requests == []
-
-
-def test_a_model_has_only_so_many_positions_as_in_a_run() -> None:
-    config = {**tiny_fields("qwen3"), "max_position_embeddings": 20}
-    model = ModelConfig(config=config, tokenizer="characters:0123456789+=?")
-    with (
-        scripted(PROMPT, ["5"], model=model, rollout=RolloutConfig(max_tokens=19)) as script,
-        pytest.raises(RuntimeError, match="only 1 fit into"),
-    ):
-        script.episode.chat(script.episode.messages)

@@ -106,7 +106,7 @@ def test_the_display_counts_what_the_phase_counts() -> None:
     for name in ("rollout", "eval"):
         state.update(PhaseStarted(name=name, step=0))
         clock.now += 2.0
-        state.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples drawn", done=37, of=512))
+        state.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples generated", done=37, of=512))
         assert screen(state)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
 
 

@@ -76,10 +76,11 @@ def test_the_peak_of_a_step_of_several_calls_is_that_of_the_highest(tmp_path: Pa
 
 def test_a_call_that_fails_is_written_too(tmp_path: Path) -> None:
     recorded = host(tmp_path, memory=MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path)))
-    with pytest.raises(Exception, match="no snapshot of this name"):
-        recorded.forward(batch(), (Output.LOGPROBS,), "no snapshot of this name")
+    (tmp_path / "file").touch()
+    with pytest.raises(CorerlError, match="file"):
+        recorded.save(str(tmp_path / "file" / "below"), step(0), background=False)
     recorded.shutdown("failed")
-    assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("forward", True)]
+    assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("save", True)]
 
 
 def test_a_file_that_cannot_be_written_hides_no_error_of_the_backend(tmp_path: Path) -> None:

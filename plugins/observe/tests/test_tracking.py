@@ -32,7 +32,6 @@ def test_an_identity_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     file = tmp_path / "tracker.json"
     for text, why in (
         ("{", "is not valid JSON: "),
-        ("[" * 200_000, "is not valid JSON: it is nested"),
         ("[1]", "is no "),
     ):
         file.write_text(text)

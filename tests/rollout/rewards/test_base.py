@@ -196,11 +196,7 @@ def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (lambda: 10**5000, "returned int that is too large to be shown, wanted a finite number, on prompt 35018 "),
-        (
-            lambda: {"a": 10**5000},
-            "returned dict that is too large to be shown, wanted finite numbers by name, on prompt 35018 ",
-        ),
+        (lambda: 10**5000, "returned a value that raised ValueError: "),
         (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
     ],
 )

@@ -56,17 +56,17 @@ class EpisodeSampler(Sampler):
         request: GenerateRequest,
         *,
         ahead: bool = False,
-        drew: Callable[[Generation], None] | None = None,
+        on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
         states, told = states_of(prompts, request), None if ahead else self.context.on_progress
         await self._runner(request.params).play(
             states,
-            functools.partial(self.context.generate, urgent=not ahead, drew=drew),
+            functools.partial(self.context.generate, urgent=not ahead, on_tokens=on_tokens),
             # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
             # Engines that answer several calls at once wait for no request that could be drawn beside another.
-            gathers=self.context.calls == 1 and drew is None,
+            gathers=self.context.calls == 1 and on_tokens is None,
             told=lambda ended: None if told is None else told(ended, len(states)),
         )
         return played(prompts, request, states)

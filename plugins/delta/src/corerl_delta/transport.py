@@ -74,9 +74,9 @@ class DeltaReceiver(DiskReceiver):
 
     def read(self, bucket: Bucket, directory: Path, content: Mapping[str, Any]) -> torch.Tensor:
         if bucket.index in content["changes"]:
-            kept = self._kept[bucket.index]
-            apply_changes((directory / _changes_file(bucket.index)).read_bytes(), _bits(kept))
-            return kept
+            changed = self._kept[bucket.index]
+            apply_changes((directory / _changes_file(bucket.index)).read_bytes(), _bits(changed))
+            return changed
         whole = super().read(bucket, directory, content)
         kept = self._kept.get(bucket.index)  # memory that is there is written over: new memory costs more
         if kept is None or (kept.dtype, kept.shape) != (whole.dtype, whole.shape):

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from corerl.plugin.transports import open_sender as open_sender
     from corerl.rollout.evaluation import EvalSet as EvalSet
     from corerl.rollout.evaluation import evaluate as evaluate
+    from corerl.rollout.recorded import read_rollout as read_rollout
+    from corerl.rollout.recorded import saved_rollouts as saved_rollouts
+    from corerl.rollout.recorded import write_rollout as write_rollout
     from corerl.rollout.rewards.base import OutcomeScorer as OutcomeScorer
     from corerl.rollout.sampler import Generate as Generate
-    from corerl.rollout.sources.base import exact_share as exact_share
-    from corerl.rollout.sources.recorded import read_rollout as read_rollout
-    from corerl.rollout.sources.recorded import saved_rollouts as saved_rollouts
-    from corerl.rollout.sources.recorded import write_rollout as write_rollout
+    from corerl.rollout.scored import exact_share as exact_share
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
     from corerl.trainer.worker import Worker as Worker
     from corerl.weights.quantize import BLOCK as BLOCK

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from attrs import define, evolve, frozen
 
 from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
-from corerl.data.prompts import Prompt
+from corerl.data.prompts import PromptStream
 from corerl.driver.progress import Progress
-from corerl.engines.base import SamplingParams
 from corerl.errors import LogprobMismatch
-from corerl.rollout.sampler import Generate, Sampler, assemble
+from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plugin.spec import ACTOR
+from corerl.rollout.sampler import Sampler, assemble
 from corerl.types import FloatArray, IntArray, SampleBatch
 
 SAMPLES = 8  # that are scored at least, if there are so many
@@ -92,31 +91,15 @@ def _spaced(size: int, count: int) -> IntArray:
     return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(np.int64))
 
 
-async def draw(
-    prompts: Sequence[Prompt],
-    *,
-    sampler: Sampler,
-    generate: Generate,
-    params: SamplingParams,
-) -> SampleBatch:
-    """A few tokens after the longest of the prompts, straight from the engines, without the run's episodes."""
-    params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
-    request = sampler.request(prompts, rollout_step=0, samples=1, params=params)
-    lengths = np.diff(request.offsets)
-    longest = np.argsort(-lengths, kind="stable")
-    count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
-    request = request.take(np.sort(longest[:count]))
-    return assemble(request, await generate(request, urgent=True))
-
-
 @define(kw_only=True, eq=False)
-class Gate:
-    """Knows when samples are to be compared, chooses them, and judges the difference."""
+class LogprobCheck:
+    """Decides when samples are to be compared, chooses them, and judges the difference."""
 
+    sampler: Sampler
+    rollout: RolloutPlan
     bound: float
     stops: bool  # else it warns
     every: int  # updates with new weights between two checks; 0: none after the first such update
-    draw: Callable[[], Coroutine[Any, Any, SampleBatch]]  # samples from the weights that the engines hold
     run_dir: Path
     progress: Progress
 
@@ -124,8 +107,37 @@ class Gate:
     _updates: int = -1  # with new weights; the first is number 0
     _since: int = 0  # the first version that holds the trainer's weights
 
+    @classmethod
+    def of(cls, plan: Plan, sampler: Sampler | None, progress: Progress) -> LogprobCheck | None:
+        """The check of a run whose samples are to be trained on, unless it is switched off."""
+        algorithm = plan.algorithm.settings
+        if sampler is None or plan.run.mode == "eval" or algorithm.on_mismatch == "off":
+            return None
+        return cls(
+            sampler=sampler,
+            rollout=plan.rollout,
+            bound=bound_of(algorithm, train=plan.processes.roles[ACTOR].train, weights=plan.weights),
+            stops=algorithm.on_mismatch == "stop",
+            every=plan.weights.verify_every,
+            run_dir=plan.start.run_dir,
+            progress=progress,
+        )
+
+    async def sample(self) -> SampleBatch:
+        """A few tokens after the longest of the first prompts, straight from the engines, without the run's episodes.
+        The run's own stream of prompts stays where it is."""
+        stream = PromptStream(self.rollout.prompts, self.rollout.seed, check=self.rollout.check)
+        prompts, params = stream.take(PROMPTS), self.rollout.params
+        params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
+        request = self.sampler.request(prompts, rollout_step=0, samples=1, params=params)
+        lengths = np.diff(request.offsets)
+        longest = np.argsort(-lengths, kind="stable")
+        count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
+        request = request.take(np.sort(longest[:count]))
+        return assemble(request, await self.sampler.context.generate(request, urgent=True))
+
     def pushed(self, version: int, *, new: bool) -> None:
-        """Hear of an update of the engines, and whether the trainer's weights had changed since the one before."""
+        """Note an update of the engines, and whether the trainer's weights had changed since the one before."""
         if not new:
             return
         self._since = version
@@ -139,7 +151,7 @@ class Gate:
 
     def judge(self, samples: SampleBatch, trainer: FloatArray) -> None:
         """Compare the trainer's log-probs [N] of these samples with the engines'. Above the bound, raises
-        LogprobMismatch, or tells."""
+        LogprobMismatch, or warns."""
         found = difference(samples, trainer)
         if not found.tokens:
             return  # of such samples nothing is known: the next ones are compared

@@ -9,12 +9,12 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import CheckpointError, DataError
-from corerl.rollout.sources.base import Scored
-from corerl.rollout.sources.recorded import SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.recorded import SavedRollouts, read_rollout, write_rollout
+from corerl.rollout.scored import ScoredRollout
 from tests.rollout.scored import scored
 
 
-def rest(source: SavedRollouts) -> list[Scored]:
+def rest(source: SavedRollouts) -> list[ScoredRollout]:
     """The steps that it still has."""
     return list(iter(lambda: asyncio.run(source.next()), None))
 
@@ -49,7 +49,7 @@ def test_the_parts_of_its_rewards_come_back_too(tmp_path: Path) -> None:
     assert read_rollout(write_rollout(tmp_path, evolve(scored(0), parts=parts))).parts == parts
 
 
-def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: Path) -> None:
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "rollouts").touch()
     with pytest.raises(DataError) as caught:
         write_rollout(tmp_path / "rollouts", scored(3))
@@ -58,7 +58,7 @@ def test_a_directory_that_cannot_be_written_is_one_line_with_the_path(tmp_path: 
     assert message.endswith("; earlier batches are intact") and "\n" not in message
 
 
-def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path: Path) -> None:
+def test_files_come_in_step_order_numbered_from_0(tmp_path: Path) -> None:
     write(tmp_path, 30, 4, 100)
     (tmp_path / "step-00000001.partial").touch()
     steps = rest(SavedRollouts(tmp_path, steps=3, vocab_size=200))
@@ -67,7 +67,7 @@ def test_files_come_in_the_order_of_their_steps_and_are_numbered_from_0(tmp_path
     assert len(rest(SavedRollouts(tmp_path, steps=2, vocab_size=200))) == 2
 
 
-def test_a_resumed_run_goes_on_behind_what_it_was_trained_on(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_next_file(tmp_path: Path) -> None:
     write(tmp_path, 0, 1, 2)
     source = SavedRollouts(tmp_path, steps=3, vocab_size=200)
     asyncio.run(source.next())
@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_on_behind_what_it_was_trained_on(tmp_path: Path) -> 
         SavedRollouts(tmp_path, steps=3, vocab_size=200).restore(source.position)
 
 
-def test_too_few_none_or_foreign_batches_are_told_with_what_to_do(tmp_path: Path) -> None:
+def test_missing_or_foreign_batches_say_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"^rollout.saved: no rollout batches .* in '.*/none'; set it to the `rollouts`"
     ):
@@ -103,7 +103,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         read_rollout(path)
 
 
-def test_what_json_cannot_hold_in_a_row_is_kept_as_text(tmp_path: Path) -> None:
+def test_values_that_json_cannot_hold_become_text(tmp_path: Path) -> None:
     given = scored()
     prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
     given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))

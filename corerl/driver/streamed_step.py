@@ -1,10 +1,9 @@
-"""Begin with the prompts of a rollout step that are there while others are sampled: with their forward passes, and with
-the gradients of the first optimizer step."""
+"""Accumulate gradients of a rollout step's first optimizer step while prompts still arrive."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from attrs import define, evolve, field
@@ -12,59 +11,56 @@ from attrs import define, evolve, field
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
-from corerl.rollout.sources.base import Arrived, Scored
+from corerl.rollout.source import Arrived
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
-from corerl.types import FloatArray, IntArray, LossSpec, SampleBatch, offsets_of
+from corerl.types import FloatArray, LossSpec, SampleBatch, offsets_of
 
 
 @define(kw_only=True, eq=False)
-class Early:
-    """What has begun of one rollout step. Its later optimizer steps need the first one's weights, and wait for it."""
+class StreamedStep:
+    """The prompts of one rollout step that are there already: they get the columns of the forward passes, and those of
+    the first optimizer step their gradients. Later optimizer steps need the first one's weights, and wait for it."""
 
     step: int  # the rollout step
     training: tuple[Role, LossSpec] | None  # None if no role is trained in it
-    passed: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
-    estimated: Callable[[SampleBatch, FloatArray], TrainBatch]
+    with_logprobs: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
+    with_advantages: Callable[[SampleBatch, FloatArray], TrainBatch]
     progress: Progress
 
-    _numbers: list[IntArray] = field(factory=list, init=False)  # of each part, the prompts' places in the step
-    _parts: list[SampleBatch] = field(factory=list, init=False)  # with the columns of their passes
+    _arrived: list[Arrived] = field(factory=list, init=False)  # whose batches have the columns of their passes
     # Of the first optimizer step:
     _denominator: float = field(default=0.0, init=False)  # so far
     _unit: float = field(default=0.0, init=False)  # of its token weights; 0 before the first call
-    _begun: bool = field(default=False, init=False)  # whether the ranks have gradients
+    _has_gradients: bool = field(default=False, init=False)
 
     @property
     def scale(self) -> float | None:
         """What the first optimizer step multiplies its gradients by, once all have been added; None if it has none."""
-        return self._unit / self._denominator if self._begun else None
+        return self._unit / self._denominator if self._has_gradients else None
 
-    def add(self, arrived: Sequence[Arrived]) -> None:
+    def add(self, arrived: Arrived) -> None:
         """Returns once the ranks are done with these: prompts that come meanwhile are passed together."""
-        scored = Scored.concatenate([each.scored for each in arrived])
-        numbers = np.array([each.number for each in arrived])
-        samples = self.passed(scored.rollout.batch)
-        self._numbers.append(numbers)
-        self._parts.append(samples)
+        samples = self.with_logprobs(arrived.batch)
+        self._arrived.append(evolve(arrived, batch=samples))
         if self.training is None:
             return
         role, loss = self.training
-        first = role.groups_of_first_step(arrived[0].of, self.step)
-        groups = np.flatnonzero(np.isin(numbers, first))
+        first = role.groups_of_first_step(arrived.of, self.step)
+        groups = np.flatnonzero(np.isin(arrived.prompts, first))
         if len(groups):
             rows = np.flatnonzero(np.isin(samples.rows["group"], groups))
-            batch = self.estimated(samples.take(rows), scored.rewards[rows])
+            batch = self.with_advantages(samples.take(rows), arrived.rewards[rows])
             self._add_gradients(role.group, batch.samples, loss, share=len(groups) / len(first))
 
     def whole(self, samples: SampleBatch) -> SampleBatch:
         """The step's samples, all of which have been added, with the columns of their passes."""
-        joined = SampleBatch.concatenate(self._parts)
-        firsts = np.repeat(
-            offsets_of([len(numbers) for numbers in self._numbers])[:-1], [len(part) for part in self._parts]
-        )
-        number_of = np.concatenate(self._numbers)[joined.rows["group"] + firsts]
-        return evolve(samples, columns=joined.take(np.argsort(number_of, kind="stable")).columns)
+        joined = SampleBatch.concatenate([each.batch for each in self._arrived])
+        prompts = np.concatenate([each.prompts for each in self._arrived])
+        firsts = offsets_of([len(each.prompts) for each in self._arrived])[:-1]
+        first = np.repeat(firsts, [len(each.batch) for each in self._arrived])
+        place = prompts[joined.rows["group"] + first]
+        return evolve(samples, columns=joined.take(np.argsort(place, kind="stable")).columns)
 
     def _add_gradients(self, group: TrainGroup, samples: SampleBatch, loss: LossSpec, *, share: float) -> None:
         """`share`: of the first step's groups."""
@@ -75,6 +71,6 @@ class Early:
         plan, count = group.plan_part(samples, unit=self._unit or 1.0)
         self._denominator += count
         if samples.columns["loss_mask"].any():  # without, it may count all the same, by its length
-            self._begun = True
+            self._has_gradients = True
             with self.progress.phase("train"):
                 group.forward_backward(SharedBatch(samples), plan, loss).result()

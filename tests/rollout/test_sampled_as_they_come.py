@@ -1,13 +1,11 @@
-"""Batches of what is finished first, single responses and episodes: by engines whose pace the test sets, and in a whole
-run in this process."""
+"""Rollout steps of what is finished first: single responses and episodes, by engines whose pace the test sets."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,11 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
-from corerl.errors import CorerlError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scores
+from corerl.errors import CorerlError, EngineFailed
+from corerl.rollout.recorded import write_rollout
+from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scores
+from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Rollout, Sampler
-from corerl.rollout.sources.asynchronous import Asynchronous
-from corerl.rollout.sources.base import DynamicSampling, Scored
-from corerl.rollout.sources.recorded import write_rollout
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -32,10 +29,10 @@ from plugins.agents.tests.samplers import episode_sampler
 from tests.end_to_end.command import metrics
 from tests.engines.services import serve
 from tests.in_process import execute_here, small
-from tests.rollout.engines import LIMIT, Engines, aside, logprobs, row_of
-from tests.rollout.sources import drawing
-from tests.rollout.sources.conftest import Use
-from tests.rollout.sources.drawing import PROMPTS, REWARD, SAMPLES, upcoming
+from tests.rollout import sampling
+from tests.rollout.conftest import Use
+from tests.rollout.engines import LIMIT, Engines, logprobs, row_of
+from tests.rollout.sampling import PARAMS, PROMPTS, REWARD, SAMPLES, TOKENIZER, indices, upcoming, versions
 
 
 class Slow(Engines):
@@ -84,16 +81,6 @@ def two_turns(episode: Episode) -> float | None:
     return float(call["content"]) if call["content"].isdigit() else None
 
 
-class BreaksOnceAsked(Engines):
-    """A replica that fails when the samples of two steps have asked for something."""
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation:
-        with self.changing:
-            self.changing.notify_all()
-            assert self.changing.wait_for(lambda: len(self.keys) == 2 * PROMPTS * SAMPLES, LIMIT)
-        raise EngineFailed("engine-0 is broken")
-
-
 Sampling = Callable[..., Sampler]
 
 
@@ -105,7 +92,7 @@ def episodes(use: Use[Engines]) -> Iterator[Sampling]:
     def make(engines: Engines, function: Callable[..., Any], **config: Any) -> Sampler:
         fronts.append(ChatServer(engines.fleet.loop, temperature=1.0, top_p=1.0))
         return episode_sampler(
-            tokenizer=drawing.TOKENIZER,
+            tokenizer=TOKENIZER,
             generate=engines.fleet.generate,
             seed=7,
             function=EpisodeFunction(name="mine:play", function=function),
@@ -128,38 +115,20 @@ def join_episodes() -> None:
 
 
 def asynchronous(
-    engines: Engines,
-    *,
-    max_staleness: int = 1,
-    steps: int = 6,
-    reward: Scorer = REWARD,
-    refill: DynamicSampling | None = None,
-    episodes: Sampler | None = None,
-    waits: bool = False,
-    told: Callable[[int, int], None] | None = None,
-) -> Asynchronous:
+    engines: Engines, *, max_staleness: int = 1, steps: int = 6, episodes: Sampler | None = None, **fields: Any
+) -> SampledRollouts:
     """Of single responses, or of `episodes`."""
-    parts: dict[str, Any] = {"reward": aside(reward), "refill": refill}
+    fields = {"in_order": False, "singly": True, "max_staleness": max_staleness, "steps": steps, **fields}
     if episodes is not None:
-        parts |= {"sampler": episodes, "params": evolve(drawing.PARAMS, max_tokens=10)}
-        parts["reward"] = aside(OutcomeScorer(reward, failed_value=-1.0))
-    draws = drawing.drawing(engines, **parts)
-    return Asynchronous(draws, engines.fleet, steps=steps, max_staleness=max_staleness, waits=waits, told=told)
-
-
-def indices(scored: Scored) -> list[int]:
-    return [prompt.index for prompt in scored.rollout.prompts]
-
-
-def versions(scored: Scored) -> set[int]:
-    batch = scored.rollout.batch
-    return set(batch.columns["versions"][batch.columns["loss_mask"]].tolist())
+        fields |= {"sampler": episodes, "params": evolve(PARAMS, max_tokens=10)}
+        fields["reward"] = OutcomeScorer(fields.get("reward", REWARD), failed_value=-1.0)
+    return sampling.source(engines, **fields)
 
 
 @pytest.mark.parametrize(
     ("max_staleness", "function"), [(1, None), (2, None), (3, None), (1, two_turns), (3, two_turns)]
 )
-def test_no_token_that_is_trained_on_is_staler_than_allowed_however_slow_engines_are(
+def test_no_token_is_staler_than_allowed(
     max_staleness: int, function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling, tmp_path: Path
 ) -> None:
     engines = use(Slow(until=10, max_staleness=max_staleness))
@@ -218,69 +187,40 @@ class Lingering(Engines):
             assert self.changing.wait_for(lambda: self.paused or self.waited_for or bool(self._ends), LIMIT)
             return drawn if self.paused else self.drawn(request)
 
-    def told(self, done: int, of: int) -> None:
+    def on_progress(self, done: int, of: int) -> None:
         with self.changing:
             self.waited_for = done == of  # enough is ready, and yet nothing is handed out
             self.changing.notify_all()
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_source_that_waits_drops_no_sample_and_trains_on_none_that_is_too_old(
-    max_staleness: int, use: Use[Engines]
-) -> None:
+def test_a_source_that_waits_drops_no_sample(max_staleness: int, use: Use[Engines]) -> None:
     engines = use(Lingering())
-    source = asynchronous(engines, max_staleness=max_staleness, steps=99, waits=True, told=engines.told)
+    source = asynchronous(engines, max_staleness=max_staleness, steps=99, waits=True, on_progress=engines.on_progress)
     steps = list(islice(engines.trained_on(source), 9))
     source.close()
     assert {scored.counts["stale_samples"] for scored in steps} == {0}
     trained = [index for scored in steps for index in indices(scored)]
-    assert len(set(trained)) == 9 * PROMPTS and set(trained) <= set(upcoming(source._begun))
+    assert len(set(trained)) == 9 * PROMPTS and set(trained) <= set(upcoming(source._started))
     staleness = [scored.step - min(versions(scored)) for scored in steps]
     assert max(staleness) == max_staleness
 
     engines = use(Lingering())
-    discards = asynchronous(engines, max_staleness=max_staleness, steps=99, told=engines.told)
+    discards = asynchronous(engines, max_staleness=max_staleness, steps=99, on_progress=engines.on_progress)
     assert sum(scored.counts["stale_samples"] for scored in islice(engines.trained_on(discards), 9)) > 0
     discards.close()
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_source_that_waits_goes_on_where_a_repeated_update_has_made_all_too_old(
-    max_staleness: int, engines: Engines
-) -> None:
-    source = asynchronous(engines, max_staleness=max_staleness, steps=9, waits=True)
-    engines.update(source, 0)
-    engines.next(source)
-    engines.settle()
-    for version in range(1, 2 + max_staleness):  # without a batch in between
-        engines.update(source, version)
-    second = engines.next(source)
-    source.close()
-    assert second.step == 1 and (1 + max_staleness) - min(versions(second)) <= max_staleness
-
-
-def test_prompts_come_once_each_in_batches_of_whole_groups_that_are_scored(use: Use[Engines]) -> None:
-    engines = use(Engines(2, calls=1, width=1))
-    steps = list(engines.trained_on(asynchronous(engines)))
-    assert [scored.step for scored in steps] == list(range(6))
-    for scored in steps:
-        assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2]
-        assert scored.rollout.batch.rows["sample"].tolist() == [0, 1] * 3
-        expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
-        assert scored.rewards.tolist() == pytest.approx(expected)
-    assert sorted(prompt.index for scored in steps for prompt in scored.rollout.prompts) == sorted(upcoming(18))
-
-
-def test_it_tells_how_many_samples_of_the_next_batch_are_ready(engines: Engines) -> None:
+def test_progress_counts_the_ready_samples_of_the_next_step(engines: Engines) -> None:
     told: list[tuple[int, int]] = []
-    source = asynchronous(engines, told=lambda done, of: told.append((done, of)))
+    source = asynchronous(engines, on_progress=lambda done, of: told.append((done, of)))
     engines.next(source)
     source.close()
     assert told and all(of == PROMPTS * SAMPLES and done in (0, 2, 4, 6) for done, of in told)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_out(engines: Engines) -> None:
+def test_fast_engines_are_given_one_step_ahead(engines: Engines) -> None:
     source = asynchronous(engines, max_staleness=4, steps=9)
     ahead = []
     for scored in engines.trained_on(source):
@@ -292,10 +232,10 @@ def test_where_engines_keep_up_one_batch_is_begun_beside_the_one_that_is_handed_
 
 
 @pytest.mark.parametrize("function", [None, two_turns])
-def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
+def test_a_resumed_source_restarts_exactly_what_was_in_flight(
     function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling
 ) -> None:
-    def begin(engines: Engines) -> Asynchronous:
+    def begin(engines: Engines) -> SampledRollouts:
         return asynchronous(engines, max_staleness=2, episodes=episodes(engines, function) if function else None)
 
     engines = use(Slow(until=9, max_staleness=2))
@@ -320,7 +260,7 @@ def test_a_resumed_run_begins_again_what_was_not_handed_out_and_nothing_else(
     assert "returned" in position["prompts"] and "returned" not in resumed.position["prompts"]
 
 
-def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed(engines: Engines) -> None:
+def test_groups_without_spread_are_replaced_as_often_as_allowed(engines: Engines) -> None:
     times: Counter[int] = Counter()
 
     def by_index(prompt: Prompt, response: str) -> float:
@@ -341,30 +281,7 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_is_allowed(engines: 
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
 
 
-def test_a_part_of_the_reward_decides_which_groups_are_replaced(engines: Engines) -> None:
-    times: Counter[int] = Counter()
-
-    def parts(prompt: Prompt, response: str) -> dict[str, float]:
-        """The first differs in half of all groups, the second in all."""
-        times[prompt.index] += 1
-        return {"right": prompt.index % 2 * times[prompt.index], "order": float(times[prompt.index])}
-
-    refill = DynamicSampling(useful=spread, attempts=9, part="right")
-    source = asynchronous(engines, reward=Reward(name="parts", function=parts), refill=refill)
-    steps = list(engines.trained_on(source))
-    assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
-    assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
-    assert all(scored.counts["groups_missing"] == 0 for scored in steps)
-
-
-def test_the_parts_of_rewards_are_summed_over_the_samples_scored_since_the_last_batch(engines: Engines) -> None:
-    sizes = Reward(name="sizes", function=lambda prompt, response: {"size": len(response), "one": 1})
-    steps = list(engines.trained_on(asynchronous(engines, reward=sizes)))
-    total, count = map(sum, zip(*(scored.parts["one"] for scored in steps if scored.parts), strict=True))
-    assert total == count >= sum(len(scored.rewards) for scored in steps)
-
-
-def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_replaced_as_dull(
+def test_groups_may_become_stale_while_they_are_scored(
     use: Use[Engines],
 ) -> None:
     engines, scoring, go = use(OneBatchAtFirst()), threading.Event(), threading.Event()
@@ -393,7 +310,7 @@ def test_groups_that_grow_too_old_while_they_are_scored_are_given_up_and_not_rep
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
-def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough(use: Use[Engines]) -> None:
+def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
     engines = use(OneBatchAtFirst())
 
     class Equal:
@@ -417,7 +334,7 @@ def test_groups_that_teach_nothing_fill_a_batch_only_while_they_are_young_enough
 # ---- episodes --------------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_spans_updates_and_what_it_said_before_them_stays(engines: Engines, episodes: Sampling) -> None:
+def test_an_episode_spans_updates_and_keeps_its_tokens(engines: Engines, episodes: Sampling) -> None:
     asked, updated = threading.Semaphore(0), threading.Event()
     first = upcoming(1)[0]
 
@@ -453,9 +370,7 @@ def test_an_episode_spans_updates_and_what_it_said_before_them_stays(engines: En
         )
 
 
-def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
-    engines: Engines, episodes: Sampling
-) -> None:
+def test_a_stale_episode_ends_and_its_prompt_is_sampled_again(engines: Engines, episodes: Sampling) -> None:
     stale = threading.Event()
     first, told, begun = upcoming(1)[0], [], []
 
@@ -490,116 +405,11 @@ def test_an_episode_that_has_grown_too_old_is_refused_and_its_prompt_drawn_anew(
     assert all("no running episode" in line or "the episode is over" in line for line in told)
 
 
-def test_functions_that_fail_or_never_end_cost_their_own_episodes_alone(use: Use[Engines], episodes: Sampling) -> None:
-    over = threading.Event()
-    raises, hangs, silent = upcoming(3)
-
-    def some(episode: Episode) -> float | None:
-        if episode.prompt.index == silent:
-            return 1.0
-        if episode.prompt.index == raises:
-            episode.chat(episode.messages)
-            raise KeyError("no such drawer")
-        if episode.prompt.index == hangs:
-            over.wait(LIMIT)
-        return two_turns(episode)
-
-    engines = use(Engines())
-    played = episodes(engines, some, timeout=3.0, concurrency=4)
-    scored = list(engines.trained_on(asynchronous(engines, episodes=played, steps=3, max_staleness=2)))
-    over.set()
-    assert sum((Counter(each.failures) for each in scored), Counter()) == Counter(raised=2, timeout=2, silent=2)
-    for each in scored:
-        for group, prompt in enumerate(each.rollout.prompts):
-            rewards = each.rewards[each.rollout.batch.rows["group"] == group]
-            assert (prompt.index in (raises, hangs, silent)) == (rewards == -1.0).all()
-    assert sorted(prompt.index for each in scored for prompt in each.rollout.prompts) == sorted(upcoming(9))
-
-    def never(episode: Episode) -> None:
-        raise KeyError("no such drawer")
-
-    failing = use(Engines())
-    source = asynchronous(failing, episodes=episodes(failing, never))
-    with pytest.raises(
-        RewardError, match=r"^samplers.episodes.function 'mine:play' raised KeyError: .*; all 6 samples failed"
-    ):
-        failing.next(source)
-    source.close()
-
-
-def test_turns_of_a_dying_replica_are_drawn_by_others_and_by_new_ones_where_none_is_left(
-    use: Use[Engines], episodes: Sampling
-) -> None:
-    for deaths, replaced in ((1, []), (2, ["replace 0", "replace 1"])):
-        engines = use(Engines(2, calls=1))
-        engines.deaths = deaths
-        source = asynchronous(engines, steps=1, episodes=episodes(engines, two_turns))
-        rollout = engines.next(source).rollout
-        assert rollout.batch.rows["turns"].tolist() == [2] * PROMPTS * SAMPLES
-        assert sorted(line for line in engines.log if line.startswith("replace")) == replaced
-        assert sorted(prompt.index for prompt in rollout.prompts) == sorted(upcoming(PROMPTS))
-        source.close()
-
-
-def test_a_turn_goes_where_the_episode_was_read_before_and_that_is_forgotten_with_the_weights(
-    use: Use[Engines], episodes: Sampling
-) -> None:
-    class AllAtOnce(Engines):
-        """Replicas that draw the first turns when all have been asked for."""
-
-        def draw(self, replica: int, request: GenerateRequest) -> Generation:
-            with self.changing:
-                self.changing.notify_all()
-                assert self.changing.wait_for(lambda: len(self.keys) == PROMPTS * SAMPLES, LIMIT)
-            return super().draw(replica, request)
-
-    engines, first, alone = use(AllAtOnce(3)), threading.Barrier(PROMPTS * SAMPLES), threading.Lock()
-
-    def play(episode: Episode) -> None:
-        messages = episode.messages
-        messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9>"}]
-        first.wait(LIMIT)
-        with alone:
-            episode.chat(messages)
-
-    source = asynchronous(engines, max_staleness=0, steps=1, episodes=episodes(engines, play))
-    engines.next(source)
-    replicas: dict[int, set[int]] = {}
-    for replica, key, _ in engines.asked:
-        replicas.setdefault(key, set()).add(replica)
-    assert Counter(next(iter(each)) for each in replicas.values() if len(each) == 1) == {0: 2, 1: 2, 2: 2}
-    assert sum(begun > 0 for _, _, begun in engines.asked) == PROMPTS * SAMPLES
-    assert engines.fleet._router._homes
-    engines.update(source, 1)
-    assert not engines.fleet._router._homes  # or it would grow for as long as the run lasts
-    source.close()
-
-
-def test_functions_that_wait_for_an_answer_are_released_at_the_end(use: Use[Engines], episodes: Sampling) -> None:
-    engines, told = use(BreaksOnceAsked()), []
-
-    def asks(episode: Episode) -> None:
-        try:
-            episode.chat(episode.messages)
-        except RuntimeError as error:
-            told.append(str(error))
-
-    source = asynchronous(engines, episodes=episodes(engines, asks))
-    with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
-        engines.next(source)
-    source.close()
-    join_episodes()
-    assert len(told) == 2 * PROMPTS * SAMPLES
-    assert all("no running episode" in line or "the episode is over" in line for line in told)
-
-
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", ["next", "updating"])
-def test_an_engines_error_is_raised_where_the_source_is_asked_next_and_ends_all_tasks(
-    at: str, use: Use[Engines]
-) -> None:
+def test_an_engines_error_is_raised_at_the_next_call(at: str, use: Use[Engines]) -> None:
     engines = use(Engines(2, calls=2, width=1))
     source = asynchronous(engines)
     engines.next(source)
@@ -616,44 +426,7 @@ def test_an_engines_error_is_raised_where_the_source_is_asked_next_and_ends_all_
             engines.next(source)
 
 
-def test_a_reward_that_fails_on_every_sample_of_a_batch_ends_the_run_and_on_some_does_not(use: Use[Engines]) -> None:
-    def fails(prompt: Prompt, response: str) -> float:
-        raise ValueError("no")
-
-    engines = use(Engines())
-    source = asynchronous(engines, reward=Reward(name="mine", function=fails))
-    with pytest.raises(RewardError, match=r"^reward 'mine' raised ValueError: no .*; all 6 samples failed$"):
-        engines.next(source)
-    source.close()
-
-    failing = upcoming(1)[0]
-
-    def once(prompt: Prompt, response: str) -> float:
-        return fails(prompt, response) if prompt.index == failing else 1.0
-
-    engines = use(Engines())
-    source = asynchronous(engines, steps=1, reward=Reward(name="mine", function=once, failed_value=-1.0))
-    scored = engines.next(source)  # all samples of one prompt, which may be scored by themselves
-    assert scored.failures == {"raised": SAMPLES} and sorted(scored.rewards.tolist()) == [-1.0, -1.0, 1, 1, 1, 1]
-    source.close()
-
-
-def test_what_breaks_the_scorer_itself_is_raised_before_weights_change(engines: Engines) -> None:
-    class Broken:
-        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-            raise RewardError("the reward's processes do not start")
-
-    source = asynchronous(engines, reward=Broken())
-    for _ in range(2):
-        with pytest.raises(RewardError, match="^the reward's processes do not start$"):
-            engines.next(source)
-    with pytest.raises(RewardError, match="^the reward's processes do not start$"):
-        with source.updating(1):
-            raise AssertionError("it must not come to this")
-    source.close()
-
-
-def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where_none_is_left(
+def test_dying_replicas_lose_no_prompt(
     use: Use[Engines],
 ) -> None:
     for deaths, replaced in ((1, []), (2, ["replace 0", "replace 1"])):
@@ -666,47 +439,7 @@ def test_what_a_dying_replica_was_asked_is_drawn_by_others_and_by_new_ones_where
         source.close()
 
 
-class Sized(Engines):
-    """As many replicas as are wanted, which take a moment to draw. One that is ended dies in what it draws."""
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation:
-        time.sleep(0.002)
-        return super().draw(replica, request)
-
-    def _answer(self, method: str, replica: int, *args: Any) -> Any:
-        if method == "pause" and not self.fleet.serves(replica):
-            return None  # it is to end: the others go on
-        if method == "close":
-            self._ends[replica] = WorkerDied(f"engine-{replica}: its process died during generate")
-            return None
-        return super()._answer(method, replica, *args)
-
-    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[Any]) -> None:
-        for name in names:
-            self._ends.pop(int(name.removeprefix("engine-")), None)
-
-    def shrink(self, count: int) -> None:
-        pass
-
-
-def test_no_sample_is_lost_while_engines_come_and_go(use: Use[Sized]) -> None:
-    engines = use(Sized(3, calls=1, width=1))
-    every, sizes = engines.fleet.assignments, [1, 3, 2, 3, 1, 2, 3, 1]
-    source = asynchronous(engines, steps=9)
-    steps, drew = [], []
-    for scored in engines.trained_on(source):
-        drew.append({replica for replica, _, _ in engines.asked})
-        steps.append(scored)
-        if sizes:
-            size = sizes.pop(0)
-            engines.fleet.resize(every[:size], every[:size])
-        engines.asked.clear()
-    assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(9 * PROMPTS))
-    assert all(scored.step - min(versions(scored)) <= 1 for scored in steps)
-    assert set().union(*drew) == {0, 1, 2} and not any(line.startswith("replace") for line in engines.log)
-
-
-def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sample_is_lost(use: Use[Engines]) -> None:
+def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
     class Held(Engines):
         """Replicas that draw when they may."""
 
@@ -728,7 +461,7 @@ def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sampl
         if scored.step == 1:  # an evaluation, which finds out, and waits for those in their place
             engines.die()
             request = GenerateRequest(
-                tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=drawing.PARAMS
+                tokens=np.array([1]), offsets=np.array([0, 1]), noise_keys=np.array([5]), params=PARAMS
             )
             answer = serve(
                 engines.fleet,
@@ -743,27 +476,25 @@ def test_where_all_engines_die_beside_an_evaluation_or_before_an_update_no_sampl
     assert sorted(line for line in engines.log if line.startswith("replace")) == ["replace 0"] * 2 + ["replace 1"] * 2
 
 
-def test_a_source_that_is_closed_ends_what_it_has_begun(use: Use[Engines]) -> None:
+def test_closing_cancels_all_tasks(use: Use[Engines]) -> None:
     engines = use(Slow(until=9, max_staleness=1))
     source = asynchronous(engines)
     engines.next(source)
-    assert len(source._groups._tasks) > 0
+    assert len(source._sampling) > 0
     source.close()
     engines.die()
     engines.settle()
-    assert {task.cancelled() for task in source._groups._tasks.values()} == {True}
+    assert {task.cancelled() for task in source._sampling.values()} == {True}
 
 
 # ---- the fleet, while other things happen to it ----------------------------------------------------------------------
 
 
 def one_row(key: int) -> GenerateRequest:
-    return GenerateRequest(
-        tokens=np.array([1, 5]), offsets=np.array([0, 2]), noise_keys=np.array([key]), params=drawing.PARAMS
-    )
+    return GenerateRequest(tokens=np.array([1, 5]), offsets=np.array([0, 2]), noise_keys=np.array([key]), params=PARAMS)
 
 
-def test_a_pause_finds_requests_on_their_way_at_any_moment_and_they_go_on_after_it(use: Use[Engines]) -> None:
+def test_a_pause_interrupts_requests_at_any_moment(use: Use[Engines]) -> None:
     class UntilPaused(Engines):
         resumed = False
 
@@ -787,9 +518,7 @@ def test_a_pause_finds_requests_on_their_way_at_any_moment_and_they_go_on_after_
         assert engines.run(paused_after(turns, engines)).tokens.tolist() == row_of(5, 0, 6)
 
 
-def test_requests_that_come_just_as_the_last_replica_has_died_wait_for_another(
-    use: Use[Engines], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_wait_when_the_last_replica_has_just_died(use: Use[Engines], monkeypatch: pytest.MonkeyPatch) -> None:
     engines = use(Engines())
     fleet, later = engines.fleet, []
     usual = fleet._require_allowed
@@ -812,7 +541,7 @@ def test_requests_that_come_just_as_the_last_replica_has_died_wait_for_another(
     assert [each.result(LIMIT).tokens.tolist() for each in later] == [row_of(6, 0, 6)]
 
 
-def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engines]) -> None:
+def test_no_replica_is_called_before_all_have_weights(use: Use[Engines]) -> None:
     engines = use(Engines(2))
     fleet = engines.fleet
 
@@ -834,7 +563,7 @@ def test_no_replica_is_asked_before_all_have_their_weights_again(use: Use[Engine
 
 
 @pytest.mark.nightly
-def test_the_quickstarts_task_is_learned_asynchronously_within_the_bound(tmp_path: Path) -> None:
+def test_the_quickstarts_task_is_learned_within_the_bound(tmp_path: Path) -> None:
     settings = [
         *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),
         *("rollout.prompts=16", "rollout.samples=8", "train.optimizer.lr=4e-3", "algorithm.entropy_coef=0.02"),

@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from attrs import evolve
 
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
-from corerl.driver import gate as module
-from corerl.driver.gate import Gate, bound_of, difference, draw, spread_over
+from corerl.driver import logprob_check as module
+from corerl.driver.logprob_check import LogprobCheck, bound_of, difference, spread_over
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
@@ -50,7 +52,7 @@ def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1)
 # ---- what is compared ------------------------------------------------------------------------------------------------
 
 
-def test_the_difference_is_of_loss_tokens_and_names_the_one_that_differs_most() -> None:
+def test_the_difference_names_the_loss_token_that_differs_most() -> None:
     batch = samples([3, 4], [0, 0])
     trainer = np.array([9.0, -1.5, -1.0, 9.0, -1.0, -4.0, -1.25], np.float32)  # prompts: tokens 0 and 3
     found = difference(batch, trainer)
@@ -62,7 +64,7 @@ def test_the_difference_is_of_loss_tokens_and_names_the_one_that_differs_most() 
     assert found.largest == "nan, of token 2 of 3 in sample 0 (id 102; trainer nan, engine -1)"
 
 
-def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_lengths(
+def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     versions = [2, 1, 2, 2, 3, 2]
@@ -79,7 +81,7 @@ def test_samples_of_older_weights_are_left_out_and_the_rest_is_spread_over_all_l
     assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
 
 
-def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ", 20)
     asked: list[GenerateRequest] = []
 
@@ -98,13 +100,15 @@ def test_the_longest_prompts_are_completed_in_their_order_with_a_few_tokens(monk
     lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
     prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
     sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
-    params = SamplingParams(max_tokens=1000, temperature=0.7)
-    batch = asyncio.run(draw(prompts, sampler=sampler, generate=generate, params=params))
+    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
+    rollout = Mock(params=SamplingParams(max_tokens=1000, temperature=0.7))
+    check = make_check(sampler=sampler, rollout=rollout)
+    batch = asyncio.run(check.sample())
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
     assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
     assert batch.columns["rollout_logprobs"][batch.columns["loss_mask"]].tolist() == [-0.5] * 8
     monkeypatch.setattr(module, "READ", 16384)
-    asyncio.run(draw(prompts, sampler=sampler, generate=generate, params=params))
+    asyncio.run(check.sample())
     assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
 
 
@@ -129,9 +133,9 @@ def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
 # ---- when ------------------------------------------------------------------------------------------------------------
 
 
-def make_gate(ears: Ears | None = None, **parts: Any) -> Gate:
-    given = {"bound": 0.1, "stops": True, "every": 3, "draw": None, "run_dir": Path("runs/a b")}
-    return Gate(**{**given, "progress": progress(ears), **parts})
+def make_check(ears: Ears | None = None, **parts: Any) -> LogprobCheck:
+    given = {"sampler": None, "rollout": None, "bound": 0.1, "stops": True, "every": 3, "run_dir": Path("runs/a b")}
+    return LogprobCheck(**{**given, "progress": progress(ears), **parts})
 
 
 AGREES = np.array([0.0, -1.0, -1.0], np.float32)
@@ -139,27 +143,27 @@ DIFFERS = np.array([0.0, -1.0, -1.5], np.float32)
 
 
 @pytest.mark.parametrize(("every", "checked"), [(3, [0, 1, 3, 6]), (0, [0, 1])])
-def test_it_is_due_at_the_start_after_the_first_new_weights_and_after_every_nth(every: int, checked: list[int]) -> None:
-    gate, found = make_gate(every=every), []
+def test_it_is_due_at_the_start_and_after_every_nth_update(every: int, checked: list[int]) -> None:
+    check, found = make_check(every=every), []
     for update in range(8):
-        gate.pushed(2 * update, new=True)
-        gate.pushed(2 * update + 1, new=False)  # to an engine in place of one that died
-        if gate.due:
+        check.pushed(2 * update, new=True)
+        check.pushed(2 * update + 1, new=False)  # to an engine in place of one that died
+        if check.due:
             found.append(update)
-            assert gate.choose(samples([2, 3], [2 * update - 1, 2 * update])).lengths.tolist() == [3]
-            gate.judge(samples([3], [0]), AGREES)
+            assert check.choose(samples([2, 3], [2 * update - 1, 2 * update])).lengths.tolist() == [3]
+            check.judge(samples([3], [0]), AGREES)
     assert found == checked
 
 
-def test_what_has_no_loss_tokens_settles_nothing_and_nothing_of_older_weights_is_chosen() -> None:
-    gate = make_gate()
-    gate.pushed(5, new=True)
-    gate.judge(samples([1], [0]), np.zeros(1, np.float32))
-    assert gate.due
-    assert len(gate.choose(samples([3], [4]))) == 0
+def test_samples_without_loss_tokens_decide_nothing() -> None:
+    check = make_check()
+    check.pushed(5, new=True)
+    check.judge(samples([1], [0]), np.zeros(1, np.float32))
+    assert check.due
+    assert len(check.choose(samples([3], [4]))) == 0
 
 
-def test_above_the_bound_it_stops_or_warns_with_what_was_found_and_what_to_do() -> None:
+def test_above_the_bound_it_stops_or_warns() -> None:
     said = (
         "trainer and engines compute different log-probs from the same weights: by 0.25 on average over 2 sampled "
         "tokens, wanted at most 0.1; the largest difference is 0.5, of token 2 of 3 in sample 0 (id 102; trainer -1.5, "
@@ -168,13 +172,13 @@ def test_above_the_bound_it_stops_or_warns_with_what_was_found_and_what_to_do() 
     )
     ears = Ears()
     with pytest.raises(LogprobMismatch) as caught:
-        make_gate(ears).judge(samples([3], [0]), DIFFERS)
+        make_check(ears).judge(samples([3], [0]), DIFFERS)
     assert (caught.value.message, told(ears)) == (f"{said}, or set algorithm.on_mismatch='warn'", [])
-    make_gate(ears, stops=False).judge(samples([3], [0]), DIFFERS)
+    make_check(ears, stops=False).judge(samples([3], [0]), DIFFERS)
     assert told(ears) == [said]
-    make_gate(ears, bound=0.25).judge(samples([3], [0]), DIFFERS)
+    make_check(ears, bound=0.25).judge(samples([3], [0]), DIFFERS)
     with pytest.raises(LogprobMismatch, match="by nan on average"):
-        make_gate(ears).judge(samples([3], [0]), AGREES * np.nan)
+        make_check(ears).judge(samples([3], [0]), AGREES * np.nan)
     assert len(told(ears)) == 1
 
 
@@ -187,7 +191,7 @@ def saved(what: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", LEFT_OUT)
-def test_a_trainer_that_leaves_something_out_does_not_get_to_its_first_step(what: str, tmp_path: Path) -> None:
+def test_a_wrong_trainer_is_stopped_before_its_first_step(what: str, tmp_path: Path) -> None:
     model = saved(what, tmp_path)
     with pytest.raises(LogprobMismatch) as caught:
         execute_here(small(tmp_path, *forgetting(what, model), "run.steps=2"))
@@ -205,7 +209,7 @@ def test_a_trainer_that_leaves_something_out_does_not_get_to_its_first_step(what
     assert execute_here(small(tmp_path, *whole)).steps_done == 2
 
 
-def test_a_resumed_run_is_checked_before_it_goes_on_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_resumed_run_is_checked_and_loses_nothing(tmp_path: Path) -> None:
     model = saved("softcap", tmp_path)
     execute_here(small(tmp_path, *forgetting("", model), "run.steps=1"))
     before = content(tmp_path / "run/checkpoints")
@@ -218,7 +222,7 @@ def test_a_resumed_run_is_checked_before_it_goes_on_and_loses_nothing(tmp_path: 
 
 
 @pytest.mark.parametrize("own", [[], ["cluster.offload=always"], ["rollout.source=one-step-off"]], ids=str)
-def test_engines_that_keep_their_first_weights_are_found_in_the_batch_after_the_first_update(
+def test_engines_that_keep_their_first_weights_are_found(
     own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load, loaded = TransformersEngine._load, set[str]()

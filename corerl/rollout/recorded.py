@@ -17,7 +17,8 @@ from attrs import asdict, evolve
 from corerl.data.prompts import Prompt
 from corerl.errors import CheckpointError, DataError
 from corerl.rollout.sampler import Rollout
-from corerl.rollout.sources.base import Scored, Source
+from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Source
 from corerl.types import Array, SampleBatch
 
 ROLLOUTS = "rollouts"  # subdirectory of a run directory
@@ -29,7 +30,7 @@ def file_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}.npz"
 
 
-def write_rollout(directory: Path, scored: Scored) -> Path:
+def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
     """Write one .npz: the batch's arrays by name, all else (prompts, texts, ...) as JSON. Raises DataError."""
     rollout, batch = scored.rollout, scored.rollout.batch
     facts = {
@@ -63,7 +64,7 @@ def write_rollout(directory: Path, scored: Scored) -> Path:
     return path
 
 
-def read_rollout(path: Path) -> Scored:
+def read_rollout(path: Path) -> ScoredRollout:
     """Read what `write_rollout` wrote. Raises DataError if the file is missing or damaged."""
     try:
         # numpy would leave a damaged file open.
@@ -78,7 +79,7 @@ def read_rollout(path: Path) -> Scored:
             temperature=facts["temperature"],
         )
         prompts = tuple(Prompt(**prompt) for prompt in facts["prompts"])
-        return Scored(
+        return ScoredRollout(
             step=facts["step"],
             rollout=Rollout(batch=batch, prompts=prompts, texts=facts["texts"]),
             rewards=arrays["rewards"],
@@ -126,7 +127,7 @@ class SavedRollouts(Source):
         self._vocab_size = vocab_size
         self._step = 0
 
-    async def next(self) -> Scored | None:
+    async def next(self) -> ScoredRollout | None:
         if self._step >= self._steps:
             return None
         path = self._files[self._step]

@@ -1,0 +1,76 @@
+"""What supplies the loop with scored rollout steps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from corerl.rollout.scored import ScoredRollout
+from corerl.types import FloatArray, IntArray, SampleBatch
+
+
+@frozen(kw_only=True)
+class Arrived:
+    """Samples of some prompts, handed out before the step's others are there."""
+
+    prompts: IntArray  # [n] their places in the step
+    of: int  # prompts of the step
+    batch: SampleBatch  # whose rows `group` count these prompts
+    rewards: FloatArray  # [B]
+
+
+class Source(ABC):
+    """Rollout steps, one after the other. `next` and `arrived` are coroutines of the engines' event loop; all else is
+    called in the thread that updates weights, while no `next` runs or all engines have died.
+
+    A step counts as done once it is handed out: a resumed run continues from the `position`, and what `save` wrote,
+    taken after that step was trained on.
+    """
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines may generate while weights are trained, hence during an update."""
+        return False
+
+    @property
+    def streams(self) -> bool:
+        """Whether prompts of a step arrive before it is whole."""
+        return False
+
+    @abstractmethod
+    async def next(self) -> ScoredRollout | None:
+        """The next step; None after the last one."""
+
+    async def arrived(self) -> Arrived | None:
+        """What has come of the next step since the last call, waiting for at least one prompt; None once all have been
+        handed out, and `next` has them together."""
+        return None
+
+    @property
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """Plain data for a checkpoint."""
+
+    @abstractmethod
+    def restore(self, position: Mapping[str, Any], checkpoint: Path | None = None) -> None:
+        """Continue from `position`; `checkpoint` is the directory that `save` wrote into. Raises CheckpointError if the
+        data differ from the checkpoint's."""
+
+    def renumber(self, updates: int) -> None:  # noqa: B027  -- most keep no samples
+        """After `restore`: engines have had so many updates since the checkpoint that are void. Samples of it are as
+        many versions behind as they were."""
+
+    def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
+        """Write the state that `position` does not hold. Raises DataError."""
+
+    def updating(self, version: int) -> AbstractContextManager[None]:
+        """A context in which engines generate nothing; when it ends, they hold weights `version`."""
+        return nullcontext()
+
+    def close(self) -> None:  # noqa: B027  -- most do nothing by themselves
+        """Stop sampling; returns at once."""

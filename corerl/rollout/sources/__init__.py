@@ -1,1 +1,0 @@
-"""Sources of scored batches: on demand, one step ahead, continuous, recorded."""

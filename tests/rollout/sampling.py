@@ -1,0 +1,67 @@
+"""What sources sample in tests: a few digits, which a model is to sort."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from corerl.data.prompts import PromptStream, SortDigits
+from corerl.engines.base import SamplingParams
+from corerl.models.tokenizer import load_tokenizer
+from corerl.rollout.rewards.base import Scorer, Scoring
+from corerl.rollout.rewards.lookup import resolve_reward
+from corerl.rollout.sampled import SampledRollouts
+from corerl.rollout.scored import ScoredRollout
+from tests.rollout.engines import Engines, aside
+from tests.rollout.samplers import prompt_sampler
+
+TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
+PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
+REWARD = resolve_reward("position-match", {})
+PROMPTS, SAMPLES = 3, 2
+
+
+def stream(seed: int = 7) -> PromptStream:
+    return PromptStream(SortDigits(held_out=10, seed=seed), seed=seed)
+
+
+def upcoming(count: int) -> list[int]:
+    return [prompt.index for prompt in stream().take(count)]
+
+
+def source(engines: Engines, *, seed: int = 7, reward: Scoring | Scorer = REWARD, **fields: Any) -> SampledRollouts:
+    """On demand and in order, unless `fields` say otherwise; a scorer scores in threads of its own."""
+    given = {
+        "stream": stream(seed),
+        "sampler": prompt_sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
+        "reward": reward if isinstance(reward, Scoring) else aside(reward),
+        "params": PARAMS,
+        "prompts": PROMPTS,
+        "samples": SAMPLES,
+        "engines": engines.fleet,
+        "steps": 4,
+        **fields,
+    }
+    return SampledRollouts(**given)
+
+
+def indices(scored: ScoredRollout) -> list[int]:
+    return [prompt.index for prompt in scored.rollout.prompts]
+
+
+def versions(scored: ScoredRollout) -> set[int]:
+    batch = scored.rollout.batch
+    return set(batch.columns["versions"][batch.columns["loss_mask"]].tolist())
+
+
+def assert_same(found: ScoredRollout, wanted: ScoredRollout) -> None:
+    assert (found.step, found.rollout.texts, found.rollout.prompts) == (
+        wanted.step,
+        wanted.rollout.texts,
+        wanted.rollout.prompts,
+    )
+    assert (found.exact_match, found.failures) == (wanted.exact_match, wanted.failures)
+    np.testing.assert_array_equal(found.rewards, wanted.rewards)
+    np.testing.assert_array_equal(found.rollout.batch.tokens, wanted.rollout.batch.tokens)
+    np.testing.assert_array_equal(found.rollout.batch.rows["group"], wanted.rollout.batch.rows["group"])
