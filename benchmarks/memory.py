@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, evolve, frozen
+from attrs import evolve
 from transformers import AutoConfig
 
 from benchmarks.shapes import (
@@ -118,39 +118,16 @@ CASES: Mapping[str, Work] = {
 }
 
 
-@frozen(kw_only=True)
-class Row:
-    """Bytes; measured ones are 0 on a CPU."""
-
-    name: str
-    backend: str
-    what: str
-    tokens: int  # of a micro-batch
-    ranks: int
-    predicted: int  # in a step
-    measured: int
-    predicted_forward: int  # in a pass without gradients, not counting the weights
-    measured_forward: int
-    context: int
-    asleep: int  # besides the context
-    asleep_again: int  # after one more step
-    kept_by_torch: int  # of that, in its allocator
-    parts: Mapping[str, int]
-
-    @property
-    def cells(self) -> list[str]:
-        return [
-            f"{self.backend}: {self.what}",
-            str(self.tokens),
-            *_compared(self.predicted, self.measured),
-            *_compared(self.predicted_forward, self.measured_forward),
-            *(f"{each / GIB:.2f}" for each in (self.asleep, self.asleep_again, self.kept_by_torch, self.context)),
-        ]
-
-
-def _compared(predicted: int, measured: int) -> list[str]:
-    ratio = f"**{predicted / measured:.2f}**" if measured else ""
-    return [f"{predicted / GIB:.1f}", f"{measured / GIB:.1f}", ratio]
+COLUMNS = {  # of the printed table, in GiB
+    "step: predicted": "predicted",
+    "measured": "measured",
+    "forward: predicted": "predicted_forward",
+    "measured ": "measured_forward",
+    "asleep": "asleep",
+    "again": "asleep_again",
+    "of that in torch": "kept_by_torch",
+    "the context": "context",
+}
 
 
 def predicted(work: Work) -> RoleMemory:
@@ -218,32 +195,34 @@ def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
-def row_of(name: str, measured: Mapping[str, int]) -> Row:
-    work = CASES[name]  # on a CPU too: predictions are of the whole model
+def row_of(name: str, measured: Mapping[str, int]) -> dict[str, Any]:
+    """Bytes; what is measured is 0 on a CPU, and predictions are of the whole model there too."""
+    work = CASES[name]
     memory = predicted(work)
-    return Row(
-        name=name,
-        backend=work.backend,
-        what=work.what,
-        tokens=work.tokens,
-        ranks=work.ranks,
-        predicted=memory.training,
-        predicted_forward=memory.rank.gathered + memory.forward,
+    return {
+        "name": name,
+        "backend": work.backend,
+        "what": work.what,
+        "tokens": work.tokens,
+        "ranks": work.ranks,
+        "predicted": memory.training,
+        "predicted_forward": memory.rank.gathered + memory.forward,
         **measured,
-        parts={
+        "parts": {
             **{kind.value: memory.rank.kinds.get(kind, 0) for kind in MemoryKind},
             "gathered": memory.rank.gathered,
             "reducing": memory.rank.reducing,
             "activations": memory.train,
         },
-    )
+    }
 
 
-def print_table(rows: Sequence[Row]) -> None:
-    head = ["", "tokens", "step: predicted", "measured", "ratio", "forward: predicted", "measured", "ratio"]
-    head += ["asleep", "again", "in torch", "the context"]
-    for cells in (head, ["---"] * len(head), *(row.cells for row in rows)):
-        print(f"| {' | '.join(cells)} |")
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = [["", "tokens", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
+    for row in rows:
+        gib = (f"{row[column] / GIB:.2f}" for column in COLUMNS.values())
+        lines.append([f"{row['backend']}: {row['what']}", str(row["tokens"]), *gib])
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)
 
 
 def main() -> None:
@@ -256,7 +235,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for name in args.cases or [name for name, work in CASES.items() if work.ranks == 1]:
         work = CASES[name].tiny if args.tiny else CASES[name]
@@ -268,17 +247,14 @@ def main() -> None:
             print(failures[-1], flush=True)
             continue
         rows.append(row_of(name, measured))
-        print(" | ".join(rows[-1].cells), flush=True)
+        print(rows[-1], flush=True)
         if args.output:
-            found = {"versions": versions, "rows": [asdict(row) for row in rows], "failures": failures}
+            found = {"versions": versions, "rows": rows, "failures": failures}
             args.output.parent.mkdir(parents=True, exist_ok=True)
             args.output.write_text(json.dumps(found, indent=1))
     print_table(rows)
-    failures += [
-        f"{row.name} holds {max(row.asleep, row.asleep_again) / GIB:.2f} GiB asleep, allowed {ALLOWED}"
-        for row in rows
-        if max(row.asleep, row.asleep_again) > ALLOWED * GIB
-    ]
+    most = {row["name"]: max(row["asleep"], row["asleep_again"]) / GIB for row in rows}
+    failures += [f"{name} holds {gib:.2f} GiB asleep, allowed {ALLOWED}" for name, gib in most.items() if gib > ALLOWED]
     if failures:
         sys.exit("; ".join(failures))
 
