@@ -109,7 +109,8 @@ class Bare:
         self._engine.train()
         for micro in batch.micro_batches:
             # DeepSpeed divides by the number of micro-batches and of ranks.
-            loss = clipped_loss(*self._engine(micro, batch.temperature, entropy), micro, self._device)
+            logprobs, entropies = self._engine(micro, batch.temperature, entropy)
+            loss = clipped_loss(logprobs, entropies, micro, self._device)
             self._engine.backward(loss * self._averages)
             self._engine.step()
         return float(self._engine.get_global_grad_norm())

@@ -162,7 +162,8 @@ class Bare:
     def train(self, batch: PackedBatch, *, entropy: bool) -> float:
         """The gradient's norm before it is clipped."""
         for micro in batch.micro_batches:
-            loss = clipped_loss(*self._model(micro, batch.temperature, entropy), micro, self._device)
+            logprobs, entropies = self._model(micro, batch.temperature, entropy)
+            loss = clipped_loss(logprobs, entropies, micro, self._device)
             (loss * dist.get_world_size()).backward()  # fully_shard averages over ranks
         if not self._params:
             return math.nan

@@ -181,8 +181,8 @@ SMOLLM2 = ragged("SmolLM2-135M, 512 samples", SMOLLM2_135M, 512, 100, 200)
 MEGATRON = megatron("8 layers of the 8B shape", 1, SLICE, micro=2)
 BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
-SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
-STAGES = {"pipeline_parallel": 2}
+SPLIT: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+STAGES: dict[str, Any] = {"pipeline_parallel": 2}
 OFFLOAD = deepspeed("4B shape, stage 2, optimizer on the host", QWEN3_4B, stage=2, offload="optimizer")
 ZERO3 = evolve(deepspeed("8B shape, stage 3", QWEN3_8B, stage=3), tokens=4096, micro_batches=4)
 
@@ -411,7 +411,8 @@ def _host_free() -> float:
 def rows_of(name: str, case: Case, starts: Mapping[str, Sequence[Side]]) -> Report:
     """Of one case; of each side what it did in its starts so far."""
     seconds = {side: [each for start in found for each in start.seconds] for side, found in starts.items()}
-    base, numbers, comparisons = next(iter(case.sides)), [], []
+    base, comparisons = next(iter(case.sides)), []
+    numbers: list[Number] = []
     for side in case.sides:
         if not (found := starts.get(side)):
             continue

@@ -353,9 +353,8 @@ def measure(case: Case, rounds: int) -> Report:
                 ),
             ]
         wrong = [] if case.adapters else [each for side in (ours, disk) if side is not None for each in side.wrong()]
-        for each in (ours.engine, disk and disk.engine, broadcast):
-            if each is not None:
-                each.close()
+        for peer in [ours.engine, *([disk.engine] if disk else []), *([broadcast] if broadcast else [])]:
+            peer.close()
         ours.worker.shutdown("measured")
     total = sum(bucket.numel for bucket in ours.manifest.buckets)
     world = dist.get_world_size()
@@ -370,8 +369,8 @@ def measure(case: Case, rounds: int) -> Report:
         f"{f', adapters of rank {case.lora}' if case.lora else ''}",
         comparisons=comparisons,
         numbers=numbers,
-        note="Parts are those of the first rank, which continues while its engine loads. "
-        + (f"{HELD_OTHERS} {'; '.join(wrong)}." if wrong else ""),
+        note="Parts are those of the first rank, which continues while its engine loads."
+        + (f" {HELD_OTHERS} {'; '.join(wrong)}." if wrong else ""),
     )
 
 
