@@ -353,8 +353,11 @@ def measure(case: Case, rounds: int) -> Report:
                 ),
             ]
         wrong = [] if case.adapters else [each for side in (ours, disk) if side is not None for each in side.wrong()]
-        for peer in [ours.engine, *([disk.engine] if disk else []), *([broadcast] if broadcast else [])]:
-            peer.close()
+        ours.engine.close()
+        if disk is not None:
+            disk.engine.close()
+        if broadcast is not None:
+            broadcast.close()
         ours.worker.shutdown("measured")
     total = sum(bucket.numel for bucket in ours.manifest.buckets)
     world = dist.get_world_size()
