@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +21,7 @@ from corerl.plan.roles import plan_role
 from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
 from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
-from tests.cluster.nodes import cluster, session
+from tests.cluster.nodes import cluster
 from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
 from tests.trainer.configs import config_for
@@ -138,40 +133,3 @@ def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
         "spill to is full (see df and `ray memory`); free disk space, use a smaller rollout batch, or start Ray "
         "with more --object-store-memory"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("joins", [True, False], ids=["existing cluster", "Ray of its own"])
-def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) -> None:
-    code = f"from tests.cluster.test_existing_cluster import drive; drive({address if joins else ''!r})"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert driver.stdout is not None
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
-    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    driver.stdout.close()
-    deadline = time.monotonic() + ENDS_WITHIN
-    while left := [
-        *(pid for pid in pids if Path(f"/proc/{pid}").exists()),
-        # Ray's agents look for GCS for a minute, and hold no device.
-        *(title for title in session(driver.pid).values() if "agent" not in title.lower()),
-    ]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.1)
-
-
-def drive(address: str) -> None:
-    """A driver whose two processes work for longer than it lives."""
-    with ray_session(address=address, cpus=2.0):
-        with reserved(arrange({"ranks": 2}), timeout=paced(60.0)) as slots:
-            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
-            group.wait(group.construct([(0,), (1,)]))
-            print(*group.call("pid"), flush=True)
-            group.call("sleep")

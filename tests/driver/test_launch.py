@@ -302,43 +302,33 @@ class FakeRun:
         self.progress = progress(self.ears, step=3)
 
 
-def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: Any) -> FakeRun:
-        return run
-
-    monkeypatch.setattr(driver, "_start", start)
-    config = make_config(run={"dir": str(run_dir)}, cluster={"device": "cpu"})
+@pytest.mark.parametrize(
+    ("failure", "lost", "asked", "notices"),
+    [
+        (ValueError("a fault"), None, 1, []),
+        (
+            ValueError("a fault"),
+            WorkerDied("the ranks have ended"),
+            1,
+            ["the checkpoint being written is lost: WorkerDied: the ranks have ended"],
+        ),
+        (SaveFailed("a fault"), None, 0, []),
+        (KeyboardInterrupt("a fault"), None, 0, []),  # by a second signal
+    ],
+    ids=repr,
+)
+def test_a_failure_rescues_the_save_in_flight_and_stays_the_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    lost: Exception | None,
+    asked: int,
+    notices: list[str],
+) -> None:
+    run = FakeRun(lost)
+    monkeypatch.setattr(driver, "_start", lambda *_: run)
+    config = make_config(run={"dir": str(tmp_path / "run")}, cluster={"device": "cpu"})
     with pytest.raises(type(failure), match="^a fault$"):
         with launch(functools.partial(make_plan, config)):
             raise failure
-
-
-def test_a_failure_keeps_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert (run.checkpoints.asked, told(run.ears)) == (1, [])
-
-
-def test_a_failure_stays_the_error_when_a_save_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(WorkerDied("the ranks have ended"))
-    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert told(run.ears) == ["the checkpoint being written is lost: WorkerDied: the ranks have ended"]
-
-
-@pytest.mark.parametrize("failure", [SaveFailed("a fault"), KeyboardInterrupt("a fault")])
-def test_a_failed_save_and_a_second_signal_save_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
-) -> None:
-    run = FakeRun()
-    fail_with(failure, run, tmp_path / "run", monkeypatch)
-    assert run.checkpoints.asked == 0
-
-
-def test_a_run_begins_with_how_its_sampling_biases_the_gradient(tmp_path: Path) -> None:
-    rollout = make_config().rollout
-    before, after = (
-        make_plan(evolve(config_in(tmp_path / "run"), rollout=each)).notices
-        for each in (rollout, evolve(rollout, top_k=4))
-    )
-    (told,) = [line for line in after if line not in before]
-    assert told.startswith("rollout.top_k=4: only the likeliest tokens are sampled")
+    assert (run.checkpoints.asked, told(run.ears)) == (asked, notices)

@@ -791,31 +791,3 @@ def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     sized.asked.clear()
     assert same(draw(fleet, REQUEST), expected)
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
-
-
-@pytest.mark.nightly  # the same as above, in real processes
-def test_resizing_real_processes_does_not_change_samples(fleet: EngineFleet, slots: list[Slot], tmp_path: Path) -> None:
-    push(fleet, 0, tmp_path)
-    answered = draw(fleet, REQUEST)
-    lost = [*assigned(2), evolve(assigned(3)[2], engine="nowhere")]
-    with pytest.raises(CorerlError, match="^the engines stay 2 and do not become 3, .* engine-2.* 'nowhere'"):
-        fleet.resize(lost, slots)
-    assert len(fleet) == len(fleet.processes) == 2
-
-    fleet.resize(assigned(3), slots)
-    assert not fleet.serves(2) and same(draw(fleet, REQUEST), answered)
-    assert push(fleet, 1, tmp_path) == {"engine-0": "", "engine-1": "", "engine-2": ""}
-    last = draw(fleet, REQUEST)
-    assert fleet.processes.call("last_drew")[2] == [8]
-    alone = [draw(fleet, REQUEST.rows(row, row + 1)) for row in range(5)]
-    assert same(Generation.concatenate(alone), last)
-
-    async def many() -> list[Generation]:
-        return await asyncio.gather(*(fleet.generate(REQUEST) for _ in range(50)))
-
-    drawing = fleet.loop.begin(many())
-    fleet.resize(assigned(1), slots[:1])
-    assert all(same(drawn, last) for drawn in drawing.result(60.0))
-    assert fleet.names == ("engine-0",) and len(fleet.processes) == 1 and not fleet.dead
-    assert push(fleet, 2, tmp_path) == {"engine-0": ""}
-    assert set(draw(fleet, REQUEST).versions) == {2}

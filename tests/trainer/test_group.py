@@ -38,7 +38,6 @@ from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
 from corerl.types import (
-    Compilation,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -72,7 +71,6 @@ def planned(config: Config) -> RolePlan:
 
 PLAN = planned(config_for())
 LOSS = LossSpec(name="clipped")
-COMPILED = Compilation(what="forward in modeling.py", seconds=2.0)
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}, "cluster": {"device": "cpu"}}

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -157,24 +156,6 @@ def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare
             (slice(cut, None), slice(at, None)),
         )
     ]
-
-
-def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
-    """[N] log p(token_t | tokens < t), 0 where a sample starts, with gradients."""
-    columns = []
-    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        tokens = torch.tensor(batch.tokens[start:end])
-        logits = network(input_ids=tokens[None]).logits[0, :-1] / batch.temperature
-        columns += [torch.zeros(1), torch.log_softmax(logits, dim=-1).gather(-1, tokens[1:, None])[:, 0]]
-    return torch.cat(columns)
-
-
-@pytest.fixture
-def network(model: Path) -> torch.nn.Module:
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    )
-    return loaded
 
 
 # ---- experts that are told -------------------------------------------------------------------------------------------
