@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -212,49 +213,31 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
         read_state(tmp_path)
 
 
-def test_a_directory_that_is_no_checkpoint_is_told_for_what_it_is(tmp_path: Path) -> None:
+def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Path) -> None:
     run = tmp_path / "runs/first"
     save(run, 40)
     damaged = save(run, 50)
     (damaged / "actor/rank-00001.json").unlink()
     young = begin(tmp_path / "young", 1).parents[1]
-    model, empty = run / "model", tmp_path / "empty"
+    model, empty, best = run / "model", tmp_path / "empty", save(tmp_path / "other", 5).rename(tmp_path / "best")
+    kept = save(tmp_path / "kept", 5)
+    (best / "checkpoint.json").unlink()
     for directory in (model, empty):
         directory.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model-00001-of-00002.safetensors").touch()
     checkpoints = run / "checkpoints"
-    told = {}
-    for directory in (checkpoints, tmp_path / "runs", model, young, empty):
-        with pytest.raises(CheckpointError) as error:
+    for directory, told in {
+        checkpoints: f"contains checkpoints but is not one itself; use one of them, such as {checkpoints}/step-00",
+        tmp_path / "runs": f"contains runs but is not a checkpoint; use one of the runs, such as {run}",
+        model: "is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file",
+        young: "is a run directory without a complete checkpoint yet; use a checkpoint of another run",
+        empty: "is not a checkpoint; use a directory such as .../checkpoints/step-00000050",
+        best: "/checkpoint.json is missing; the checkpoint is incomplete",
+        kept.with_name("step-00000004"): f"still exists, such as {kept}",  # it was removed
+    }.items():
+        with pytest.raises(CheckpointError, match=f"{directory}.*{re.escape(told)}"):
             read_state(directory)
-        told[directory] = error.value.message
-    assert told == {
-        checkpoints: f"{checkpoints} contains checkpoints but is not one itself; use one of them, such as "
-        f"{checkpoints}/step-00000040",
-        tmp_path / "runs": f"{tmp_path}/runs contains runs but is not a checkpoint; use one of the runs, such as {run}",
-        model: f"{model} is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file",
-        young: f"{young} is a run directory without a complete checkpoint yet; use a checkpoint of another run",
-        empty: f"{empty} is not a checkpoint; use a directory such as .../checkpoints/step-00000050",
-    }
-
-
-def test_a_checkpoint_under_any_name_that_lacks_its_own_file_is_incomplete(tmp_path: Path) -> None:
-    path = save(tmp_path, 5).rename(tmp_path / "best")
-    (path / "checkpoint.json").unlink()
-    with pytest.raises(CheckpointError, match=r"best/checkpoint.json is missing; the checkpoint is incomplete"):
-        read_state(path)
-
-
-def test_a_checkpoint_that_was_removed_is_told_with_one_that_is_there(tmp_path: Path) -> None:
-    newest = save(tmp_path, 5)
-    gone = newest.with_name("step-00000004")
-    with pytest.raises(CheckpointError) as error:
-        read_state(gone)
-    assert error.value.message == (
-        f"no checkpoint at {gone}: the run that writes there keeps only its newest checkpoints (checkpoint.keep); use "
-        f"one that still exists, such as {newest}"
-    )
 
 
 def left(run_dir: Path) -> list[str]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import ray
-from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
@@ -16,15 +15,9 @@ from corerl.cluster.nodes import gone, interface_of
 from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError
-from corerl.plan.resolve import plugins_of
-from corerl.plan.roles import plan_role
-from corerl.trainer import shared
-from corerl.trainer.group import TrainGroup
-from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
 from tests.cluster.nodes import cluster
 from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
-from tests.trainer.configs import config_for
 
 pytestmark = pytest.mark.processes
 
@@ -71,33 +64,6 @@ def test_ranks_on_two_nodes_meet_and_free_their_bundles(address: str) -> None:
         while ray.available_resources().get("CPU") != there:
             assert time.monotonic() < deadline, ray.available_resources()
             time.sleep(0.1)
-
-
-def test_each_node_gets_the_samples_its_ranks_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[SampleBatch] = []
-    monkeypatch.setattr(shared, "put", lambda piece: pieces.append(piece) or put(piece))
-    lengths = [5, 2, 7, 3, 1, 4, 6, 2]
-    batch = SampleBatch(
-        tokens=np.arange(30),
-        offsets=offsets_of(lengths),
-        columns={"loss_mask": np.ones(30, np.bool_)},
-        rows={"group": np.arange(8)},
-    )
-    config = config_for(ranks=4, options={"optimizer_steps": [0] * 4})
-    plan = evolve(plan_role("actor", config, plugins_of(config), device="cpu"), environment={"OMP_NUM_THREADS": "1"})
-    with ray_session(address=address, cpus=4.0), reserved(arrange({"actor": 4}), timeout=paced(60.0)) as slots:
-        group = TrainGroup.launch(plan, slots["actor"])
-        group.init().result()
-        logprobs = group.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS]
-        assert logprobs.tolist() == batch.tokens.tolist()  # which are their own numbers
-        passed, pieces[:] = sorted(token for piece in pieces for token in piece.tokens.tolist()), []
-        assert passed == batch.tokens.tolist()
-        (step,) = group.plan_steps(batch, seed=0)
-        first = Step(optimizer_step=0, rollout_step=0, lr=0.25)
-        trained = group.train(batch, step, LossSpec(name="clipped"), first).result()
-        assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
-        assert [len(piece) for piece in pieces] == [len(step.rows(dp_ranks)) for dp_ranks in ((0, 1), (2, 3))]
-        group.processes.kill()
 
 
 def test_nodes_that_are_gone_are_told_from_those_that_answer(address: str) -> None:

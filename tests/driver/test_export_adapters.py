@@ -21,12 +21,12 @@ from corerl.errors import ModelError
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.lora import targets_in
-from corerl.types import SampleBatch
+from corerl.types import FloatArray, SampleBatch
 from corerl.weights.adapters import adapters_of, is_adapter
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_fields
 from corerl_testing.tolerances import LOGPROBS
-from tests.driver.adapted import Adapted, train_adapted
+from tests.driver.adapted import Adapted, logprobs_by, tokens_of, train_adapted
 from tests.driver.saved import CRITIC, DATA, make_config, make_model
 from tests.with_peft import needs_peft, run_with_peft
 
@@ -73,22 +73,12 @@ def of_random(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return train_adapted(tmp_path_factory.mktemp("run"), adapting(seed=5))
 
 
-def tokens_of(samples: SampleBatch) -> list[torch.Tensor]:
-    return [torch.tensor(samples.tokens[a:b]) for a, b in zip(samples.offsets, samples.offsets[1:], strict=False)]
-
-
-def logprobs_of(directory: Path, samples: SampleBatch) -> np.ndarray[Any, Any]:
-    """What transformers' own model gives for the samples' tokens, with zeros for the first of each."""
+def logprobs_of(directory: Path, samples: SampleBatch) -> FloatArray:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
-    found = []
-    with torch.no_grad():
-        for tokens in tokens_of(samples):
-            log_p = (model(tokens[None]).logits[0, :-1] / samples.temperature).log_softmax(-1)
-            found += [np.zeros(1), log_p.gather(-1, tokens[1:, None])[:, 0].numpy()]
-    return np.concatenate(found)
+    return logprobs_by(lambda tokens: model(tokens[None]).logits[0], samples)
 
 
-def apart(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+def apart(one: Any, other: Any) -> float:
     return float(np.abs(one - other).max())
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from attrs import evolve
 
-from corerl import hookimpl, loop
+from corerl import loop
 from corerl.calls import Future
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
@@ -35,7 +35,7 @@ from corerl.errors import (
 from corerl.observability.notices import read_notices
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
-from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
+from corerl.plugin.events import CallFinished, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
@@ -85,22 +85,8 @@ def test_engines_have_the_actors_precision_and_their_slots_devices(
 NO_LOOP: Any = None  # nothing is sampled
 
 
-class Hears:
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-        self.ends: list[str] = []
-
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        self.heard.append(event)
-
-    @hookimpl
-    def shutdown(self, reason: str) -> None:
-        self.ends.append(reason)
-
-
 def test_a_finished_call_is_reported_with_both_sides_times() -> None:
-    hears = Hears()
+    hears = Ears()
     telling = Progress(Observers([("hears", hears)]), 0)
     pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
@@ -202,7 +188,7 @@ def test_an_engine_that_cannot_start_ends_the_start_first() -> None:
 
 
 def test_in_turns_engines_sleep_before_ranks_load() -> None:
-    hears, ranks, fleet = Hears(), Starts(0), Starts(2)
+    hears, ranks, fleet = Ears(), Starts(0), Starts(2)
     telling = Progress(Observers([("hears", hears)]), 0)
     found: Any = start_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
     assert found == {"actor": "init is done"}
@@ -224,7 +210,7 @@ def test_a_run_skips_checkpoints_whose_tensors_have_changed(tmp_path: Path, monk
     flip(second / last, "master/model.norm.weight@0")
 
     resumed = small(tmp_path, *given, "checkpoint.resume=auto", "run.steps=4")
-    hears = Hears()
+    hears = Ears()
     monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
     assert execute_here(resumed).steps_done == 4
     starts = [event.first_step for event in hears.heard if isinstance(event, RunStarted)]
@@ -259,7 +245,7 @@ def test_a_run_without_extensions_prints_and_keeps_its_notices(
 
 def test_the_time_of_an_evaluation_includes_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    hears = Hears()
+    hears = Ears()
     for module, name, seconds in (
         (loop, "make_plan", 10.0),
         (driver, "_start_processes", 75.0),

@@ -764,19 +764,14 @@ def test_replicas_answer_as_one_through_pauses_and_deaths(fleet: EngineFleet, tm
         draw(fleet, REQUEST)
 
 
-def test_restarts_are_counted_between_completed_steps(fleet: EngineFleet, tmp_path: Path) -> None:
-    for version in (0, 1):  # once each, since a step is completed in between
-        push(fleet, version, tmp_path)
-        kill(fleet, 0)
-        assert len(draw(fleet, REQUEST)) == len(REQUEST) and fleet.dead
-        assert list(fleet.died) == ["engine-0"]
-        fleet.replace(fleet.died)
-        if not version:
-            fleet.step_completed()
-    push(fleet, 2, tmp_path)
-    kill(fleet, 0)
-    with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
-        draw(fleet, REQUEST)
+def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
+    died = {"engine-0": WorkerDied("engine-0: its process died")}
+    fleet = fleet_of(Sized(1), loop, 1, restarts=1)
+    fleet.replace(died)
+    fleet.step_completed()
+    fleet.replace(died)
+    with pytest.raises(WorkerDied, match="^engine-0: its process died") as raised:
+        fleet.replace(died)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
 
 

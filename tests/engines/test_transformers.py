@@ -315,27 +315,17 @@ def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEn
 
 
 def test_nothing_is_served_without_a_complete_update(tmp_path: Path) -> None:
-    model = random_model(UNTIED, seed=1)
-    tensors = hf_tensors(model, tmp_path / "hf")
+    tensors = hf_tensors(random_model(UNTIED, seed=1), tmp_path / "hf")
     served = engine(UNTIED)
     with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         served.generate(request(2))
     update([served], tensors, version=1, path=tmp_path / "w")
     before = served.generate(request(4))
-
-    missing = dict(tensors)
-    del missing["model.norm.weight"]
-    unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
-    misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
-    for wrong, text in [
-        (missing, "the trainer does not send 1 of the model's .* such as 'model.norm.weight'"),
-        (unknown, "the model lacks 1 of the .* tensors that were sent, such as 'value_head.weight'"),
-        (misshapen, r"the trainer sends 'model.norm.weight' with shape \[31\], but the model requires \[32\]"),
-    ]:
-        (received,) = update([served], wrong, version=2, path=tmp_path / "w")
-        assert received.bytes == 0
-        with pytest.raises(EngineFailed, match=text):
-            served.generate(request(2))
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    (received,) = update([served], missing, version=2, path=tmp_path / "w")
+    assert received.bytes == 0
+    with pytest.raises(EngineFailed, match="the trainer does not send 1 of the model's .* such as 'model.norm.weight'"):
+        served.generate(request(2))
     (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
