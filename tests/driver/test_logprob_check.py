@@ -191,9 +191,7 @@ def saved(directory: Path) -> Path:
 def test_a_wrong_trainer_is_stopped_before_its_first_step(tmp_path: Path) -> None:
     """The doctor's tests have all that `forgetful` can leave out."""
     model = saved(tmp_path)
-    with pytest.raises(
-        LogprobMismatch, match="over [2-9][0-9]+ sampled tokens, wanted at most 0.01; the largest"
-    ) as caught:
+    with pytest.raises(LogprobMismatch, match="over [1-9][0-9]+ sampled tokens, wanted at most 0.01") as caught:
         execute_here(small(tmp_path, *forgetting("softcap", model), "run.steps=2"))
     mean, largest = (float(each) for each in re.findall(r"(?:by|difference is) ([\d.]+)", caught.value.message))
     assert 0.1 < mean < largest

@@ -33,7 +33,7 @@ from corerl.plugin.registry import Kind, load
 from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from tests.engines.services import serve
+from tests.engines.services import generation_of, serve
 from tests.machine import paced
 
 REQUEST = GenerateRequest(
@@ -185,19 +185,7 @@ class Counting:
                 counted({replica: rows})
             self.answered.append(len(request))
             self.turn.notify_all()
-        return {replica: finished(request)}
-
-
-def finished(request: GenerateRequest) -> Generation:
-    """A stop token for each row."""
-    rows = len(request)
-    return Generation(
-        tokens=np.full(rows, 2),
-        offsets=np.arange(rows + 1),
-        logprobs=np.zeros(rows, np.float32),
-        versions=np.zeros(rows, np.int64),
-        truncated=np.zeros(rows, np.bool_),
-    )
+        return {replica: generation_of([[2]] * len(request))}
 
 
 def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop) -> None:
@@ -337,15 +325,8 @@ class Scripted:
 def said(request: GenerateRequest, rows: int | None = None) -> Generation:
     """The first `rows` rows in full, the others not at all."""
     whole = np.arange(len(request)) < (len(request) if rows is None else rows)
-    tokens = (request.noise_keys % 16)[whole]
-    return Generation(
-        tokens=tokens,
-        offsets=np.concatenate([[0], np.cumsum(whole)]),
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.zeros(len(tokens), np.int64),
-        truncated=np.zeros(len(request), np.bool_),
-        unfinished=~whole,
-    )
+    tokens = [[key % 16] if done else [] for key, done in zip(request.noise_keys.tolist(), whole, strict=True)]
+    return generation_of(tokens, unfinished=~whole)
 
 
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
