@@ -3,7 +3,6 @@
 import ast
 import importlib.util
 import re
-import runpy
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -109,13 +108,6 @@ def test_every_page_is_in_a_table_of_contents() -> None:
     listed = set(re.findall(r"^[\w/-]+$", (DOCS / "index.md").read_text(), re.MULTILINE))
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md") if "_build" not in path.parts}
     assert pages - listed == {"index"}
-
-
-def test_the_script_of_the_pictures_writes_them_beside_itself(tmp_path: Path) -> None:
-    script = tmp_path / "draw.py"
-    script.write_text((DOCS / "pictures" / "draw.py").read_text())
-    runpy.run_path(str(script), run_name="__main__")
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(PICTURES)
 
 
 def test_every_capability_is_in_the_table_for_backend_authors() -> None:
