@@ -140,24 +140,6 @@ def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
     return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
 
 
-def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare]:
-    """The micro-batches before the one with this number, and the others; weights are multiplied."""
-    cut = share.offsets[at]
-    return [
-        StepShare(
-            rows=share.rows[rows],
-            samples=share.samples[rows],
-            scales=share.scales[rows] * np.float32(times),
-            offsets=share.offsets[micro_batches] - share.offsets[micro_batches][0],
-            filler=share.filler[micro_batches][: len(share.offsets[micro_batches]) - 1],
-        )
-        for rows, micro_batches in (
-            (slice(None, cut), slice(None, at + 1)),
-            (slice(cut, None), slice(at, None)),
-        )
-    ]
-
-
 # ---- experts that are told -------------------------------------------------------------------------------------------
 
 
