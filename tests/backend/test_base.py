@@ -188,17 +188,6 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     backend.shutdown("finished")  # said once
 
 
-def test_a_failed_background_save_is_raised_by_the_next_save(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    backend = initialized(PlainBackend(), setup)
-    backend.save(str(tmp_path / "file"), step_at(0), True)
-    with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
-        backend.save(str(tmp_path / "next"), step_at(1), False)
-    assert not (tmp_path / "next").exists()
-    assert backend.save(str(tmp_path / "next"), step_at(1), False).complete
-    backend.shutdown("finished")
-
-
 def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MEMORY", tmp_path / "memory")
     release = threading.Event()
@@ -212,33 +201,6 @@ def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, m
     files = [{each.name: each.read_bytes() for each in (tmp_path / at).iterdir()} for at in ("disk", "memory/part")]
     assert files[0] == files[1] and len(files[0]) == 2
     backend.shutdown("finished")
-
-
-def test_after_load_follows_a_swap_in_and_out(setup: Setup) -> None:
-    class Caches(PlainBackend):
-        """Keeps something that is made of its weights, as a working copy is."""
-
-        copied = 0.0
-
-        def after_load(self, keys: Any, adam_step: int | None) -> None:
-            super().after_load(keys, adam_step)
-            self.copied = float(next(iter(self.params.values())).detach().flatten()[0])
-
-    backend = initialized(Caches(), setup)
-    backend.create_snapshot("old")
-    old = backend.copied
-    with torch.no_grad():
-        next(iter(backend.params.values())).add_(1.0)
-    backend.after_load({StateKey.MASTER}, None)
-
-    def fails() -> None:
-        with backend.using("old"):
-            assert backend.copied == old
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert backend.copied == pytest.approx(old + 1.0)
 
 
 class Noting(HostMemory):
