@@ -203,6 +203,33 @@ def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, m
     backend.shutdown("finished")
 
 
+def test_after_load_follows_a_swap_in_and_out(setup: Setup) -> None:
+    class Caches(PlainBackend):
+        """Keeps something that is made of its weights, as a working copy is."""
+
+        copied = 0.0
+
+        def after_load(self, keys: Any, adam_step: int | None) -> None:
+            super().after_load(keys, adam_step)
+            self.copied = float(next(iter(self.params.values())).detach().flatten()[0])
+
+    backend = initialized(Caches(), setup)
+    backend.create_snapshot("old")
+    old = backend.copied
+    with torch.no_grad():
+        next(iter(backend.params.values())).add_(1.0)
+    backend.after_load({StateKey.MASTER}, None)
+
+    def fails() -> None:
+        with backend.using("old"):
+            assert backend.copied == old
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert backend.copied == pytest.approx(old + 1.0)
+
+
 class Noting(HostMemory):
     """Memory that would be pinned elsewhere; remembers what was reserved."""
 
