@@ -18,16 +18,6 @@ from corerl.plugin.registry import Kind, load
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PICTURES = (
-    "data.svg",
-    "sampling.svg",
-    "residency.svg",
-    "sources.svg",
-    "placements.svg",
-    "megatron.svg",
-    "episode.svg",
-    "scale.svg",
-)
 
 
 def module_at(path: Path) -> ModuleType:
@@ -87,14 +77,7 @@ def test_every_table_of_the_config_has_its_heading() -> None:
         assert f"| `{option.name}` |" in text
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_what_its_script_draws(name: str) -> None:
-    draw = module_at(DOCS / "pictures" / "draw.py")
-    drawn = str(draw.PICTURES[name]())
-    assert drawn == (DOCS / "pictures" / name).read_text(), "draw them again: python docs/pictures/draw.py"
-
-
-@pytest.mark.parametrize("path", [DOCS / "loop.svg", *(DOCS / "pictures" / name for name in PICTURES)], ids=str)
+@pytest.mark.parametrize("path", [DOCS / "loop.svg", *sorted((DOCS / "pictures").glob("*.svg"))], ids=str)
 def test_a_picture_has_a_title_and_a_background(path: Path) -> None:
     root = ElementTree.parse(path).getroot()
     ns = {"svg": "http://www.w3.org/2000/svg"}
