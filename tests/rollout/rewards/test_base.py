@@ -451,6 +451,16 @@ def test_only_samples_that_bring_no_reward_are_scored() -> None:
     assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
 
 
+def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
+    def raises(prompt: Prompt, response: str) -> float:
+        raise ValueError("no")
+
+    scores = OutcomeScorer(Reward(name="r", function=raises), failed_value=-1.0).score(brought([1.5, None, LATE]))
+    assert scores.failed.tolist() == [False, True, True]
+    assert scores.failures == {"raised": 1, "timeout": 1}
+    assert scores.first.startswith("reward 'r' raised ValueError: no")
+
+
 def test_rows_of_an_episode_share_its_reward() -> None:
     episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
