@@ -48,7 +48,7 @@ def main_with_processes() -> int:
             known[member.name] = beat.pid
             Path(os.environ[PROCESSES]).write_text(json.dumps(known))
 
-    Member.receive = recorded  # type: ignore[method-assign]
+    Member.receive = recorded  # type: ignore[method-assign, assignment]
     return corerl()
 
 

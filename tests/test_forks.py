@@ -12,15 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PreTrainedModel
 
-from corerl.errors import ModelError
-from corerl.models import layouts
-from corerl.models.files import look_at
-from corerl_testing.models import tiny_config, tiny_fields
 from tests.forks.asking import RAYS
 from tests.forks.client import Forked, forked_for, processes_of
-from tests.forks.once import look_once
 from tests.forks.ray import environment
 from tests.machine import paced
 
@@ -162,23 +156,3 @@ def test_a_test_that_starts_a_process_without_the_mark_fails(tmp_path: Path) -> 
     done = subprocess.run([*command, tmp_path / "test_some.py"], capture_output=True, text=True, check=False)
     assert "it starts processes without pytest.mark.processes: subprocess.Popen" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed")
-
-
-def test_a_model_that_passed_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[str] = []
-
-    def look(model: PreTrainedModel) -> None:
-        seen.append(model.config.model_type)
-        if model.config.model_type == "llama":
-            raise ModelError("it cannot be packed")
-
-    monkeypatch.setattr(layouts, "require_packed_attention", look)
-    look_once()
-    deeper = {**tiny_fields("qwen3"), "num_hidden_layers": 3}
-    for fields in (tiny_fields("qwen3"), tiny_fields("qwen3"), deeper):
-        assert layouts.choose_layout(look_at(AutoConfig.for_model(**fields)), "auto").name == "packed"
-    for _ in range(2):
-        assert layouts.choose_layout(look_at(tiny_config("llama")), "auto").name == "whole"
-    assert seen == ["qwen3", "qwen3", "llama", "llama"]

@@ -33,7 +33,7 @@ from corerl.plugin.registry import Kind, load
 from corerl.plugin.transports import open_sender
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from tests.engines.services import serve
+from tests.engines.services import generation_of, serve
 from tests.machine import paced
 
 REQUEST = GenerateRequest(
@@ -185,19 +185,7 @@ class Counting:
                 counted({replica: rows})
             self.answered.append(len(request))
             self.turn.notify_all()
-        return {replica: finished(request)}
-
-
-def finished(request: GenerateRequest) -> Generation:
-    """A stop token for each row."""
-    rows = len(request)
-    return Generation(
-        tokens=np.full(rows, 2),
-        offsets=np.arange(rows + 1),
-        logprobs=np.zeros(rows, np.float32),
-        versions=np.zeros(rows, np.int64),
-        truncated=np.zeros(rows, np.bool_),
-    )
+        return {replica: generation_of([[2]] * len(request))}
 
 
 def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop) -> None:
@@ -337,15 +325,8 @@ class Scripted:
 def said(request: GenerateRequest, rows: int | None = None) -> Generation:
     """The first `rows` rows in full, the others not at all."""
     whole = np.arange(len(request)) < (len(request) if rows is None else rows)
-    tokens = (request.noise_keys % 16)[whole]
-    return Generation(
-        tokens=tokens,
-        offsets=np.concatenate([[0], np.cumsum(whole)]),
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.zeros(len(tokens), np.int64),
-        truncated=np.zeros(len(request), np.bool_),
-        unfinished=~whole,
-    )
+    tokens = [[key % 16] if done else [] for key, done in zip(request.noise_keys.tolist(), whole, strict=True)]
+    return generation_of(tokens, unfinished=~whole)
 
 
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
@@ -764,19 +745,14 @@ def test_replicas_answer_as_one_through_pauses_and_deaths(fleet: EngineFleet, tm
         draw(fleet, REQUEST)
 
 
-def test_restarts_are_counted_between_completed_steps(fleet: EngineFleet, tmp_path: Path) -> None:
-    for version in (0, 1):  # once each, since a step is completed in between
-        push(fleet, version, tmp_path)
-        kill(fleet, 0)
-        assert len(draw(fleet, REQUEST)) == len(REQUEST) and fleet.dead
-        assert list(fleet.died) == ["engine-0"]
-        fleet.replace(fleet.died)
-        if not version:
-            fleet.step_completed()
-    push(fleet, 2, tmp_path)
-    kill(fleet, 0)
-    with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
-        draw(fleet, REQUEST)
+def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
+    died = {"engine-0": WorkerDied("engine-0: its process died")}
+    fleet = fleet_of(Sized(1), loop, 1, restarts=1)
+    fleet.replace(died)
+    fleet.step_completed()
+    fleet.replace(died)
+    with pytest.raises(WorkerDied, match="^engine-0: its process died") as raised:
+        fleet.replace(died)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
 
 
@@ -791,31 +767,3 @@ def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     sized.asked.clear()
     assert same(draw(fleet, REQUEST), expected)
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
-
-
-@pytest.mark.nightly  # the same as above, in real processes
-def test_resizing_real_processes_does_not_change_samples(fleet: EngineFleet, slots: list[Slot], tmp_path: Path) -> None:
-    push(fleet, 0, tmp_path)
-    answered = draw(fleet, REQUEST)
-    lost = [*assigned(2), evolve(assigned(3)[2], engine="nowhere")]
-    with pytest.raises(CorerlError, match="^the engines stay 2 and do not become 3, .* engine-2.* 'nowhere'"):
-        fleet.resize(lost, slots)
-    assert len(fleet) == len(fleet.processes) == 2
-
-    fleet.resize(assigned(3), slots)
-    assert not fleet.serves(2) and same(draw(fleet, REQUEST), answered)
-    assert push(fleet, 1, tmp_path) == {"engine-0": "", "engine-1": "", "engine-2": ""}
-    last = draw(fleet, REQUEST)
-    assert fleet.processes.call("last_drew")[2] == [8]
-    alone = [draw(fleet, REQUEST.rows(row, row + 1)) for row in range(5)]
-    assert same(Generation.concatenate(alone), last)
-
-    async def many() -> list[Generation]:
-        return await asyncio.gather(*(fleet.generate(REQUEST) for _ in range(50)))
-
-    drawing = fleet.loop.begin(many())
-    fleet.resize(assigned(1), slots[:1])
-    assert all(same(drawn, last) for drawn in drawing.result(60.0))
-    assert fleet.names == ("engine-0",) and len(fleet.processes) == 1 and not fleet.dead
-    assert push(fleet, 2, tmp_path) == {"engine-0": ""}
-    assert set(draw(fleet, REQUEST).versions) == {2}

@@ -166,12 +166,6 @@ def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
     assert served.generate(asked).routed_experts is None
 
 
-def test_of_a_model_without_experts_none_are_told(tmp_path: Path) -> None:
-    served = engine(TIED)
-    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=0, path=tmp_path / "weights")
-    assert served.generate(request(3, evolve(PARAMS, routed_experts=True))).routed_experts is None
-
-
 def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: Path) -> None:
     model = random_model(UNTIED, seed=1)
     half = evolve(context(), precision="float16")
@@ -202,9 +196,7 @@ def test_samples_do_not_depend_on_batches_or_engines(tmp_path: Path) -> None:
     )
 
 
-def test_a_sample_ends_at_its_stop_token_or_limit(
-    tied: tuple[TransformersEngine, Any],
-) -> None:
+def test_a_sample_ends_at_its_stop_token_or_limit(tied: tuple[TransformersEngine, Any]) -> None:
     served, _ = tied
     asked = request(200)
     generation = served.generate(asked)
@@ -259,9 +251,7 @@ def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mappi
         torch.testing.assert_close(torch.tensor(logprobs), chosen, atol=1e-5, rtol=0)
 
 
-def test_top_p_samples_the_nucleus_and_records_full_logprobs(
-    tied: tuple[TransformersEngine, Any],
-) -> None:
+def test_top_p_samples_the_nucleus_and_records_full_logprobs(tied: tuple[TransformersEngine, Any]) -> None:
     served, model = tied
     params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
     asked = same_prompt(4000, params)
@@ -324,30 +314,18 @@ def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEn
     assert_same_samples(served.generate(asked), from_directory.generate(asked))
 
 
-def test_nothing_is_served_without_a_complete_update(
-    tmp_path: Path,
-) -> None:
-    model = random_model(UNTIED, seed=1)
-    tensors = hf_tensors(model, tmp_path / "hf")
+def test_nothing_is_served_without_a_complete_update(tmp_path: Path) -> None:
+    tensors = hf_tensors(random_model(UNTIED, seed=1), tmp_path / "hf")
     served = engine(UNTIED)
     with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         served.generate(request(2))
     update([served], tensors, version=1, path=tmp_path / "w")
     before = served.generate(request(4))
-
-    missing = dict(tensors)
-    del missing["model.norm.weight"]
-    unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
-    misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
-    for wrong, text in [
-        (missing, "the trainer does not send 1 of the model's .* such as 'model.norm.weight'"),
-        (unknown, "the model lacks 1 of the .* tensors that were sent, such as 'value_head.weight'"),
-        (misshapen, r"the trainer sends 'model.norm.weight' with shape \[31\], but the model requires \[32\]"),
-    ]:
-        (received,) = update([served], wrong, version=2, path=tmp_path / "w")
-        assert received.bytes == 0
-        with pytest.raises(EngineFailed, match=text):
-            served.generate(request(2))
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    (received,) = update([served], missing, version=2, path=tmp_path / "w")
+    assert received.bytes == 0
+    with pytest.raises(EngineFailed, match="the trainer does not send 1 of the model's .* such as 'model.norm.weight'"):
+        served.generate(request(2))
     (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
@@ -391,23 +369,6 @@ def test_an_engine_with_narrower_weights_reports_no_sums() -> None:
     served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
     sums = served.weight_sums("uint8")
     assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
-
-
-def test_an_old_version_is_refused_and_serving_goes_on(tmp_path: Path) -> None:
-    old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
-    new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")
-    served = engine(TIED)
-    update([served], old, version=5, path=tmp_path / "w")
-    before = served.generate(request(4))
-    for version in (5, 4):
-        (received,) = update([served], new, version=version, path=tmp_path / "w")
-        assert received.bytes == 0
-        assert received.error == f"version {version} is not newer than 5, which engine-0 already has"
-        assert_same_samples(served.generate(request(4)), before)
-    update([served], new, version=6, path=tmp_path / "w")
-    after = served.generate(request(4))
-    assert after.tokens.tolist() != before.tokens.tolist()
-    assert set(after.versions.tolist()) == {6}
 
 
 def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -> None:

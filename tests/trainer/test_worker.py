@@ -18,7 +18,6 @@ import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -157,24 +156,6 @@ def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare
             (slice(cut, None), slice(at, None)),
         )
     ]
-
-
-def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
-    """[N] log p(token_t | tokens < t), 0 where a sample starts, with gradients."""
-    columns = []
-    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        tokens = torch.tensor(batch.tokens[start:end])
-        logits = network(input_ids=tokens[None]).logits[0, :-1] / batch.temperature
-        columns += [torch.zeros(1), torch.log_softmax(logits, dim=-1).gather(-1, tokens[1:, None])[:, 0]]
-    return torch.cat(columns)
-
-
-@pytest.fixture
-def network(model: Path) -> torch.nn.Module:
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    )
-    return loaded
 
 
 # ---- experts that are told -------------------------------------------------------------------------------------------
@@ -435,34 +416,32 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 # ---- refused before a backend is made --------------------------------------------------------------------------------
 
 
-def test_plugins_that_differ_from_the_drivers_are_refused(assignment: Assignment) -> None:
+ON_EVERY_NODE = "so install it on every node$"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"backend": "elsewhere"}, PluginNotFound, f"^unknown backend 'elsewhere'; installed: .*, {ON_EVERY_NODE}"),
+        (
+            {"extensions": (ExtensionChoice(name="elsewhere"),)},
+            PluginNotFound,
+            f"the driver could load this extension, {ON_EVERY_NODE}",
+        ),
+        ({"backend": "not_there.backend:SPEC"}, PluginBroken, f"No module named 'not_there'.*, {ON_EVERY_NODE}"),
+    ],
+)
+def test_a_missing_plugin_must_be_installed_on_every_node(
+    assignment: Assignment, change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Worker(evolve(assignment, **change))
+
+
+def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assignment: Assignment) -> None:
     core, backend, *rest = assignment.origins
-    driver = (core, evolve(backend, version="0.0.9"), *rest)
-    with pytest.raises(PluginIncompatible) as caught:
-        Worker(evolve(assignment, origins=driver))
-    assert caught.value.message == (
-        f"backend 'plain' is corerl-testing {backend.version}, but the driver's is corerl-testing 0.0.9; "
-        "install the same corerl and the same plugins on every node"
-    )
-
-
-def test_a_missing_plugin_must_be_installed_on_every_node(assignment: Assignment) -> None:
-    advice = "so install it on every node"
-    with pytest.raises(PluginNotFound) as missing:
-        Worker(evolve(assignment, backend="elsewhere"))
-    assert missing.value.message.startswith("unknown backend 'elsewhere'; installed: ")
-    assert missing.value.message.endswith(f"; the driver could load this backend, {advice}")
-    with pytest.raises(PluginNotFound) as extension:
-        Worker(evolve(assignment, extensions=(ExtensionChoice(name="elsewhere"),)))
-    assert extension.value.message.endswith(f"; the driver could load this extension, {advice}")
-    with pytest.raises(PluginBroken) as module:
-        Worker(evolve(assignment, backend="not_there.backend:SPEC"))
-    assert module.value.message.endswith(f"; the driver could load this backend, {advice}")
-    assert "No module named 'not_there'" in module.value.message
-    assert module.value.message.endswith(advice)
-
-
-def test_options_that_the_backend_here_does_not_know_are_refused(assignment: Assignment) -> None:
+    with pytest.raises(PluginIncompatible, match=r"^backend 'plain' .*, but the driver's is corerl-testing 0\.0\.9; "):
+        Worker(evolve(assignment, origins=(core, evolve(backend, version="0.0.9"), *rest)))
     with pytest.raises(ConfigError, match=r"^backends\.plain\.no_such: unknown key"):
         Worker(evolve(assignment, config=evolve(assignment.config, options={"no_such": 1})))
 

@@ -515,6 +515,16 @@ def test_only_samples_that_bring_no_reward_are_scored() -> None:
     assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
 
 
+def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
+    def raises(prompt: Prompt, response: str) -> float:
+        raise ValueError("no")
+
+    scores = OutcomeScorer(Reward(name="r", function=raises), failed_value=-1.0).score(brought([1.5, None, LATE]))
+    assert scores.failed.tolist() == [False, True, True]
+    assert scores.failures == {"raised": 1, "timeout": 1}
+    assert scores.first.startswith("reward 'r' raised ValueError: no")
+
+
 def test_a_batch_that_brings_no_rewards_is_scored_as_ever() -> None:
     rollout = brought([None, None, None])
     assert by_length().score(rollout).rewards.tolist() == [1.0, 2.0, 3.0]
