@@ -501,6 +501,7 @@ class AlgorithmConfig:
         "reward.functions, or a name under which the function returns a value, such as 'right'; empty: the reward "
         "itself, the sum of all parts",
         default="",
+        needs="algorithm.dynamic_sampling",
     )
     overlong: Literal["keep", "mask", "penalty"] | None = option(
         "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "

@@ -296,9 +296,7 @@ def _check(lines: Iterable[str], config: Config, plugins: Plugins, problems: Pro
         problems.add(*against_algorithm(config, plugins))
 
 
-def _built(
-    models: Mapping[str, RoleModel], config: Config, plugins: Plugins, problems: Problems
-) -> Mapping[str, RoleModel]:
+def _built(models: dict[str, RoleModel], config: Config, plugins: Plugins, problems: Problems) -> dict[str, RoleModel]:
     """The models on meta, unless it is not known what they are for."""
     if not _is_known(config, plugins):
         return models
@@ -402,7 +400,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
 
 
 # Of an algorithm's settings, those that a whole run alone has a use for: with engines, or with the samples of a step.
-OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling")
+OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling", "dynamic_sampling_on")
 
 
 def _alone(config: Config) -> Config:

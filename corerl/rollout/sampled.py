@@ -146,7 +146,11 @@ class SampledRollouts(Source):
         self._complete, self._waited = None, 0.0
         self._step += 1
         if self.in_order and self.max_staleness and self._step < self.steps:
-            self._start_step(ahead=True)
+            try:
+                self._start_step(ahead=True)
+            except CorerlError as error:  # of one of its prompts: this step can be trained on all the same
+                self._failure = self._failure or error
+                self.stream.restore(self._begins)
         return evolve(scored, seconds=seconds)
 
     async def arrived(self) -> Arrived | None:
