@@ -166,13 +166,13 @@ def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) 
     seen: list[dict[int, tuple[int, int]]] = []
 
     class Draws:
-        def generate(self, request: GenerateRequest, told: Any) -> Generation:
-            told(2)
+        def generate(self, request: GenerateRequest, on_finished: Any) -> Generation:
+            on_finished(2)
             if len(request) == 5:
                 other = threading.Thread(target=service.generate, args=(request.rows(0, 3),))
                 other.start()
                 other.join()
-            told(1)
+            on_finished(1)
             seen.append(dict(service.counts()))
             return Generation.nothing(request)
 

@@ -60,8 +60,8 @@ def test_an_engine_that_fails_stops_what_was_started(monkeypatch: pytest.MonkeyP
 @pytest.mark.processes
 def test_an_engines_process_begins_without_torch() -> None:
     asked = "import sys, corerl.cluster.process, corerl.engines.service; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
 
 
 def test_a_replica_takes_a_device_where_there_are_some() -> None:

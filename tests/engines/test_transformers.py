@@ -134,10 +134,10 @@ def test_greedy_samples_of_special_attentions_equal_generate(model_type: str, tm
 
 def test_it_tells_of_each_row_as_it_ends(tied: tuple[TransformersEngine, Any]) -> None:
     served, _ = tied
-    told: list[int] = []
-    sizes = np.diff(served.generate(request(12), told.append).offsets)
-    assert told == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
-    assert sum(told) == 12 and len(told) > 1
+    finished: list[int] = []
+    sizes = np.diff(served.generate(request(12), finished.append).offsets)
+    assert finished == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
+    assert sum(finished) == 12 and len(finished) > 1
 
 
 def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> None:
@@ -159,12 +159,12 @@ def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
     served = engine(MOE, batch_size=10)
     update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
     asked = request(24)
-    told = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
-    experts = told.routed_experts
+    routed = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
+    experts = routed.routed_experts
     assert experts is not None and experts.dtype == np.int16
-    assert len(set(np.diff(told.offsets).tolist())) > 1  # some rows go on where others have ended
+    assert len(set(np.diff(routed.offsets).tolist())) > 1  # some rows go on where others have ended
     start = 0
-    for prompt, response, _ in sequences(asked, told):
+    for prompt, response, _ in sequences(asked, routed):
         tokens = torch.tensor([prompt + response])
         logits = model(input_ids=tokens, output_router_logits=True).router_logits  # of each layer: [tokens, experts]
         wanted = torch.stack([layer.topk(2).indices for layer in logits], dim=1)
@@ -172,7 +172,7 @@ def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
         assert experts[start : start + len(wanted)].tolist() == wanted.tolist()
         start += len(wanted)
     assert start == len(experts)
-    assert_same_samples(told, served.generate(asked))
+    assert_same_samples(routed, served.generate(asked))
     assert served.generate(asked).routed_experts is None
 
 

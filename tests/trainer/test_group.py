@@ -611,8 +611,14 @@ def test_a_resize_plans_before_it_ends_a_rank(
         return "resized"
 
     monkeypatch.setattr("corerl.plan.settle.with_sizes", with_sizes)
-    plan: Any = SimpleNamespace(placement="a placement", role=AFTER)
-    monkeypatch.setattr("corerl.plan.make.plan_group", lambda config, role, resume: plan)
+
+    def plan_group(config: Any, role: str, resume: str) -> Any:
+        assert not started[0][2].killed  # what cannot be resumed from is refused before
+        [assignment, *_] = AFTER.assignments
+        others = [evolve(assignment, config=evolve(assignment.config, resume=resume))] * 2
+        return SimpleNamespace(placement="a placement", role=evolve(AFTER, assignments=tuple(others)))
+
+    monkeypatch.setattr("corerl.plan.make.plan_group", plan_group)
     found = {"actor": SLOTS}
     pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
     group._config, group._pool = config_for(), pool

@@ -292,6 +292,18 @@ def test_a_store_takes_over_the_socket_that_holds_its_port(engines: list[Engine]
     sender.close()
 
 
+def test_a_store_that_does_not_answer_holds_nobody_who_leaves() -> None:
+    class Gone:  # with its machine
+        def check(self, keys: list[str]) -> bool:
+            return held.wait()
+
+    held, started = threading.Event(), time.monotonic()
+    store: Any = Gone()
+    collective._close(store, "the engine has left")
+    assert 0.2 <= time.monotonic() - started < 5.0
+    held.set()
+
+
 def test_a_buffer_in_use_is_not_reused() -> None:
     class Wire:
         """A group whose broadcasts are done when they are waited for."""
