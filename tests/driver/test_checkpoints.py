@@ -171,7 +171,7 @@ def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path
         def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
             raise SaveFailed("the disk is full")
 
-    checkpoints = make(tmp_path, Heard(), actor=Group(), critic=Refusing())
+    checkpoints = make(tmp_path, Ears(), actor=Group(), critic=Refusing())
     with pytest.raises(SaveFailed, match="^the disk is full$"):
         checkpoints.start(*at(2), background=False)
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -263,7 +263,7 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
 
 def test_a_run_whose_directory_is_in_memory_waits_for_its_ranks(tmp_path: Path, memory: Path) -> None:
     actor = Group(in_memory=True)
-    saves = make(memory / "run", Heard(), actor=actor)
+    saves = make(memory / "run", Ears(), actor=actor)
     saves.start(*at(2), background=True)
     saves.complete(wait=False)
     assert saves.newest is None
