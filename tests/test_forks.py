@@ -39,15 +39,6 @@ def forked(tmp_path: Path, code: str, *argv: str, said: str = "", **environment:
         )
 
 
-def test_it_has_what_it_was_given_and_the_servers_imports(tmp_path: Path) -> None:
-    process = forked(tmp_path, SHOWS, "program", "word", said="heard", WORD="own")
-    assert process.wait(paced(60.0)) == 3
-    seen = "[true, false]"
-    given = f'[["program", "word"], "{tmp_path}", "own", false, "heard", {seen}, {process.pid}]\n'
-    assert (tmp_path / "out").read_text() == given
-    assert (tmp_path / "err").read_text() == "told\n"
-
-
 def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     process = forked(tmp_path, "import time; print('begun', flush=True); time.sleep(600)", "sleeper")
     deadline = time.monotonic() + paced(60.0)
@@ -97,15 +88,6 @@ def test_signals_end_it_whoever_sends_them(forked_python: None) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         started.stdout.close()
-
-
-def test_programs_of_a_forked_one_are_forked(forked_python: None) -> None:
-    def starts(program: str) -> str:
-        return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
-
-    looks = "import sys; print('torch' in sys.modules)"
-    assert ran("-c", starts(looks)).stdout == "True\n"
-    assert ran("-c", starts(starts(looks))).stdout == ran("-I", "-c", looks).stdout == "False\n"
 
 
 UNMARKED = """

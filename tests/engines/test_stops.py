@@ -151,10 +151,10 @@ def test_engines_keep_tokens_up_to_the_stop_texts_end(
     monkeypatch.setattr(module, "PART", part)
     engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
     whole = engine.generate(asked)
-    told: list[int] = []
+    finished: list[int] = []
     stopping = evolve(asked, params=evolve(asked.params, stop=stop))
-    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), told.append)
-    assert sum(told) == 24
+    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), finished.append)
+    assert sum(finished) == 24
     stopped = assert_cut_at(stop, found, whole, CHARACTERS)
     assert 0 < sum(stopped) < 24 or stop == ("0", "1", "2")
     if kind == "moe":

@@ -201,7 +201,7 @@ def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[
         train(worker, setup, 0)
         for number in range(3):
             cannot = number == 0 and torch.distributed.get_rank() == alone
-            with mock.patch("corerl.backend.base.write", side_effect=SaveFailed("full")) if cannot else nullcontext():
+            with mock.patch("corerl.backend.state.write", side_effect=SaveFailed("full")) if cannot else nullcontext():
                 said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
     return said
 
