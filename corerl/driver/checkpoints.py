@@ -100,7 +100,7 @@ class Checkpoints:
         for line in retain(self.run_dir, self.config.keep, committed=self.newest):
             self.progress.notice(f"old checkpoints: {line}")
         if not self.in_memory:
-            self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+            self.progress.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
 
 
 @define

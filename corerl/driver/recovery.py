@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
-from corerl.errors import CorerlError, NoPlaces, WorkerDied
+from corerl.errors import CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
 
@@ -65,8 +65,8 @@ class Recovery:
                 return restore(self._restart(died[-1]))
             except WorkerDied as error:
                 died.append(error)
-            except NoPlaces as refused:
-                raise refused.told_with(died[-1]) from refused
+            except InsufficientResources as refused:
+                raise refused.with_cause(died[-1]) from refused
 
     def step_done(self) -> None:
         if self.control.step > self._furthest:

@@ -65,7 +65,7 @@ class PrefixRouter:
         return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
 
     @contextmanager
-    def drawing(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
+    def counted(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
         """Count these rows per replica as being drawn while inside; what this yields ends that for one, earlier."""
         left = dict(rows)
         self._busy.update(left)
@@ -75,7 +75,7 @@ class PrefixRouter:
             self._busy.subtract(left)
             left.clear()
 
-    def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
+    def remember(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
         prompts = np.diff(request.offsets)
         prompt = np.diff(_sums(request.tokens, request.offsets)[request.offsets])

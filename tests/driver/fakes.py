@@ -117,7 +117,7 @@ class Group:
     def received(self, pending: None, timeout: float) -> dict[str, Received]:
         return self.fared if self.answers else {}
 
-    def meeting(self, address: Address) -> Address:
+    def rendezvous(self, address: Address) -> Address:
         return evolve(address, token="another")
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
