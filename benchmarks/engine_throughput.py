@@ -86,7 +86,7 @@ def other_side(config: Config, directory: Path, args: argparse.Namespace) -> Pee
     device = str(config.cluster.device)
     context = EngineContext(name="offline", index=0, device=device, precision=config.train.precision)
     arguments = arguments_of(options, context, config.model.config, directory)
-    return Peer("generating", {**arguments, **({"enable_memory_saver": True} if args.saver else {})}, args.tiny)
+    return Peer("generating", arguments, args.tiny)
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -171,7 +171,6 @@ def main() -> None:
     command.add_argument("--new", type=int, default=256, help="tokens that are sampled for each")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
-    command.add_argument("--saver", action="store_true", help="the other side has the memory saver too, as a run's has")
     command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"

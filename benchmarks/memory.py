@@ -151,7 +151,6 @@ def measure(work: Work) -> tuple[dict[str, int], dict[str, str]]:
     """Called on every rank. The most bytes of any rank, by what they are for, and versions."""
     if work.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        torch.zeros(1, device="cuda")
     device = device_of(work)
     synchronize(device)
     context = used(device)

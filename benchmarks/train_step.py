@@ -40,7 +40,7 @@ import torch.distributed as dist
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from benchmarks.report import DIFFERENT, Comparison, Number, Report, finish, table
+from benchmarks.report import DIFFERENT, Comparison, Number, Report, finish, joined, table
 from benchmarks.shapes import (
     GEMMA3_1B,
     GPT_OSS_SLICE,
@@ -408,7 +408,7 @@ def _host_free() -> float:
 # ---- what was found --------------------------------------------------------------------------------------------------
 
 
-def rows_of(name: str, case: Case, starts: Mapping[str, Sequence[Side]]) -> Report:
+def report(name: str, case: Case, starts: Mapping[str, Sequence[Side]], versions: Mapping[str, str]) -> Report:
     """Of one case; of each side what it did in its starts so far."""
     seconds = {side: [each for start in found for each in start.seconds] for side, found in starts.items()}
     base, comparisons = next(iter(case.sides)), []
@@ -443,7 +443,14 @@ def rows_of(name: str, case: Case, starts: Mapping[str, Sequence[Side]]) -> Repo
     work = case.plugin
     batch = f"{len(work.lengths)} samples" if work.lengths else f"{work.micro_batches} micro-batches on each dp rank"
     size = f"{work.ranks} ranks, {batch}, {work.tokens} tokens a micro-batch, recompute {work.recompute}"
-    return Report(name=name, size=size, comparisons=comparisons, numbers=numbers, note=" ".join(notes))
+    return Report(
+        name=name,
+        size=f"{name}: {size}",
+        comparisons=comparisons,
+        numbers=numbers,
+        note=f"{name}: {' '.join(notes)}",
+        versions=versions,
+    )
 
 
 def _number(into: list[Number], who: str, what: str, values: Sequence[float], unit: str) -> None:
@@ -459,19 +466,6 @@ def differ(case: Case, norms: Mapping[str, Sequence[float]]) -> bool:
         case.same
         and case.plugin.lora is None
         and not all(np.allclose(each[:2], first, rtol=1e-3 if exact else 5e-2) for each in norms.values())
-    )
-
-
-def joined(reports: Mapping[str, Report], versions: Mapping[str, str], failed: Sequence[str]) -> Report:
-    return Report(
-        name="train_step",
-        size="; ".join(f"{name}: {each.size}" for name, each in reports.items()),
-        comparisons=[each for report in reports.values() for each in report.comparisons],
-        numbers=[each for report in reports.values() for each in report.numbers],
-        note=" ".join(
-            [*(f"{name}: {each.note}" for name, each in reports.items()), *(f"FAILED: {why}" for why in failed)]
-        ),
-        versions=versions,
     )
 
 
@@ -537,13 +531,11 @@ def main() -> None:
             versions |= known
             for side, each in found.items():
                 starts.setdefault(side, []).append(each)
-            reports[name] = rows_of(name, case, starts)
+            reports[name] = report(name, case, starts, versions)
             if args.output:
-                finish(joined(reports, versions, failed), args.output)
+                finish(joined("train_step", list(reports.values())), args.output)
         if name in reports:
             print(f"{table([reports[name]])}\n\n{reports[name].note}\n", flush=True)
-    if args.output:
-        finish(joined(reports, versions, failed), args.output)
     different = [f"{name}: {DIFFERENT}" for name, each in reports.items() if DIFFERENT in each.note]
     if failed or different:
         sys.exit("; ".join([*failed, *different]))

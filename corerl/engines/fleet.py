@@ -26,7 +26,7 @@ from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-STARTING_SECONDS = 1.0  # between two looks whether replicas have started
+STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
@@ -66,11 +66,11 @@ class _Replica:
 
 
 class EngineFleet:
-    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
+    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
 
-    If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
+    If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
-    processes in their place, and an update has brought weights; `until` tells of that. The same holds for replicas that
+    processes in their place, and an update has brought weights; `until` reports that. The same holds for replicas that
     `resize` ends, of which there are then fewer.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
@@ -98,7 +98,7 @@ class EngineFleet:
         self._calls, self._width = calls, width
         self._allowed = restarts
         self._changing = threading.Condition()
-        self._calls_in_progress = 0  # calls in progress
+        self._calls_in_progress = 0
         self._router = PrefixRouter()
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
@@ -203,7 +203,7 @@ class EngineFleet:
                 share, number=number, counted=None if on_progress is None else counted
             )
             over(replica)
-            if generated is None:  # it died: others draw the same
+            if generated is None:  # it died: others sample the same
                 return await self._divided(share, number, None, on_tokens)
             counted(len(share) - int(generated.unfinished.sum()))
             if len(self) > 1:
@@ -288,14 +288,14 @@ class EngineFleet:
         self._changed()
 
     async def reset(self) -> None:
-        """What is being generated, nobody waits for any more: interrupt it. Resume, if whoever paused is gone."""
+        """Interrupt all generation, whose callers are gone, and resume if the fleet is paused."""
         if not self._paused and any(each.batcher.calling for each in self._replicas):
             await self.pause()
         if self._paused:
             await self.resume()
 
     def _relieve(self) -> None:
-        """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
+        """A replica has nothing to do: route the request that waits longest for the busiest one again."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
         if not (self._paused or self._replacing):
             busiest.give_up_first()
@@ -319,8 +319,8 @@ class EngineFleet:
         _set(self._lost, not self._serving_replicas)
 
     def _apply_changes(self, forget: bool = False) -> None:
-        """Like `_changed`, from the thread that updates weights; `forget` what replicas have read. Returns once it has
-        been done."""
+        """Run `_changed` in the event loop, from the thread that updates weights, and wait for it; `forget` prefixes that
+        replicas have read."""
 
         async def changed() -> None:
             if forget:
@@ -472,8 +472,8 @@ class EngineFleet:
         Those that stay keep their assignments, and may be sampling meanwhile.
 
         New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
-        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others go on with what they
-        were drawing, and the samples are the same."""
+        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others continue their
+        rows, and the samples are the same."""
         _require_same(self.assignments, assignments)
         if len(assignments) > len(self):
             self._add(assignments[len(self) :], slots[len(self) :])
@@ -481,8 +481,8 @@ class EngineFleet:
             self._end_last(len(self) - len(assignments))
 
     def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
-        """Let processes whose machine is gone, and which `replace` is to start anew, be in other slots, with other
-        assignments; those that live keep theirs. Of more than are given the last ones end, as in `resize`."""
+        """Give processes of a lost machine, which `replace` restarts, other slots and assignments; those that live
+        keep theirs. Of more than are given the last ones end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:

@@ -1,4 +1,4 @@
-"""End samples at texts: engines know only tokens, so what they draw is looked through part by part."""
+"""End samples at texts: engines know only tokens, so what they generate is searched part by part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corerl.types import IntArray, offsets_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens of each row that are drawn before they are looked through, and tokens of a response for one more of them: what
+# Tokens of each row that are generated before they are searched, and tokens of a response for one more of them: what
 # follows a stop text is wasted, but each part waits for all rows and sends them again.
 PART = 64
 GROWTH = 8
@@ -124,8 +124,8 @@ def until_stop(
     on_finished: OnFinished = ignore,
 ) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
-    which grows with the response; an engine's noise does not depend on that, so these are the tokens that it would draw
-    at once."""
+    which grows with the response; an engine's noise does not depend on that, so these are the tokens of one whole
+    request."""
     done = Generation.nothing(request)
     while True:
         rest = continued(request, done)
@@ -139,7 +139,7 @@ def until_stop(
 
 
 def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Generation:
-    """What was drawn for a part of each row: cut behind a stop text, or unfinished if only the part has ended."""
+    """The generated part of each row: cut behind a stop text, or unfinished if only the part has ended."""
     sizes = np.diff(generated.offsets)
     kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
     responses = np.split(generated.tokens, generated.offsets[1:-1])

@@ -53,7 +53,7 @@ class ProcessPlan:
     device: str  # cpu or cuda
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
-    separate_adapters: bool  # the engines hold the actor's adapters beside its weights
+    separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates

@@ -188,17 +188,6 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     backend.shutdown("finished")  # said once
 
 
-def test_a_failed_background_save_is_raised_by_the_next_save(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    backend = initialized(PlainBackend(), setup)
-    backend.save(str(tmp_path / "file"), step_at(0), True)
-    with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
-        backend.save(str(tmp_path / "next"), step_at(1), False)
-    assert not (tmp_path / "next").exists()
-    assert backend.save(str(tmp_path / "next"), step_at(1), False).complete
-    backend.shutdown("finished")
-
-
 def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "MEMORY", tmp_path / "memory")
     release = threading.Event()

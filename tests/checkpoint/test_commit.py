@@ -20,7 +20,6 @@ from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
 from tests.checkpoint.changes import flip, rewrite
-from tests.checkpoint.endless import require_newest_of_killed
 from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
@@ -331,14 +330,6 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", refusing)
     assert retain(tmp_path, 1, committed=newest) == [f"{second} could not be removed: Directory not empty"]
     assert not first.exists() and latest(tmp_path) == newest
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("moment", ["step-*.partial/actor/.rank-00000*", "step-*.partial/actor/rank-00000.json"])
-def test_a_process_killed_in_a_save_leaves_the_checkpoint_before(tmp_path: Path, moment: str) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    require_newest_of_killed(tmp_path, made=1, moment=lambda: bool(list(checkpoints.glob(moment))))
-    assert list(checkpoints.glob("step-*.partial"))  # what was half done is there, and is not taken
 
 
 def test_a_checkpoint_that_was_found_to_be_damaged_is_passed_over(tmp_path: Path) -> None:

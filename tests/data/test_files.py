@@ -71,11 +71,6 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     assert load(path, chat=True).where(1) == f"{path}:3"
 
 
-def test_json_lines_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
-    for name in ("p.json", "p.txt"):
-        assert load(write(tmp_path / name, "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
-
-
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json"])
 def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str) -> None:
     rows = datasets.Dataset.from_list([{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(3)])
@@ -167,18 +162,9 @@ def test_a_source_that_does_not_exist_is_named(tmp_path: Path) -> None:
         load(empty)
 
 
-def test_a_damaged_saved_data_set_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"prompt": ["one", "two"]}).save_to_disk(tmp_path / "saved")
-    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path / 'saved'}: "):
-        load(tmp_path / "saved")
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is None, expected a non-empty string"),
         ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
     ],

@@ -61,6 +61,7 @@ class Group:
         self.losses: list[LossSpec] = []
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
+        self.ended = False
         self.failure: Exception | None = None
         self.dead = False
         self.lacking = False
@@ -115,6 +116,7 @@ class Group:
         return self.sent if self.verified[-1] else evolve(self.sent, sums={})
 
     def received(self, pending: None, timeout: float) -> dict[str, Received]:
+        self.waited = timeout
         return self.fared if self.answers else {}
 
     def rendezvous(self, address: Address) -> Address:
@@ -269,7 +271,7 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
         "manifest": None,
-        "address": Address(transport="disk", engines=fleet.names),
+        "address": Address(transport="ipc", engines=fleet.names),
         "version": 0,
         "residency": staying(),
         "progress": progress(ears),

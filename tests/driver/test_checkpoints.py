@@ -166,6 +166,17 @@ def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
     assert [event.step for event in heard.of(CheckpointSaved)] == [2]
 
 
+def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path) -> None:
+    class Refusing(Group):
+        def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
+            raise SaveFailed("the disk is full")
+
+    checkpoints = make(tmp_path, Ears(), actor=Group(), critic=Refusing())
+    with pytest.raises(SaveFailed, match="^the disk is full$"):
+        checkpoints.start(*at(2), background=False)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, Ears(), actor=Group())
     checkpoints.start(*at(2), background=False)
@@ -248,6 +259,17 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
     (directory / "checkpoints/step-00000003").mkdir(parents=True)
     with MemoryCheckpoints.of_run(saves):
         assert list(directory.iterdir()) == []
+
+
+def test_a_run_whose_directory_is_in_memory_waits_for_its_ranks(tmp_path: Path, memory: Path) -> None:
+    actor = Group(in_memory=True)
+    saves = make(memory / "run", Ears(), actor=actor)
+    saves.start(*at(2), background=True)
+    saves.complete(wait=False)
+    assert saves.newest is None
+    actor.write()
+    saves.complete(wait=False)
+    assert saves.newest == path(memory / "run", 2)
 
 
 def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:

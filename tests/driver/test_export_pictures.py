@@ -21,25 +21,11 @@ from corerl.models.peft_files import saved_settings
 from corerl.plan.model_files import require_adapters, with_adapters
 from corerl.types import FloatArray
 from tests.checkpoint.changes import rewrite
-from tests.driver.adapted import logprobs_by, tokens_of, train_adapted
+from tests.driver.adapted import logprobs_by, train_adapted
 from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
-from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
-READ = """
-from peft import PeftModel
-from transformers import AutoModelForImageTextToText
-
-found = []
-for case in asked:
-    base = AutoModelForImageTextToText.from_pretrained(case["base"], dtype=torch.float32, attn_implementation="eager")
-    model = PeftModel.from_pretrained(base, case["adapters"]).eval()
-    names = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
-    with torch.no_grad():
-        logits = [model(input_ids=tokens[None]).logits[0] for tokens in case["tokens"]]
-    found.append((names, logits))
-"""
 
 
 def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None, **tables: Any) -> Any:
@@ -82,22 +68,6 @@ def test_an_export_is_the_checkpoint_but_for_its_text(tmp_path: Path, family: st
     for auto in [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in ("qwen3_5", "gemma3") else [])]:
         assert np.abs(logprobs_of(loaded(directory, auto), run.samples) - run.after).max() < 1e-5
     assert np.abs(run.after - run.before).max() > 0.01
-
-
-@needs_peft
-@pytest.mark.processes
-def test_adapters_load_in_the_class_of_the_checkpoint(tmp_path: Path) -> None:
-    runs = {family: trained(tmp_path, family, LORA) for family in FAMILIES}
-    asked = list[dict[str, Any]]()
-    for family, (base, run) in runs.items():
-        adapters = export(run.checkpoint, tmp_path / f"adapters-{family}")
-        asked.append({"base": str(base), "adapters": str(adapters), "tokens": tokens_of(run.samples)})
-    found = run_with_peft(READ, asked, tmp_path)
-    for case, (names, logits), (_, run) in zip(asked, found, runs.values(), strict=True):
-        assert names == tensors_in(Path(case["adapters"])).keys() and not any(map(of_pictures, names))
-        assert np.abs(run.after - run.before).max() > 0.01
-        told = iter(logits)
-        assert np.abs(logprobs_by(lambda tokens, told=told: next(told), run.samples) - run.after).max() < 1e-5  # type: ignore[misc]
 
 
 def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from corerl.driver.run import Run, answers_in
 from corerl.driver.snapshots import Snapshots
 from corerl.driver.step_notices import StepNotices
 from corerl.engines.base import SamplingParams
-from corerl.errors import DataError, SaveFailed
+from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.plan.residency import SAMPLE
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
@@ -751,3 +751,5 @@ def test_a_checkpoint_of_this_step_is_in_memory_if_there_are_such_and_room(make_
     assert disk.log[-1] == ("start 4", False)
     disk = Saves(4)
     assert saved(memory=None, disk=disk) == disk.newest and disk.log == [("complete", True)]
+    with pytest.raises(ResizeFailed, match="^no checkpoint to restart from: no space left in memory$"):
+        saved(memory=None, disk=Full(3))

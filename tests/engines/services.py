@@ -1,8 +1,7 @@
-"""Requests and answers in a few words, and engines in processes that tests can end."""
+"""Requests and answers in a few words, and the wait of a run whose engines die."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
-from corerl.engines.service import EngineService
 
 
 def request_of(rows: Sequence[Sequence[int]], *, first_key: int = 0, **params: Any) -> GenerateRequest:
@@ -47,17 +45,3 @@ def serve(fleet: EngineFleet, work: Coroutine[Any, Any, Any], ensure: Callable[[
     except BaseException:
         future.cancel()
         raise
-
-
-class Mortal(EngineService):
-    drew: list[list[int]]  # the first token of each row, by call of `generate`
-
-    def generate(self, request: GenerateRequest) -> Generation:
-        self.drew = [*getattr(self, "drew", []), [int(row[0]) for row in request.by_row()]]
-        return super().generate(request)
-
-    def last_drew(self) -> list[int]:
-        return self.drew[-1]
-
-    def pid(self) -> int:
-        return os.getpid()

@@ -1,11 +1,9 @@
-"""Two engine processes under real Ray, seen as one."""
+"""Several engines seen as one, with processes that answer as a test says; real ones are in tests/end_to_end."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attrs import evolve
 
-from corerl.cluster.arrangement import arrange
-from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import Slot, reserved
-from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
 from corerl.engines.base import EngineContext, GenerateRequest, Generation, Received, SamplingParams
@@ -30,11 +23,7 @@ from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDi
 from corerl.event_loop import EventLoop, in_thread
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
-from corerl.plugin.transports import open_sender
-from corerl.weights.manifest import build_manifest
-from corerl.weights.transport import Address
 from tests.engines.services import generation_of, serve
-from tests.machine import paced
 
 REQUEST = GenerateRequest(
     tokens=np.arange(10),
@@ -64,30 +53,6 @@ def loop() -> Iterator[EventLoop]:
     made = EventLoop("tested")
     yield made
     made.close()
-
-
-@pytest.fixture
-def slots(shared_ray: None) -> Iterator[list[Slot]]:
-    """Of two CPUs, and one more that takes none."""
-    with ray_session(address="", cpus=2):
-        with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as reservation:
-            yield [*reservation["engines"], evolve(reservation["engines"][1], cpus=0.0)]
-
-
-@pytest.fixture
-def fleet(slots: list[Slot], loop: EventLoop) -> Iterator[EngineFleet]:
-    processes = RayGroup(
-        ["engine-0", "engine-1"],
-        "tests.engines.services:Mortal",
-        slots[:2],
-        {"OMP_NUM_THREADS": "1"},
-        failure=EngineFailed,
-        threads=2,
-    )
-    fleet = EngineFleet(processes, assigned(2), loop, restarts=1)
-    fleet.start().result()
-    yield fleet
-    processes.kill()
 
 
 def test_an_engine_has_a_receiver_per_rank(loop: EventLoop) -> None:
@@ -664,29 +629,6 @@ def test_engines_that_stay_are_not_moved_and_one_stays(loop: EventLoop) -> None:
     assert len(fleet) == 2
 
 
-def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
-    """Weights of `version` for all replicas; each one's error, or ""."""
-    manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)
-    address = Address(transport="disk", engines=fleet.names, path=str(directory), timeout=60.0)
-    receiving = fleet.receive(manifest, version, address)
-    sender = open_sender(address)
-    sender.open(manifest, version)
-    sender.send(manifest.buckets[0], torch.ones(4))
-    sender.finish()
-    return {name: received.error for name, received in fleet.received(receiving, 60.0).items()}
-
-
-def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:
-    """Each row's prompt and response."""
-    responses = np.split(generation.tokens, generation.offsets[1:-1])
-    return [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
-
-
-def kill(fleet: EngineFleet, replica: int) -> None:
-    (pid,) = fleet.processes.wait(fleet.processes.start_some("pid", {replica: ()}))
-    os.kill(pid, signal.SIGKILL)
-
-
 def same(a: Generation, b: Generation) -> bool:
     return all(
         np.array_equal(getattr(a, name), getattr(b, name))
@@ -696,53 +638,6 @@ def same(a: Generation, b: Generation) -> bool:
 
 def draw(fleet: EngineFleet, request: GenerateRequest) -> Generation:
     return fleet.loop.run(fleet.generate(request))
-
-
-def test_replicas_answer_as_one_through_pauses_and_deaths(fleet: EngineFleet, tmp_path: Path) -> None:
-    assert fleet.receivers == fleet.names == ("engine-0", "engine-1")
-    assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = draw(fleet, REQUEST)
-    # The next turn of each row, in another order, is drawn where the one before it was.
-    before = fleet.processes.wait(fleet.processes.start("last_drew"))
-    assert before == [[0, 1, 3], [4, 8]]
-    turns = [np.append(tokens, 5) for tokens in joined_rows(REQUEST, answered)][::-1]
-    second = evolve(
-        REQUEST,
-        tokens=np.concatenate(turns),
-        offsets=np.cumsum([0, *map(len, turns)]),
-        noise_keys=REQUEST.noise_keys[::-1],
-    )
-    drawn = draw(fleet, second)
-    assert fleet.processes.wait(fleet.processes.start("last_drew")) == [[3, 1, 0], [8, 4]]
-    assert same(drawn, Generation.concatenate([draw(fleet, second.rows(row, row + 1)) for row in range(5)]))
-
-    one_by_one = Generation.concatenate([draw(fleet, REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
-    assert same(answered, one_by_one)
-    assert set(answered.versions) == {3}
-
-    fleet.loop.run(fleet.pause())
-    (nothing, *_) = fleet.processes.call("generate", REQUEST)
-    assert nothing.unfinished.all() and len(nothing.tokens) == 0
-    waiting = fleet.loop.begin(fleet.generate(REQUEST))
-    fleet.loop.run(fleet.resume())
-    assert same(waiting.result(60.0), answered)
-
-    assert push(fleet, 4, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = draw(fleet, REQUEST)
-    kill(fleet, 1)
-    assert same(draw(fleet, REQUEST), answered) and fleet.dead
-    assert not fleet.serves(1)
-    assert list(fleet.died) == ["engine-1"]
-    fleet.replace(fleet.died)
-    assert not fleet.dead and not fleet.serves(1)
-    fleet.updated(["engine-1"], whole=False)
-    assert not fleet.serves(0)
-    assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
-    assert fleet.serves(0) and fleet.serves(1) and set(draw(fleet, REQUEST).versions) == {5}
-
-    fleet.sleep()
-    with pytest.raises(EngineFailed, match="put to sleep"):
-        draw(fleet, REQUEST)
 
 
 def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,7 @@ import ray
 from attrs import evolve
 
 from corerl.calls import Future, wait_all
-from corerl.cluster.arrangement import arrange
 from corerl.cluster.heartbeat import Member, Pending, Watching
-from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.packing import pack
@@ -613,8 +611,14 @@ def test_a_resize_plans_before_it_ends_a_rank(
         return "resized"
 
     monkeypatch.setattr("corerl.plan.settle.with_sizes", with_sizes)
-    plan: Any = SimpleNamespace(placement="a placement", role=AFTER)
-    monkeypatch.setattr("corerl.plan.make.plan_group", lambda config, role, resume: plan)
+
+    def plan_group(config: Any, role: str, resume: str) -> Any:
+        assert not started[0][2].killed  # what cannot be resumed from is refused before
+        [assignment, *_] = AFTER.assignments
+        others = [evolve(assignment, config=evolve(assignment.config, resume=resume))] * 2
+        return SimpleNamespace(placement="a placement", role=evolve(AFTER, assignments=tuple(others)))
+
+    monkeypatch.setattr("corerl.plan.make.plan_group", plan_group)
     found = {"actor": SLOTS}
     pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
     group._config, group._pool = config_for(), pool
@@ -628,18 +632,6 @@ def test_a_resize_plans_before_it_ends_a_rank(
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def slots(shared_ray: None) -> Iterator[list[Slot]]:
-    with ray_session(address="", cpus=2):
-        with reserved(arrange({"actor": 2}), timeout=paced(60.0)) as slots:
-            yield slots["actor"]
-
-
-def launched(slots: list[Slot], **options: Any) -> TrainGroup:
-    plan = planned(config_for(options=options))
-    return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), slots)
 
 
 def training_plan(batch: SampleBatch, dp_size: int = 2) -> StepPlan:
@@ -679,44 +671,3 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
                 one.forward(batch, Output.LOGPROBS)
         assert ray.is_initialized()
     assert heard == []
-
-
-def test_calls_of_real_ranks_are_awaited_in_order_until_one_fails(slots: list[Slot]) -> None:
-    batch = batch_of(5, 2, 7, 3, 1)
-    group = launched(slots, optimizer_steps=[3, 3], fails_at=9)
-    init = group.init().result()
-    assert (init.optimizer_step, [each.dp_rank for each in group.layouts]) == (3, [0, 1])
-    both, plan = share(batch), training_plan(batch)
-    trained = group.train(both, plan, LOSS, STEP).result()
-    assert (trained.applied, trained.grad_norm) == (True, 0.25)
-    assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
-    group.forward_backward(both, plan, LOSS, last=True).result()
-    assert group.optimizer_step(STEP, scale=0.5).result().grad_norm == 0.25 * 0.5
-    group.snapshot("old").create().result()
-    for weights, offset in (("old", 1000), ("", 0)):
-        columns = group.forward(batch, LOGPROBS, shared=both, weights=weights).result()
-        assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
-
-    def steps(*numbers: int) -> list[Future[TrainResult]]:
-        return [group.train(both, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
-
-    async def awaited() -> list[Any]:
-        return await asyncio.gather(*steps(3, 4), group.forward(batch, LOGPROBS, shared=both))
-
-    cancelled(group.clear_memory())  # which does not end the group
-    *results, columns = asyncio.run(awaited())
-    assert [result.tokens for result in results] == [trained.tokens] * 2
-    assert columns[Output.LOGPROBS].tolist() == list(range(18))
-
-    failing, later = steps(9, 10)
-    with pytest.raises(HookFailed) as caught:
-        later.result()  # that of the step in which it happened
-    with pytest.raises(HookFailed) as again:
-        failing.result()
-    assert again.value is caught.value
-    assert caught.value.message.startswith(
-        "backend:tests.trainer.fakes:SPEC, actor rank 1: optimizer_step failed at optimizer step 9: ArithmeticError: no"
-    )
-    assert (caught.value.hook, caught.value.rank) == ("optimizer_step", 1)
-    assert 'raise ArithmeticError("no luck")' in caught.value.details
-    group.shutdown()  # as in a `finally`: it does not hide the error

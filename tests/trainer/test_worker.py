@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
@@ -52,7 +51,6 @@ from corerl.types import (
     FloatArray,
     GradientResult,
     LossSpec,
-    MemoryKind,
     Metric,
     Output,
     ParallelLayout,
@@ -138,24 +136,6 @@ def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArra
 
 def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
     return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
-
-
-def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare]:
-    """The micro-batches before the one with this number, and the others; weights are multiplied."""
-    cut = share.offsets[at]
-    return [
-        StepShare(
-            rows=share.rows[rows],
-            samples=share.samples[rows],
-            scales=share.scales[rows] * np.float32(times),
-            offsets=share.offsets[micro_batches] - share.offsets[micro_batches][0],
-            filler=share.filler[micro_batches][: len(share.offsets[micro_batches]) - 1],
-        )
-        for rows, micro_batches in (
-            (slice(None, cut), slice(None, at + 1)),
-            (slice(cut, None), slice(at, None)),
-        )
-    ]
 
 
 # ---- experts that are told -------------------------------------------------------------------------------------------
@@ -264,18 +244,6 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
 # ---- verbs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_worker_starts_at_step_zero(assignment: Assignment) -> None:
-    worker = Worker(assignment)
-    result = worker.init("127.0.0.1", 0)
-    assert (result.optimizer_step, result.weights_version) == (0, 0)
-    assert (result.layout.rank, result.layout.world_size, result.layout.dp_size) == (0, 1, 1)
-    assert dist.get_world_size() == 1
-    worker.shutdown("finished")
-    assert not dist.is_initialized()
-    with pytest.raises(WrongState, match=r"^sleep on actor rank 0 is not allowed in state closed: "):
-        worker.sleep({MemoryKind.PARAM})
-
-
 class Untouched:
     """A column of a rollout batch that nobody may read."""
 
@@ -295,22 +263,6 @@ def test_a_pass_without_loss_reads_no_loss_columns(worker: Worker) -> None:
     assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
     with pytest.raises(HookFailed, match="nobody asked for this column"):
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
-
-
-def test_train_is_refused_while_gradients_wait(worker: Worker, assignment: Assignment) -> None:
-    batch = make_samples(1)
-    share = training_share(batch)
-    worker.forward_backward(batch, share, LOSS, (), False)
-    with pytest.raises(WrongState) as caught:
-        train(worker, batch)
-    assert caught.value.message == (
-        "train on actor rank 0 was refused: gradients wait for optimizer_step; call it first, or forward_backward for "
-        "these samples too"
-    )
-    other = Worker(assignment)
-    other.init("127.0.0.1", 0)
-    assert worker.optimizer_step(STEP, 1.0) == train(other, batch)
-    other.shutdown("finished")
 
 
 def test_metrics_of_several_calls_are_merged_and_scaled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from tests.forks.client import Forked, kill_session
 from tests.forks.ray import environment, place_of
 from tests.forks.server import FORK_PYTHON
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.nightly,
+]  # nodes take a minute; cheaper: trainer's and plugin's fingerprints
 
 KNOWN = ", ".join(installed_names(Kind.BACKENDS))
 

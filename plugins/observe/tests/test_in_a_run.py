@@ -20,9 +20,7 @@ EXTENSIONS = """extensions=[
     {name="jsonl"},
     {name="nan-guard", options={parameters=true}},
     {name="memory"},
-    {name="profiler", options={steps="1:5:4", ranks=[1]}},
     {name="wandb", options={mode="offline", project="sorting"}},
-    {name="mlflow", options={experiment="sorting"}},
 ]"""
 HALVES = ["forward_backward", "optimizer_step"]  # of a step
 SHORT = [EXTENSIONS, "eval.every=0", "checkpoint.every=2", "checkpoint.export=false"]
