@@ -319,8 +319,8 @@ class EngineFleet:
         _set(self._lost, not self._serving_replicas)
 
     def _apply_changes(self, forget: bool = False) -> None:
-        """Run `_changed` in the event loop, from the thread that updates weights, and wait for it; `forget` prefixes that
-        replicas have read."""
+        """Run `_changed` in the event loop, from the thread that updates weights, and wait for it. `forget` drops the
+        prefixes that replicas have read."""
 
         async def changed() -> None:
             if forget:
