@@ -87,7 +87,8 @@ class Run(command.Command):
     def __init__(self, directory: Path, *settings: str) -> None:
         self.run_dir, self.members = directory / "run", directory / "members"
         self.members.mkdir(parents=True, exist_ok=True)
-        words = ["train", command.ROOT / "examples/quickstart.toml", *SETTINGS, *settings, f"run.dir={self.run_dir}"]
+        config = str(command.ROOT / "examples/quickstart.toml")
+        words = ["train", config, *SETTINGS, *settings, f"run.dir={self.run_dir}"]
         super().__init__(*words, logs=directory, before=BEFORE.format(directory=str(self.members)), own_ray=True)
         (self.members / "driver").write_text(str(self.process.pid))
 
@@ -120,8 +121,8 @@ class Run(command.Command):
     def naming(self, victim: str) -> str:
         """The notice with its step, or the lines of the error, that name the victim and a cause; "" if none do."""
         texts = [*(f"step {each.step + 1}: {each.text}" for each in read_notices(self.run_dir)), " ".join(self.errors)]
-        cause = re.compile(f"{victim.removesuffix(' worker')}.*(died|was killed|SIGKILL|longer than)")
-        return next(filter(cause.search, texts), "")
+        cause = f"{victim.removesuffix(' worker')}.*(died|was killed|SIGKILL|longer than)"
+        return next((text for text in texts if re.search(cause, text)), "")
 
 
 def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str:
@@ -143,13 +144,12 @@ def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str
         if pid and to_driver and trial.signal == signal.SIGSTOP:
             time.sleep(8.0)
             os.kill(pid, signal.SIGCONT)
-    status = run.status()
-    trial.seconds, named = time.monotonic() - sent, run.naming(trial.victim)
+    status, named = run.status(), run.naming(trial.victim)
+    trial.seconds = time.monotonic() - sent
     trial.result = trial.result or ("recovered" if status == 0 else "ended")
     resumed = None if status == 0 else Run(directory, "checkpoint.resume=auto")  # at once, as a user would
     workers, agents = run.seconds_until_gone()
-    again = resumed.status() if resumed is not None else 0
-    newest = latest(run.run_dir)
+    again, newest = 0 if resumed is None else resumed.status(), latest(run.run_dir)
     checks = {
         f"has not ended after {BOUND_SECONDS:g} s": status is not None,
         "processes outlive the run": workers < WORKERS_SECONDS and agents < RAY_SECONDS,
@@ -176,8 +176,8 @@ def main() -> int:
     kinds = chosen.sample([*itertools.product(VICTIMS, (signal.SIGKILL, signal.SIGSTOP))], 2 * len(VICTIMS))
     for number in range(args.trials):
         resize = chosen.random() < 0.25
-        step = chosen.randrange(int(resize), STEPS - resize)
-        trials.append(Trial(*kinds[number % len(kinds)], step, chosen.random(), resize))
+        step, kind = chosen.randrange(resize, STEPS - resize), kinds[number % len(kinds)]
+        trials.append(Trial(*kind, step, chosen.random(), resize))
     with tempfile.TemporaryDirectory(prefix="corerl-") as name, ThreadPoolExecutor(args.at_once) as pool:
         os.environ |= {DIRECTORY: name, OWNER: str(os.getpid())}
         connect().close()  # once what it forks has been imported
