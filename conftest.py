@@ -165,15 +165,6 @@ def forked_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess.Popen, "__init__", server.forking(subprocess.Popen.__init__))
 
 
-@pytest.fixture(autouse=True)
-def known_layouts() -> None:
-    """A model like one that was found packable is not examined again."""
-    if "corerl.models.layouts" in sys.modules:
-        from tests.forks.once import look_once
-
-        look_once()
-
-
 @pytest.fixture(scope="module")
 def shared_ray() -> Iterator[None]:
     """In this module `ray_session` joins the Ray that the test process has, whose workers are forked."""

@@ -16,69 +16,33 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from benchmarks.colocated_update import SHAPES
+from benchmarks.engine_sides import STAND_IN, Peer, arguments_of
 from benchmarks.report import Comparison, Number, Report, finish, in_turns
 from benchmarks.runs import SERVER
-from corerl.config.schema import Config, ModelConfig
+from benchmarks.shapes import SHAPES
+from corerl.config.schema import Config
 from corerl.config.structuring import structure
 from corerl.data.prompts import Prompt
 from corerl.driver.launch import launch
 from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
-from corerl.models.config import hf_config
 from corerl.plan.make import make_plan
 from corerl.rollout.sampler import PromptSampler
-from corerl_sglang.arguments import server_arguments
 from corerl_sglang.config import SglangConfig
 
 TARGET = 1 / 0.97
-OFFLINE = "--offline"  # how this program starts itself as the other side
-STAND_IN = "plugins.sglang.tests.stand_in"
 # Rounds that do not count. After the first one prompts are in the caches; rows still begin in batches of other sizes
 # each time, for which a side may compile or load another kernel.
 WARM_UP = 5
 CHARACTERS = "0123456789>s"  # of the run's own prompts, which are not asked
-OWN = ("custom_weight_loader", "enable_memory_saver")  # arguments that the other side has no use for
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-
-
-# ---- the other side --------------------------------------------------------------------------------------------------
-
-
-def offline(pipe: Connection) -> None:
-    """Is told the server's arguments, and then answers each request with seconds and the number of tokens."""
-    arguments, tiny = pipe.recv()
-    engine: Any
-    if tiny:
-        from plugins.sglang.tests.stand_in import Server
-
-        class StandIn:
-            server = Server({"tp_size": 1, **arguments})
-
-            def generate(self, **body: Any) -> Any:
-                return self.server.generate(body)[1]
-
-        engine = StandIn()
-    else:
-        import sglang
-
-        engine = sglang.Engine(**arguments)
-        engine.freeze_gc()  # as this side's server is told to
-    pipe.send("there")
-    while (request := pipe.recv()) is not None:
-        began = time.perf_counter()
-        answers = engine.generate(**request)
-        pipe.send((time.perf_counter() - began, sum(len(answer["output_ids"]) for answer in answers)))
 
 
 def as_offline(request: GenerateRequest) -> dict[str, Any]:
@@ -90,9 +54,6 @@ def as_offline(request: GenerateRequest) -> dict[str, Any]:
         "sampling_params": [{**shape, "ignore_eos": True, "stop_token_ids": []} for _ in range(len(request))],
         "return_logprob": True,
     }
-
-
-# ---- this side -------------------------------------------------------------------------------------------------------
 
 
 def config_of(fields: Mapping[str, Any], args: argparse.Namespace, run_dir: str) -> Config:
@@ -119,16 +80,13 @@ def config_of(fields: Mapping[str, Any], args: argparse.Namespace, run_dir: str)
     return config
 
 
-def arguments_of(config: Config, directory: Path) -> dict[str, Any]:
-    """The server's arguments, as the engine makes them, for the other side."""
+def other_side(config: Config, directory: Path, args: argparse.Namespace) -> Peer:
+    """SGLang's offline engine, with the arguments of the run's server."""
     options = structure(config.engines["sglang"], SglangConfig, path="engines.sglang")
-    model = hf_config(ModelConfig(config=config.model.config))
-    model.eos_token_id = None
-    model.save_pretrained(directory / "model")
     device = str(config.cluster.device)
     context = EngineContext(name="offline", index=0, device=device, precision=config.train.precision)
-    arguments = server_arguments(options, context, model=directory / "model")
-    return {name: value for name, value in arguments.items() if name not in OWN}
+    arguments = arguments_of(options, context, config.model.config, directory)
+    return Peer("generating", arguments, args.tiny)
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -148,14 +106,7 @@ def measure(args: argparse.Namespace) -> Report:
             sampler, fleet = run.sampling.sampler, run.updates.fleet
             with run.training():
                 run.push_weights()
-            with Listener(family="AF_UNIX") as listener:
-                other = subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.engine_throughput", OFFLINE, str(listener.address)]
-                )
-                pipe = listener.accept()
-            saver = {"enable_memory_saver": True} if args.saver else {}
-            pipe.send(({**arguments_of(config, Path(directory)), **saver}, args.tiny))
-            assert pipe.recv() == "there"
+            other = other_side(config, Path(directory), args)
             tokens: set[int] = set()
             stages: dict[str, list[float]] = {"prompts encoded": [], "engines asked": [], "laid out, decoded": []}
             step = 0
@@ -177,17 +128,15 @@ def measure(args: argparse.Namespace) -> Report:
 
             def theirs(_: int) -> float:
                 request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
-                pipe.send(as_offline(request))
-                took, drawn = pipe.recv()
-                tokens.add(drawn)
+                took, count = other.ask(as_offline(request))
+                tokens.add(count)
                 return float(took)
 
             in_turns(args.warm, ours, theirs)
             for taken in stages.values():
                 taken.clear()
             took, others = in_turns(args.rounds, ours, theirs)
-            pipe.send(None)
-            other.wait()
+            other.close()
     if tokens != {rows * new}:
         raise AssertionError(
             f"samples were not of fixed length: {sorted(tokens)} tokens, wanted {rows * new} each time"
@@ -219,10 +168,9 @@ def main() -> None:
     command.add_argument("shape", choices=SHAPES)
     command.add_argument("--rows", type=int, default=256, help="samples at once")
     command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
-    command.add_argument("--new", type=int, default=256, help="tokens that are drawn for each")
+    command.add_argument("--new", type=int, default=256, help="tokens that are sampled for each")
     command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
-    command.add_argument("--saver", action="store_true", help="the other side has the memory saver too, as a run's has")
     command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"
@@ -236,7 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [OFFLINE]:
-        offline(Client(sys.argv[2]))
-    else:
-        main()
+    main()

@@ -65,9 +65,9 @@ def encode(prompt: Prompt) -> Conversation:
         row = GenerateRequest(
             tokens=tokens, offsets=np.array([0, len(tokens)]), noise_keys=np.zeros(1, np.int64), params=PARAMS
         )
-        drawn = answers(row)
-        answer = renderer.answer(asked, drawn.tokens, PARAMS)
-        conversation = conversation.answered(asked, answer, drawn)
+        sampled = answers(row)
+        answer = renderer.answer(asked, sampled.tokens, PARAMS)
+        conversation = conversation.answered(asked, answer, sampled)
         messages += [answer.message, TOOL]
     return conversation
 
@@ -131,7 +131,10 @@ def measure(*, rounds: int, size: int, concurrency: int) -> Report:
         if side.digest != other.digest:
             raise SystemExit(f"episodes of {kind} have other tokens than those of: {name}")
         comparisons.append(Comparison(what=f"episodes, {kind}", against=name, ours=seconds, other=others))
-        for what, each, cpu in ((kind, seconds, side.cpu), (f"{name}, beside {kind}", others, other.cpu[-rounds:])):
+        for what, each, cpu in (
+            (kind, seconds, side.cpu),
+            (f"{name}, in turns with {kind}", others, other.cpu[-rounds:]),
+        ):
             numbers.append(Number(what=f"episodes, {what}", values=[size / one for one in each], unit="a second"))
             numbers.append(Number(what="CPU of one of them", values=[1e3 * one / size for one in cpu], unit="ms"))
     server.close()

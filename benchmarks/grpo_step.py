@@ -9,8 +9,8 @@ The run is `corerl train` with random weights, the quickstart's prompts, the SGL
 the first steps. A limit is the time that the same work takes alone, on the same machine, as measured by other scripts:
 
     rollout          the other side of engine_throughput, with as many samples and tokens
-    train            model FLOPs over the bare loop's FLOP/s (fsdp_gpu, megatron, deepspeed)
-    update_weights   the other side of colocated_update, the engine's own load
+    train            model FLOPs over the bare loop's FLOP/s (train_step)
+    update_weights   the other side of weight_update, the engine's own load
     sleep, wake_up   bytes over the bandwidth of raw pinned copies (sleep)
 
 Limits given as `--limit PHASE=SECONDS` are shown next to their phases, and their sum next to the step.
@@ -23,12 +23,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.colocated_update import SHAPES
 from benchmarks.report import Comparison, Number, Report, finish
-from benchmarks.runs import Ended, Watched, sglang, value
-
-FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-MORE = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+from benchmarks.runs import LARGE, Ended, Watched, say_steps, sglang, shape_settings
+from benchmarks.shapes import SHAPES
 
 
 def settings(args: argparse.Namespace) -> list[str]:
@@ -40,14 +37,10 @@ def settings(args: argparse.Namespace) -> list[str]:
     ]
     if args.tiny:
         return [*common, "cluster.device=cpu", "cluster.offload=always", *args.set]
-    shape = SHAPES[args.shape]
     return [
         *common,
-        # The quickstart's file has its small model whole on each rank, and reduces once a step.
-        *(("backends.fsdp.shard_size=0", "backends.fsdp.sync=every") if args.backend == "fsdp" else ()),
-        *(f"model.config.{name}={value(shape[name])}" for name in (*FIELDS, *MORE)),
-        *("model.config.max_position_embeddings=4096", "model.config.initializer_range=0.02"),
-        *("cluster.device=cuda", "train.precision=bfloat16", f"train.tokens_per_micro_batch={args.micro_batch}"),
+        *(LARGE if args.backend == "fsdp" else ()),
+        *shape_settings(args.shape, micro_batch=args.micro_batch),
         *sglang(
             memory=args.memory,
             tensor_parallel=args.tensor_parallel,
@@ -143,10 +136,7 @@ def main() -> int:
     ):
         ended = run.wait(args.deadline)
         if ended.status != 0:
-            print(f"the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
-            for number, step in enumerate(ended.steps):
-                seconds = (f"{name.removeprefix('time/')} {each:.3g}" for name, each in step.items() if "time/" in name)
-                print(f"step {number}, in seconds: {', '.join(seconds)}")
+            say_steps(ended, well=False)
         if len(ended.steps) <= args.warm:
             return 1
         finish(report(args, ended, run.command), args.output)

@@ -34,11 +34,11 @@ class Head:
     def __init__(self, width: int, *, tokens: int, words: int, device: torch.device, chunk: int | None) -> None:
         generator = torch.Generator(device).manual_seed(0)
 
-        def drawn(*shape: int) -> Tensor:
+        def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).mul_(0.05)
 
         self.device = device
-        self.hidden, self.weight = drawn(tokens, width).requires_grad_(), drawn(words, width).requires_grad_()
+        self.hidden, self.weight = random(tokens, width).requires_grad_(), random(words, width).requires_grad_()
         self.targets = torch.randint(0, words, (tokens,), generator=generator, device=device)
         self.weigh = torch.rand(2, tokens, generator=generator, device=device)
         self.chunk = chunk or ops.chunk_of(self.hidden, words)

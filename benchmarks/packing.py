@@ -28,7 +28,7 @@ def status(name: str) -> int:
 
 
 def forget_peak() -> None:
-    """VmHWM starts anew from what is resident now."""
+    """VmHWM starts again from what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -23,9 +23,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from attrs import define, field
+from attrs import define, evolve, field
 
-from benchmarks.report import Comparison, Number, Report, environment, finish, in_turns, parser
+from benchmarks.report import Comparison, Number, Report, environment, finish, in_turns, joined, parser
 from benchmarks.runs import Ended, Watched
 from corerl.cli.main import main as corerl
 from corerl.cluster.heartbeat import Heartbeat, Member
@@ -48,7 +48,7 @@ def main_with_processes() -> int:
             known[member.name] = beat.pid
             Path(os.environ[PROCESSES]).write_text(json.dumps(known))
 
-    Member.receive = recorded  # type: ignore[method-assign]
+    Member.receive = recorded  # type: ignore[method-assign, assignment]
     return corerl()
 
 
@@ -165,16 +165,8 @@ def main() -> None:
     args = command.parse_args()
     with tempfile.TemporaryDirectory(prefix="corerl-recovery-") as name:
         reports = [globals()[part](args, Path(name) / part) for part in args.part]
-    finish(
-        Report(
-            name="recovery",
-            size="; ".join(dict.fromkeys(report.size for report in reports)),
-            comparisons=[each for report in reports for each in report.comparisons],
-            numbers=[each for report in reports for each in report.numbers],
-            note="Seconds are from outside: until the step's line is in metrics.jsonl.",
-        ),
-        args.output,
-    )
+    note = "Seconds are from outside: until the step's line is in metrics.jsonl."
+    finish(evolve(joined("recovery", reports), note=note), args.output)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 from attrs import asdict, field, frozen
 
+DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("corerl", "torch", "ray", "transformers", "numpy", "pluggy")
 
@@ -131,6 +132,21 @@ def finish(report: Report, output: str | None) -> None:
         Path(output).write_text(json.dumps(asdict(report)))
     else:
         print(table([report]))
+
+
+def joined(name: str, reports: Sequence[Report]) -> Report:
+    """Of several cases or parts of one benchmark."""
+    versions: dict[str, str] = {}
+    for report in reports:
+        versions |= report.versions
+    return Report(
+        name=name,
+        size="; ".join(dict.fromkeys(report.size for report in reports)),
+        comparisons=[each for report in reports for each in report.comparisons],
+        numbers=[each for report in reports for each in report.numbers],
+        note=" ".join(dict.fromkeys(filter(None, (report.note for report in reports)))),
+        versions=versions,
+    )
 
 
 def load(path: Path) -> Report:

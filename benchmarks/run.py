@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other, each in its own process, and write one markdown file.
 
 python -m benchmarks.run --output benchmarks/results/two-cores.md
-python -m benchmarks.run --only dispatch fsdp_step --rounds 3 --trial
+python -m benchmarks.run --only dispatch train_step --rounds 3 --trial
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Report, document, environment, load
 
-# Name -> arguments of a trial, which only shows that the benchmark runs.
+# Command -> arguments of a trial, which only shows that the benchmark runs.
 BENCHMARKS = {
     "dispatch": ["--size", "64", "--calls", "20"],
     "plugins": ["--size", "2", "--calls", "100", "--starts", "1"],
     "packing": ["--size", "500"],
     "episodes": ["--size", "16"],
-    "fsdp_step": ["--size", "64", "--steps", "2"],
-    "weight_update": ["--size", "1", "--updates", "1"],
-    "delta_update": ["--size", "2", "--bucket-mib", "2"],
+    "train_step fsdp-cpu fsdp-cpu-4m": ["--tiny"],
+    "weight_update collective-cpu delta-cpu": ["--tiny"],
     "quickstart": ["--size", "5"],
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
+    names = [name.split()[0] for name in BENCHMARKS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--rounds", type=int, help="of every benchmark, instead of each one's own")
     parser.add_argument("--trial", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
@@ -40,14 +40,17 @@ def main() -> int:
     reports: list[Report] = []
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="corerl-benchmarks-") as scratch:
-        for name in args.only:
+        for words, trial in BENCHMARKS.items():
+            name, *cases = words.split()
+            if name not in args.only:
+                continue
             print(f"{name} ...", file=sys.stderr, flush=True)
             found = Path(scratch) / f"{name}.json"
-            command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(found)]
+            command = [sys.executable, "-m", f"benchmarks.{name}", *cases, "--output", str(found)]
             if args.rounds:
                 command += ["--rounds", str(args.rounds)]
             if args.trial:
-                command += BENCHMARKS[name]
+                command += trial
             code = subprocess.run(command, cwd=ROOT, env=environment()).returncode
             if code == 0:
                 reports.append(load(found))

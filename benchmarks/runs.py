@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,10 +19,18 @@ from attrs import frozen
 
 from benchmarks.report import ROOT
 from benchmarks.report import environment as own_environment
+from benchmarks.shapes import SHAPES
 
-LOOK_SECONDS = 0.02  # between two looks at a run
+POLL_SECONDS = 0.02
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
 MAIN = "corerl.cli.main:main"
+# The quickstart's shards and sums of gradients are for its small model.
+LARGE = ("backends.fsdp.shard_size=0", "backends.fsdp.sync=every")
+FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+TIMES = re.compile("time/|idle/")
 # What makes SGLang's server start sooner, and what works without its own kernels for attention.
 SERVER = {
     "sampling_backend": "pytorch",
@@ -126,13 +135,13 @@ class Watched:
         """The engines' servers: processes that lead a session of their own."""
         return [pid for pid in self.processes() if pid != self.process.pid and _leads(pid)]
 
-    def wait(self, deadline: float, look: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
-        """Until it ends, or `deadline` seconds after its start, or `look`, which is called every few milliseconds
+    def wait(self, deadline: float, check: Callable[[Watched], bool | None] = lambda watched: None) -> Ended:
+        """Until it ends, or `deadline` seconds after its start, or `check`, which is called every few milliseconds
         meanwhile, says with True that it has seen enough."""
         while (status := self.process.poll()) is None and time.monotonic() - self._began < deadline:
-            if look(self):
+            if check(self):
                 break
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         lines = self.lines()
         return Ended(
             status=status,
@@ -152,6 +161,25 @@ def value(given: Any) -> str:
     if isinstance(given, list):
         return "[" + ",".join(map(value, given)) + "]"
     return f"'{given}'" if isinstance(given, str) else str(given)
+
+
+def shape_settings(shape: str, *, micro_batch: int) -> list[str]:
+    """A model of this shape with random weights, trained in bfloat16 on GPUs."""
+    fields = {name: each for name, each in SHAPES[shape].items() if name in FIELDS}
+    return [
+        *(f"model.config.{name}={value(each)}" for name, each in fields.items()),
+        *("model.config.max_position_embeddings=4096", "model.config.initializer_range=0.02"),
+        *("cluster.device=cuda", "train.precision=bfloat16", f"train.tokens_per_micro_batch={micro_batch}"),
+    ]
+
+
+def say_steps(ended: Ended, *, well: bool) -> None:
+    """What each step took, and if the run did not end well, why."""
+    if not well:
+        print(f"the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
+    for number, step in enumerate(ended.steps):
+        took = (f"{name.removeprefix('time/')} {each:.3g}" for name, each in step.items() if TIMES.match(name))
+        print(f"step {number}, in seconds: {', '.join(took)}", flush=True)
 
 
 def sglang(*, launcher: str = "", **options: Any) -> list[str]:

@@ -21,14 +21,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import ray
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from benchmarks.empty_backend import empty_result
 from benchmarks.packing import arrays_of, forget_peak, status
@@ -55,6 +55,7 @@ from corerl.trainer.shared import share
 from corerl.types import ForwardResult, Output, ParallelLayout, SampleBatch, Step, offsets_of
 
 T = TypeVar("T")
+Row: TypeAlias = dict[str, float]  # by column
 
 GROUP = 8  # samples of a prompt
 PROMPT = (64, 257)  # tokens, from and to
@@ -85,31 +86,6 @@ class Clock:
         return result
 
 
-@frozen(kw_only=True)
-class Batch:
-    """What the driver has done before ranks come into it."""
-
-    samples: SampleBatch
-    seconds: Mapping[str, float]
-    peak: float  # bytes of this process, as it made the batch of the engines' answers
-
-
-@frozen(kw_only=True)
-class Row:
-    """A step of one batch for one number of ranks."""
-
-    tokens: int
-    ranks: int
-    dp_size: int
-    seconds: Mapping[str, float]  # of the driver
-    rank_seconds: float  # of dp rank 0, to pack its micro-batches of all five passes
-    put: int  # bytes
-    pulled: int  # bytes, by the node that pulls most
-    whole: int  # bytes that each node would pull of two whole batches: for the forward pass, and for the steps
-    calls: int  # bytes of the arguments of all calls
-    peak: int  # bytes of the driver's process, with what it put into the store
-
-
 # ---- the batch -------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +111,9 @@ def answers(tokens: int) -> tuple[list[Prompt], GenerateRequest, Generation]:
     return [Prompt(index=index, text="?", answer="") for index in range(prompts)], request, generation
 
 
-def make_batch(tokens: int) -> Batch:
+def make_batch(tokens: int) -> tuple[SampleBatch, Row]:
+    """The samples, and what the driver did before ranks come into it; memory is the most that its process held as it
+    joined the engines' answers into a batch."""
     prompts, request, generation = answers(tokens)
     tokenizer, loop = character_tokenizer("abcdefghijklmnopqrstuvwxyz"), EventLoop("benchmark")
     context = SamplerContext(tokenizer=tokenizer, generate=_nobody, loop=loop, seed=0, params=request.params)
@@ -156,7 +134,7 @@ def make_batch(tokens: int) -> Batch:
     clock.time("metrics", lambda: _metrics(rollout, rewards))
     clock.time("metrics", lambda: recomputed_mismatch(samples))
     samples = clock.time("advantages", lambda: _with_advantages(samples, rewards, ALGORITHM.estimate))
-    return Batch(samples=samples, seconds=clock.seconds, peak=peak)
+    return samples, {**{f"{part}, s": took for part, took in clock.seconds.items()}, "memory, GiB": peak / 2**30}
 
 
 def _metrics(rollout: Rollout, rewards: Any) -> None:
@@ -255,9 +233,10 @@ class Count:
         return max(nodes.values())
 
 
-def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each part, over the rounds."""
-    return {part: statistics.median(each[part] for each in rounds) for part in rounds[0]}
+def medians(rounds: Sequence[Row]) -> Row:
+    """Of seconds; memory and bytes are those of the last round."""
+    seconds = {name: statistics.median(row[name] for row in rounds) for name in rounds[0] if name.endswith(", s")}
+    return {**rounds[-1], **seconds}
 
 
 def layouts_of(ranks: int, dp_size: int) -> list[ParallelLayout]:
@@ -269,8 +248,9 @@ def layouts_of(ranks: int, dp_size: int) -> list[ParallelLayout]:
     ]
 
 
-def measure(batch: Batch, reader: Any, *, ranks: int, dp_size: int) -> Row:
-    samples, clock, count = batch.samples, Clock(), Count()
+def measure(samples: SampleBatch, reader: Any, *, ranks: int, dp_size: int) -> Row:
+    """A step of this batch for so many ranks."""
+    clock, count = Clock(), Count()
     processes = Ranks(layouts_of(ranks, dp_size), reader)
     group = TrainGroup(
         processes,  # type: ignore[arg-type]  # all that a group asks of its processes
@@ -297,98 +277,44 @@ def measure(batch: Batch, reader: Any, *, ranks: int, dp_size: int) -> Row:
     clock.seconds["samples to ranks"] -= processes.calling
     clock.seconds["results"] -= processes.answering
     clock.seconds["calls"] = processes.calling
-    return Row(
-        tokens=len(samples.tokens),
-        ranks=ranks,
-        dp_size=dp_size,
-        seconds=clock.seconds,
-        rank_seconds=count.packing,
-        put=sum(count.pieces.values()),
-        pulled=count.pulled,
-        whole=2 * sum(array.nbytes for array in arrays_of(samples)),
-        calls=count.calls,
-        peak=status("VmHWM"),
-    )
+    driver = {f"{part}, s": clock.seconds[part] for part in ("plans", "samples to ranks", "calls", "results")}
+    return {
+        "tokens": len(samples.tokens) / 1e6,
+        "ranks": ranks,
+        "dp": dp_size,
+        **driver,
+        "all, s": sum(driver.values()),
+        "put, GB": sum(count.pieces.values()) / 1e9,
+        "a node pulls, MB": count.pulled / 1e6,
+        "of whole batches, MB": 2 * sum(array.nbytes for array in arrays_of(samples)) / 1e6,
+        "arguments, MB": count.calls / 1e6,
+        "a rank packs, s": count.packing,
+        "memory, GiB": status("VmHWM") / 2**30,
+    }
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the tables ------------------------------------------------------------------------------------------------------
 
-BEFORE = ("batch", "texts", "metrics", "advantages")
-PARTS = ("plans", "samples to ranks", "calls", "results")
-
-
-def table_of_batches(batches: Mapping[int, Mapping[str, float]]) -> str:
-    """Seconds before ranks come into it, by tokens; with the memory in GiB."""
-    head = ["tokens", *(f"{part}, s" for part in BEFORE), "memory, GiB"]
-    return _table(
-        head, [[_millions(n), *(_short(each[part]) for part in (*BEFORE, "peak"))] for n, each in batches.items()]
-    )
-
-
-def table_of_rows(rows: Sequence[Row]) -> str:
-    head = ["tokens", "ranks", "dp", *(f"{part}, s" for part in PARTS), "all, s", "put, GB"]
-    head += ["a node pulls, MB", "of whole batches, MB", "arguments, MB", "a rank packs, s", "memory, GiB"]
-    return _table(
-        head,
-        [
-            [
-                _millions(row.tokens),
-                f"{row.ranks:,}",
-                f"{row.dp_size:,}",
-                *(_short(row.seconds[part]) for part in PARTS),
-                _short(sum(row.seconds.values())),
-                _short(row.put / 1e9),
-                _short(row.pulled / 1e6),
-                _short(row.whole / 1e6),
-                _short(row.calls / 1e6),
-                _short(row.rank_seconds),
-                _short(row.peak / 2**30),
-            ]
-            for row in rows
-        ],
-    )
+ABOUT = f"""
+One step: {MINI_BATCHES} optimizer steps and a forward pass of GRPO, in groups of {GROUP}, prompts of {PROMPT[0]} to
+{PROMPT[1] - 1} tokens and responses of 1 to {RESPONSE:,}. Nodes have {NODE} ranks, and none of them is there: one
+process is called in the place of all, and does nothing with what it is given. Seconds are medians of the rounds; tokens
+are millions. *texts*: responses decoded, by a tokenizer of one token a character. *samples to ranks*: the plan of the
+forward pass, cutting the batch into what each node reads, and putting that into Ray's object store. *calls*: Ray's
+submission of all calls. *results*: the log-probs of all ranks as one column, and merged metrics. *put*: bytes in
+the store. *of whole batches*: what each node would pull of whole batches, once for the forward pass and once for the
+steps. *arguments*: of all calls, without the samples. *a rank packs*: micro-batches of all five passes, on one rank.
+*memory*: the most that the driver held, with what it put into the store.
+"""
 
 
-def _millions(tokens: int) -> str:
-    return f"{tokens / 1e6:.1f} M"
+def table(rows: Sequence[Row]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([_short(each) for each in row.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-STEP = f"""
-One step: {MINI_BATCHES} optimizer steps and a forward pass of GRPO, in groups of {GROUP}, prompts of {PROMPT[0]} to
-{PROMPT[1] - 1} tokens and responses of 1 to {RESPONSE:,}. Nodes have {NODE} ranks, and none of them is there: one
-process is called in the place of all, and does nothing with what it is given. Seconds are medians of the rounds.
-"""
-OF_BATCHES = """
-*batch*: prompts and responses joined into one `SampleBatch`. *texts*: responses decoded, by a tokenizer of one token a
-character. *metrics*: of samples, staleness, and log-probs recomputed. *memory*: the most that the process held as it
-joined the batch, the answers of the engines included.
-"""
-OF_ROWS = """
-*plans*: of the optimizer steps. *samples to ranks*: the plan of the forward pass, cutting the batch into what each node
-reads, and putting that into Ray's object store. *calls*: Ray's submission of all calls. *results*: the log-probs of all
-ranks as one column, and merged metrics. *put*: bytes written to the store. *of whole batches*: what each node pulled
-when a batch was put as a whole, once for the forward pass and once for the steps. *arguments*: of all calls, beside the
-samples. *a rank packs*: micro-batches of all five passes, on one rank. *memory*: the most that the driver held, what it
-put into the store included.
-"""
-
-
-def document(batches: Mapping[int, Mapping[str, float]], rows: Sequence[Row], *, command: str, load: float) -> str:
-    facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
-    facts |= {"load average before": f"{load:.1f}", "commit": commit(), "command": f"`{command}`"}
-    before = ["## Before ranks come into it", table_of_batches(batches), OF_BATCHES.strip()]
-    by_ranks = ["## By number of ranks", table_of_rows(rows), OF_ROWS.strip()]
-    parts = ["# The driver's work in a step", _table(["", ""], list(facts.items())), STEP.strip(), *before, *by_ranks]
-    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -399,29 +325,26 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    batches: dict[int, Mapping[str, float]] = {}
+    batches: list[Row] = []
     rows: list[Row] = []
     with ray_session(address="", cpus=1):
         reader: Any = ray.remote(Reader).remote()
         for tokens in args.tokens:
-            seconds = [make_batch(int(tokens)).seconds for _ in range(args.rounds - 1)]
-            batch = make_batch(int(tokens))
-            each = medians([*seconds, batch.seconds])
-            batches[len(batch.samples.tokens)] = {**each, "peak": batch.peak / 2**30}
+            before = [make_batch(int(tokens))[1] for _ in range(args.rounds - 1)]
+            samples, last = make_batch(int(tokens))
+            batches.append({"tokens": len(samples.tokens) / 1e6, **medians([*before, last])})
             for ranks in args.ranks:
                 for dp_size in (ranks // NODE, ranks):
-                    found = [measure(batch, reader, ranks=ranks, dp_size=dp_size) for _ in range(args.rounds)]
-                    rows.append(
-                        evolve(
-                            found[-1],
-                            seconds=medians([row.seconds for row in found]),
-                            rank_seconds=statistics.median(row.rank_seconds for row in found),
-                        )
-                    )
-                    print(table_of_rows(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-            del batch
-    command = shlex.join(["python", "-m", "benchmarks.scale", *sys.argv[1:]])
-    text = document(batches, rows, command=command, load=load)
+                    found = [measure(samples, reader, ranks=ranks, dp_size=dp_size) for _ in range(args.rounds)]
+                    rows.append(medians(found))
+                    print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+            del samples
+    facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
+    facts |= {"load average before": f"{load:.1f}", "commit": commit()}
+    facts["command"] = f"`{shlex.join(['python', '-m', 'benchmarks.scale', *sys.argv[1:]])}`"
+    parts = ["# The driver's work in a step", *(f"- {name}: {value}" for name, value in facts.items()), ABOUT.strip()]
+    parts += ["## Before ranks come into it", table(batches), "## By number of ranks", table(rows)]
+    text = "\n\n".join(parts) + "\n"
     if args.output:
         args.output.write_text(text)
     else:

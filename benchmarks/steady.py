@@ -19,17 +19,17 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from attrs import define, field
 
 from benchmarks.report import Number, Report, finish
-from benchmarks.runs import Ended, Watched, sglang
+from benchmarks.runs import Ended, Watched, say_steps, sglang
 
 MIB = 2**20
-LOOK_MS = 20
+SAMPLE_SECONDS = 0.02
 WARM = 10  # steps, or a third of them where there are few
 TARGET = 1.0  # MiB a step
 UNTOLD = "cannot report what it has loaded"
@@ -41,24 +41,14 @@ SHAPE = [
 ]
 
 
-@define
-class Seen:
-    """What was measured in one step, in MiB."""
-
-    gpu: list[float] = field(factory=list)
-    host: list[float] = field(factory=list)
-    shared: list[float] = field(factory=list)
-    processes: dict[str, float] = field(factory=dict)  # the last look
-
-
-class Looking:
-    """Looks at a run's memory in a thread of its own, by step."""
+class Watch:
+    """Samples a run's memory in threads of its own: MiB by what it is of, and by step."""
 
     def __init__(self, run: Watched) -> None:
         self._run, self._step, self._over = run, 0, threading.Event()
-        self.seen: dict[int, Seen] = defaultdict(Seen)
-        self._known: tuple[float, dict[int, str]] = 0.0, {}
-        self._threads = [threading.Thread(target=self._host), threading.Thread(target=self._gpu)]
+        self.seen: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._pids: tuple[float, dict[int, str]] = 0.0, {}
+        self._threads = [threading.Thread(target=self._sample, args=(read,)) for read in (self._gpu, self._host)]
         for thread in self._threads:
             thread.start()
 
@@ -70,37 +60,28 @@ class Looking:
         for thread in self._threads:
             thread.join()
 
-    def _gpu(self) -> None:
-        devices = range(torch.cuda.device_count())
-        while devices and not self._over.wait(LOOK_MS / 1000):
-            used = []
-            for device in devices:
-                free, total = torch.cuda.mem_get_info(device)
-                used.append((total - free) / MIB)
-            self.seen[self._step].gpu.append(max(used))
+    def _sample(self, read: Callable[[], dict[str, float]]) -> None:
+        while not self._over.wait(SAMPLE_SECONDS):
+            for what, mib in read().items():
+                self.seen[what][self._step].append(mib)
 
-    def _host(self) -> None:
-        while not self._over.wait(LOOK_MS / 1000):
-            seen, sizes = self.seen[self._step], self._private()
-            if sizes:
-                seen.host.append(sum(sizes.values()))
-                seen.processes = sizes
-                free = os.statvfs("/dev/shm")
-                seen.shared.append((free.f_blocks - free.f_bfree) * free.f_frsize / MIB)
+    def _gpu(self) -> dict[str, float]:
+        pairs = [torch.cuda.mem_get_info(device) for device in range(torch.cuda.device_count())]
+        return {"GPU": max((total - free) / MIB for free, total in pairs)} if pairs else {}
 
-    def _private(self) -> dict[str, float]:
-        """MiB that each process has for itself, by pid and name."""
-        if time.monotonic() - self._known[0] > 1.0:
-            self._known = time.monotonic(), self._run.processes()
-        sizes = {}
-        for pid, name in self._known[1].items():
+    def _host(self) -> dict[str, float]:
+        """What all processes have for themselves, and what they share."""
+        if time.monotonic() - self._pids[0] > 1.0:
+            self._pids = time.monotonic(), self._run.processes()
+        kib = 0
+        for pid in self._pids[1]:
             try:
                 lines = Path(f"/proc/{pid}/status").read_text().splitlines()
             except OSError:  # it has ended meanwhile
                 continue
-            kib = [int(line.split()[1]) for line in lines if line.startswith("RssAnon")]
-            sizes[f"{pid} {name[:60]}"] = sum(kib) / 1024
-        return sizes
+            kib += sum(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+        free = os.statvfs("/dev/shm")
+        return {"host, all processes": kib / 1024, "/dev/shm": (free.f_blocks - free.f_bfree) * free.f_frsize / MIB}
 
 
 def slope(values: list[float]) -> float:
@@ -122,22 +103,15 @@ def settings(args: argparse.Namespace) -> list[str]:
     return [*common, "cluster.device=cuda", "train.precision=bfloat16", *SHAPE, *engine, *args.set]
 
 
-def report(args: argparse.Namespace, ended: Ended, seen: dict[int, Seen], command: str) -> Report:
+def report(args: argparse.Namespace, ended: Ended, watch: Watch, command: str) -> Report:
     steps = len(ended.steps)
     warm = min(WARM, steps // 3)
-    counted = [seen[step] for step in range(warm, steps) if seen[step].host]
     rows = []
-    for what, part in (("GPU", "gpu"), ("host, all processes", "host"), ("/dev/shm", "shared")):
-        of_steps = [values for each in counted if (values := getattr(each, part))]
+    for what, seen in watch.seen.items():
         for name, pick in (("largest", max), ("smallest", min)):
-            values = [pick(each) for each in of_steps]
-            if values:
+            if values := [pick(seen[step]) for step in range(warm, steps) if seen[step]]:
                 rows.append(Number(what=f"{what}: {name} of each step", values=values, unit="MiB"))
                 rows.append(Number(what="its growth a step", values=[slope(values)], unit="MiB", target=TARGET))
-    if counted:
-        first, last = counted[0].processes, counted[-1].processes
-        grown = sorted(((last[name] - first[name], name) for name in first.keys() & last.keys()), reverse=True)
-        rows += [Number(what=f"grew since step {warm}: {name}", values=[size], unit="MiB") for size, name in grown[:5]]
     verified = 0 if UNTOLD in " ".join(ended.output.split()) else steps + 1  # one before the first step
     rows.append(Number(what="steps done", values=[steps], unit="steps"))
     rows.append(Number(what="updates whose weights were verified in the engine", values=[verified], unit="updates"))
@@ -146,7 +120,7 @@ def report(args: argparse.Namespace, ended: Ended, seen: dict[int, Seen], comman
         name="steady",
         size=f"{steps} colocated steps, {args.backend}, {'a CPU' if args.tiny else 'one GPU'}",
         numbers=rows,
-        note=f"`{command}`. Growth is over the last {len(counted)} steps. A run ends if its engine holds other weights "
+        note=f"`{command}`. Growth is over the last {steps - warm} steps. A run ends if its engine holds other weights "
         "than it was sent; this one " + ("ended well." if ended.status == 0 else f"ended with {ended.status}."),
     )
 
@@ -164,14 +138,14 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="steady-") as directory,
         Watched(*settings(args), directory=Path(directory)) as run,
     ):
-        looking = Looking(run)
+        watch = Watch(run)
         try:
-            ended = run.wait(args.deadline, looking.step)
+            ended = run.wait(args.deadline, watch.step)
         finally:
-            looking.close()
+            watch.close()
         if ended.status != 0:
-            print(f"the run ended with {ended.status} after {len(ended.steps)} steps:\n{ended.output[-4000:]}")
-        finish(report(args, ended, looking.seen, run.command), args.output)
+            say_steps(ended, well=False)
+        finish(report(args, ended, watch, run.command), args.output)
     return 0 if ended.status == 0 and len(ended.steps) == args.steps else 1
 
 

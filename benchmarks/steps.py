@@ -1,24 +1,31 @@
-"""What benchmarks of training steps share: model shapes, their FLOPs, quick weights, a rank of the plugin, a clock.
+"""What benchmarks of training steps share: the work of a step, its FLOPs, quick weights, a rank of the plugin, a clock.
 
 Model FLOPs of an optimizer step, as in `flops`: 6 N T + 6 L H sum(s^2). N are the parameters in the matrices that a
 token passes through: all except the embedding, and of the experts the chosen ones. The second term is causal attention:
 12 L H T s / 2 for T tokens in sequences of s each, with H the width of all query heads together. Recomputation is not
 counted. MFU is these FLOPs over seconds x GPUs x 989 TFLOP/s, the dense bf16 peak of an H100 or H200, also for FP8.
+
+Run as a program, it is a rank that `in_ranks` has started.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
+import pickle
 import platform
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,11 +37,13 @@ from torch import Tensor
 
 from benchmarks.report import commit
 from benchmarks.samples import make_batch, plan_one_step
+from benchmarks.shapes import tiny_shape
 from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.config.structuring import structure
 from corerl.data.packing import pack
 from corerl.memory.cache import lone_rank_options
 from corerl.plugin.registry import Kind, load
+from corerl.trainer.worker import Worker
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
 from corerl.weights.chunks import Chunk
 from corerl_testing.harness import Setup, make_worker
@@ -45,62 +54,23 @@ CLIP, ENTROPY = 0.2, 0.01
 OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
 ENDED_WITHIN = 45.0  # seconds, of which torchrun gives its ranks 30
 TIMEOUT = 600.0  # seconds that a rank waits for another: the first step compiles
-TARGET = 0.97  # of the bare loop's tokens a second
-DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
-
-COMMON = {
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-QWEN3_8B = {
-    **COMMON,
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-}
-QWEN3_600M = {
-    **QWEN3_8B,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
-}
-SLICE = {**QWEN3_8B, "num_hidden_layers": 8}  # 2.79 B parameters
-TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
-TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
 @frozen(kw_only=True)
 class Work:
-    """A model, how it is laid out, and the samples of one step."""
+    """A model, how it is laid out, the samples of one step, and who trains it."""
 
     what: str
     fields: Mapping[str, Any]  # of the model's config
+    backend: str = "fsdp"
+    loop: str = "plugin"  # or a bare loop, a key of LOOPS in bare_BACKEND.py
+    options: Mapping[str, Any] = field(factory=dict)  # the backend's, or the bare loop's
     ranks: int = 1
-    options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     precision: str = "bfloat16"
     recompute: str = "none"
     layout: str = "auto"
     sequence: int = 2048  # tokens of each sample
+    lengths: tuple[int, ...] = ()  # of each sample, where they differ; `sequence` and `micro_batches` do not count then
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
     device: str = "cuda"
@@ -108,25 +78,36 @@ class Work:
 
     def samples(self, dp_size: int) -> IntArray:
         """[B] tokens of each sample of a step."""
+        if self.lengths:
+            return np.array(self.lengths)
         return np.full(self.tokens // self.sequence * self.micro_batches * dp_size, self.sequence)
 
-    def loss(self, *, entropy: bool) -> LossSpec:
+    def loss(self, *, entropy: bool = False) -> LossSpec:
         return LossSpec(
             name="clipped",
             params={"clip_low": CLIP, "clip_high": CLIP, "entropy_coef": ENTROPY if entropy else 0.0},
             outputs=(Output.LOGPROBS, Output.ENTROPY) if entropy else (Output.LOGPROBS,),
         )
 
-    def on_cpu(self) -> dict[str, Any]:
-        """What differs where the same work is done tiny, on a CPU."""
-        sequence = 32
-        return {
-            "fields": {**self.fields, **TINY, **(TINY_EXPERTS if "num_experts" in self.fields else {})},
-            "precision": "float32",
-            "sequence": sequence,
-            "tokens": sequence * (self.tokens // self.sequence),
-            "device": "cpu",
-        }
+    @property
+    def tiny(self) -> Work:
+        """The same work in a size for CPUs, where nothing is compiled: that takes a minute and says nothing."""
+        left_out = ("fp8", "fp8_recipe", "cpu_adam", "bias_dropout_fusion")
+        options = {name: value for name, value in self.options.items() if name not in left_out}
+        options |= {"compile": False} if self.backend == "fsdp" else {}
+        options |= {"transformer": "torch"} if self.backend == "megatron" and self.loop == "plugin" else {}
+        lengths = tuple(max(4, length // 16) for length in self.lengths[:40])
+        tokens = max(sum(lengths) // 2, *lengths) if lengths else 32 * (self.tokens // self.sequence)
+        return evolve(
+            self,
+            fields=tiny_shape(self.fields),
+            options=options,
+            precision="float32",
+            sequence=32,
+            lengths=lengths,
+            tokens=tokens,
+            device="cpu",
+        )
 
 
 def flops(fields: Mapping[str, Any], lengths: IntArray) -> float:
@@ -144,10 +125,10 @@ def flops(fields: Mapping[str, Any], lengths: IntArray) -> float:
 
 
 class QuickWeights:
-    """Random weights, drawn on the device where they are used, the same for every layout: a tensor is drawn whole, by
-    its name, and cut. CoreRL's own source draws each value by its place, on the CPU.
+    """Random weights, made on the device where they are used, the same for every layout: a tensor is made whole, by
+    its name, and cut. CoreRL's own source makes each value by its place, on the CPU.
 
-    All are numbers of bfloat16: from others float32 masters would begin beside what the bare loop's begin at."""
+    All are numbers of bfloat16: from others float32 masters would not begin where the bare loop's begin."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
@@ -168,48 +149,77 @@ class QuickWeights:
         return self.read(name, [0] * len(shape), shape)
 
 
-class Plugin:
-    """A rank of a run, without Ray: CoreRL's worker with the backend in it."""
+def quick_worker(setup: Setup, **more: Any) -> Worker:
+    """A rank of a run, without Ray, with quick weights. `more` changes what a run says to its workers."""
+    worker = make_worker(setup)
+    worker.config = evolve(worker.config, timeout=TIMEOUT, **more)
 
-    def __init__(self, backend: str, work: Work, options: Mapping[str, Any]) -> None:
-        setup = Setup(
-            backend=backend,
-            model="",
-            fields=work.fields,
-            train=TrainConfig(
-                tokens_per_micro_batch=work.tokens,
-                precision=work.precision,  # type: ignore[arg-type]  # a name, as of every case
-                recompute=work.recompute,  # type: ignore[arg-type]
-                layout=work.layout,  # type: ignore[arg-type]
-                optimizer=OPTIMIZER,
-            ),
-            options=options,
-            weights=WeightsConfig(),
-            device=work.device,
-            lora=work.lora,
+    def weights(chunks: Sequence[Chunk]) -> QuickWeights:
+        return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, worker.backend.device)
+
+    with mock.patch.object(worker.backend, "initial_weights", weights):
+        worker.init("127.0.0.1", 0)
+    return worker
+
+
+class Plugin:
+    """The worker of one rank, which trains."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self.worker = quick_worker(
+            Setup(
+                backend=work.backend,
+                model="",
+                fields=work.fields,
+                train=train_config(work),
+                options=work.options,
+                weights=WeightsConfig(),
+                device=work.device,
+                lora=work.lora,
+            )
         )
-        self.worker = make_worker(setup)
-        self.worker.config = evolve(self.worker.config, timeout=TIMEOUT)
-        with mock.patch.object(self.worker.backend, "initial_weights", self._weights):
-            self.layout = self.worker.init("127.0.0.1", 0).layout
+        self.layout = self.worker.backend.layout
         self._steps = 0
 
-    def _weights(self, chunks: Sequence[Chunk]) -> QuickWeights:
-        return QuickWeights({chunk.name: chunk.shape for chunk in chunks}, self.worker.backend.device)
+    @property
+    def batch(self) -> PackedBatch:
+        """This rank's share of a step."""
+        layout = self.layout
+        return packed_batch(
+            self._work,
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            sequence_multiple=layout.sequence_multiple,
+        )
 
-    def train(self, batch: PackedBatch, loss: LossSpec) -> float:
+    def train(self, batch: PackedBatch, *, entropy: bool = False) -> float:
         """The gradient's norm before it is clipped."""
         step = Step(optimizer_step=self._steps, rollout_step=self._steps, lr=OPTIMIZER.lr)
         self._steps += 1
-        return self.worker.train_on(batch=batch, loss=loss, step=step).grad_norm
+        return self.worker.train_on(batch=batch, loss=self._work.loss(entropy=entropy), step=step).grad_norm
+
+    def close(self) -> None:
+        self.worker.shutdown("measured")
+
+
+def train_config(work: Work) -> TrainConfig:
+    return TrainConfig(
+        tokens_per_micro_batch=work.tokens,
+        precision=work.precision,  # type: ignore[arg-type]  # a name, as of every case
+        recompute=work.recompute,  # type: ignore[arg-type]
+        layout=work.layout,  # type: ignore[arg-type]
+        optimizer=OPTIMIZER,
+    )
 
 
 def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: int = 1) -> PackedBatch:
-    """A dp rank's share of a step, its micro-batches made once."""
-    samples = make_batch(work.samples(dp_size), prompt=work.sequence // 8, vocab=work.fields["vocab_size"])
+    """A dp rank's share of a step, packed once."""
+    lengths = work.samples(dp_size)
+    samples = make_batch(lengths, prompt=max(1, int(lengths.min()) // 8), vocab=work.fields["vocab_size"])
     plan = plan_one_step(samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens)
     batch = pack(samples, plan.share(dp_rank), sequence_multiple=sequence_multiple)
-    if batch.count != work.micro_batches or work.sequence % sequence_multiple:
+    if not work.lengths and (batch.count != work.micro_batches or work.sequence % sequence_multiple):
         raise ValueError(
             f"{batch.count} micro-batches of sequences padded to {sequence_multiple}; the case wants "
             f"{work.micro_batches} without padding"
@@ -252,10 +262,9 @@ def timed(
 
 
 def meet(device: torch.device) -> None:
-    if dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros((), device=device))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
 
 
 def device_of(work: Work) -> torch.device:
@@ -266,14 +275,17 @@ def allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def outside(device: torch.device) -> float:
-    """GiB of the device that are in use and not torch's: the context, loaded kernels, NCCL's buffers."""
+def used(device: torch.device) -> int:
+    """Bytes of the device that are in use, as its driver says."""
     if device.type == "cpu":
-        return 0.0
-    torch.zeros(1, device=device)
-    torch.cuda.synchronize(device)
+        return 0
     free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / GIB
+    return total - free
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 # ---- a process of a benchmark ----------------------------------------------------------------------------------------
@@ -294,31 +306,59 @@ def facts(work: Work, *packages: str) -> dict[str, str]:
     return found
 
 
-def environment(backend: str, work: Work, options: Mapping[str, Any]) -> Mapping[str, str]:
+def environment(work: Work) -> Mapping[str, str]:
     """What a run would give each of its processes. Ends the program where the spec has objections."""
-    loaded = load(Kind.BACKENDS, backend)
-    config = structure(dict(options), loaded.spec.config, path=f"backends.{backend}")
+    loaded = load(Kind.BACKENDS, work.backend)
+    config = structure(dict(work.options), loaded.spec.config, path=f"backends.{work.backend}")
     cluster = ClusterInfo(device=work.device, ranks=work.ranks, model=work.fields)
     if problems := list(loaded.spec.check(config, cluster)):
         sys.exit("; ".join(f"{problem.path}: {problem.text}" for problem in problems))
     return loaded.spec.environment(config, cluster)
 
 
-def run_ranks(command: Sequence[str], *, more: Mapping[str, str], limit: float) -> str:
-    """Start a program, maybe a torchrun's, in this environment with `more`: why it failed, "" where it did not. It is
-    ended after `limit` seconds, and its ranks with it."""
-    process = subprocess.Popen(command, env={**more, **os.environ}, start_new_session=True)
-    try:
-        code = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # ranks have sessions of their own: torchrun ends them
+def in_ranks(call: str, *args: Any, work: Work, limit: float) -> Any:
+    """What `call`, a 'module:function', returns on the first of the work's ranks, in processes of their own, in which
+    it has to `join`. Raises RuntimeError if one fails, or is not done after `limit` seconds. `work` is the plugin's.
+    """
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)]
+    threads = max(1, (os.cpu_count() or 1) // work.ranks)  # AdamW's, where it is on the host
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        asked, answer = Path(directory) / "asked", Path(directory) / "answer"
+        asked.write_bytes(pickle.dumps((call, args)))
+        command = [
+            sys.executable,
+            *(ranks if work.ranks > 1 else []),
+            "-m",
+            "benchmarks.steps",
+            str(asked),
+            str(answer),
+        ]
+        env = {"OMP_NUM_THREADS": str(threads), **environment(work), **os.environ}
+        process = subprocess.Popen(command, env=env, start_new_session=True)
         try:
-            process.wait(ENDED_WITHIN)
+            code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        return f"it was not done after {limit:.0f} s"
-    return "" if code == 0 else f"exit status {code}"
+            process.terminate()  # ranks have sessions of their own: torchrun ends them
+            try:
+                process.wait(ENDED_WITHIN)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            raise RuntimeError(f"it was not done after {limit:.0f} s") from None
+        if code:
+            raise RuntimeError(f"exit status {code}")
+        return pickle.loads(answer.read_bytes())
+
+
+def main(asked: str, answer: str) -> None:
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of names that DeepSpeed calls and torch will change
+    call, args = pickle.loads(Path(asked).read_bytes())
+    module, _, function = call.partition(":")
+    found = getattr(importlib.import_module(module), function)(*args)
+    if dist.get_rank() == 0:
+        Path(answer).write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
 
 
 def join(work: Work) -> None:
@@ -333,3 +373,9 @@ def join(work: Work) -> None:
         store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timeout)
         options = lone_rank_options(timeout) if work.device == "cuda" else None  # as a run's worker
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, pg_options=options)
+
+
+if __name__ == "__main__":
+    from benchmarks import steps  # not as __main__: what is pickled here names its module
+
+    steps.main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""`python -m fuzz --minutes 60 --seed 0 [--only KIND]`: try drawn cases until the time is up; keep what is found.
+"""`python -m fuzz --minutes 60 --seed 0 [--only KIND]`: try random cases until the time is up; keep what is found.
 
 Cases run in a forked child, some dozens in each, so that one that ends its process, or leaves something behind, is seen
 and costs the others nothing. A finding's smallest case is written to `fuzz/corpus/`, which tests/test_fuzz.py replays.
@@ -19,7 +19,6 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,14 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
-from fuzz.case import KINDS, Case, case_of
+from fuzz.case import KINDS, Case
 from fuzz.cases import STRATEGIES
-from fuzz.doors import WAITING, Finding, surroundings, try_case, try_from_outside
+from fuzz.doors import WAITING, Finding, surroundings, try_case
 from fuzz.inputs import write_inputs
 
 CORPUS = Path(__file__).parent / "corpus"
 INPUTS_OF_A_CHILD = 40
-STUCK = 2 * WAITING + 60  # seconds after which a case that hears no alarm is ended from outside
-
-
+STUCK = 2 * WAITING + 60  # seconds after which a case that does not react to its alarm is ended from outside
 SHRINKING = 50  # cases that are tried to make a finding smaller
 
 
@@ -53,10 +50,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS, default="")
-    parser.add_argument("--replay", nargs="*", metavar="FILE", help="try these cases of the corpus instead; none: all")
-    parser.add_argument("--processes", action="store_true", help="with --replay: as users start commands")
     args = parser.parse_args()
-    files = [Path(file).absolute() for file in args.replay or ()] or sorted(CORPUS.glob("*.json"))
     with tempfile.TemporaryDirectory(prefix="corerl-inputs-") as directory:
         inputs = Path(directory)
         write_inputs(inputs)
@@ -67,37 +61,24 @@ def main() -> int:
             command(["config", "check", "texts.toml"])
         gc.collect()
         gc.freeze()  # children neither walk nor copy what is there by now
-        if args.replay is not None:
-            return replay(files, inputs, try_from_outside if args.processes else try_case)
         return search(args.minutes, args.seed, [args.only] if args.only else list(KINDS), inputs)
-
-
-def replay(files: list[Path], inputs: Path, attempt: Callable[[Case, Path], Finding | None]) -> int:
-    left = 0
-    for file in files:
-        kept = json.loads(file.read_text())
-        with surroundings():
-            finding = attempt(case_of(kept["case"]), inputs)
-        left += finding is not None
-        print(f"{file.name}: {f'{finding.key}: {finding.text[-600:]}' if finding else 'answered well'}", flush=True)
-    return 1 if left else 0
 
 
 def search(minutes: float, first_seed: int, kinds: list[str], inputs: Path) -> int:
     started = time.monotonic()
     tried: collections.Counter[str] = collections.Counter()
     known: dict[str, str] = {}
-    number, told_at = 0, started
+    number, reported_at = 0, started
     while time.monotonic() - started < 60 * minutes:
         kind = kinds[number % len(kinds)]
-        for told in child(kind, first_seed, number, set(known), inputs):
-            tried[kind] += told.get("tried", 0)
-            if "key" in told and told["key"] not in known:
-                known[told["key"]] = kind
-                keep(told, first_seed, number)
+        for reported in child(kind, first_seed, number, set(known), inputs):
+            tried[kind] += reported.get("tried", 0)
+            if "key" in reported and reported["key"] not in known:
+                known[reported["key"]] = kind
+                keep(reported, first_seed, number)
         number += 1
-        if time.monotonic() > told_at + 60:
-            told_at = time.monotonic()
+        if time.monotonic() > reported_at + 60:
+            reported_at = time.monotonic()
             print(f"{(time.monotonic() - started) / 60:.1f} min: {dict(tried)}, {len(known)} findings", flush=True)
     found = collections.Counter(known.values())
     print(f"{sum(tried.values())} inputs in {minutes:g} minutes from seed {first_seed}: {dict(tried)}")
@@ -107,21 +88,21 @@ def search(minutes: float, first_seed: int, kinds: list[str], inputs: Path) -> i
     return 1 if known else 0
 
 
-def keep(told: dict[str, Any], first_seed: int, number: int) -> None:
-    name = f"{told['case']['kind']}-{zlib.crc32(told['key'].encode()):08x}.json"
-    content = {"found": told["key"], "seed": [first_seed, number], "case": told["case"]}
+def keep(reported: dict[str, Any], first_seed: int, number: int) -> None:
+    name = f"{reported['case']['kind']}-{zlib.crc32(reported['key'].encode()):08x}.json"
+    content = {"found": reported["key"], "seed": [first_seed, number], "case": reported["case"]}
     CORPUS.mkdir(exist_ok=True)
     (CORPUS / name).write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{name}: {told['key']}\n    {told['text'][-700:]}", flush=True)
+    print(f"{name}: {reported['key']}\n    {reported['text'][-700:]}", flush=True)
 
 
 # ---- a child ---------------------------------------------------------------------------------------------------------
 
 
 def child(kind: str, first_seed: int, number: int, known: set[str], inputs: Path) -> list[dict[str, Any]]:
-    """What a forked child tells of its cases; a child that dies or hangs tells its last case."""
+    """What a forked child reports of its cases; of one that dies or hangs, its last case."""
     scratch = Path(tempfile.mkdtemp(prefix="corerl-child-"))
-    now, told = scratch / "now", scratch / "told"
+    now, reported = scratch / "now", scratch / "reported"
     pid = os.fork()
     if not pid:
         status = 1
@@ -130,7 +111,7 @@ def child(kind: str, first_seed: int, number: int, known: set[str], inputs: Path
             with (scratch / "streams").open("wb") as streams:
                 for descriptor in (1, 2):
                     os.dup2(streams.fileno(), descriptor)
-            _cases(kind, (first_seed, number), known, inputs, now, told)
+            _cases(kind, (first_seed, number), known, inputs, now, reported)
             status = 0
         except BaseException:
             (scratch / "died").write_text(traceback.format_exc())
@@ -139,7 +120,7 @@ def child(kind: str, first_seed: int, number: int, known: set[str], inputs: Path
     ended = _wait(pid, now)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # what its cases started
-    lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+    lines = [json.loads(line) for line in reported.read_text().splitlines()] if reported.exists() else []
     if ended and (scratch / "died").exists():
         print(f"the fuzzer itself failed: {(scratch / 'died').read_text()[-1500:]}", flush=True)
     elif ended and not now.exists():
@@ -165,16 +146,16 @@ def _wait(pid: int, now: Path) -> str:
         if time.time() - begun > STUCK:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return "hang that hears no alarm"
+            return "hang that ignores its alarm"
         time.sleep(0.02)
 
 
-def _cases(kind: str, seeds: tuple[int, int], known: set[str], inputs: Path, now: Path, told: Path) -> None:
+def _cases(kind: str, seeds: tuple[int, int], known: set[str], inputs: Path, now: Path, reported: Path) -> None:
     left, round_ = INPUTS_OF_A_CHILD, 0
     strategy = STRATEGIES[kind]()
 
-    def tell(**what: Any) -> None:
-        with told.open("a") as file:
+    def report(**what: Any) -> None:
+        with reported.open("a") as file:
             file.write(json.dumps(what) + "\n")
 
     newest: list[tuple[Finding, Case]] = []
@@ -205,7 +186,7 @@ def _cases(kind: str, seeds: tuple[int, int], known: set[str], inputs: Path, now
                     return
                 newest.append((finding, case))
                 if finding.key.startswith(("Hang", "slow", "ok, then Hang")):  # too slow to be made smaller
-                    tell(key=finding.key, text=finding.text, case=case.to_json())
+                    report(key=finding.key, text=finding.text, case=case.to_json())
                     known.add(finding.key)
                     newest.clear()
                     return
@@ -217,10 +198,10 @@ def _cases(kind: str, seeds: tuple[int, int], known: set[str], inputs: Path, now
             except (Found, Enough, Flaky):  # what is found does not always come again
                 finding, case = min(newest, key=lambda each: len(json.dumps(each[1].to_json())))
                 known.add(finding.key)
-                tell(key=finding.key, text=finding.text, case=case.to_json())
+                report(key=finding.key, text=finding.text, case=case.to_json())
                 left -= 10
             finally:
-                tell(tried=count)
+                report(tried=count)
             round_ += 1
 
 

@@ -20,83 +20,34 @@ HERE = ("reward.processes=0", "rollout.engine=fake")  # of what runs in this pro
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
-# fmt: off  -- else each would have a line of its own
+# Else each would have a line of its own.
+# fmt: off
 PATHS = [
-    "",
-    ".",
-    "..",
-    "/",
-    "~",
-    "/dev/null",
-    "/dev/stdin",
-    "/proc/self/mem",
-    "odd",
-    "odd/empty",
-    "odd/loop",
-    "odd/dangling",
-    "odd/up",
-    "odd/blank",
-    "odd/holes",
-    "odd/up/odd/up/texts.jsonl",
-    "texts.jsonl",
-    "chats.parquet",
-    "texts.toml",
-    "model",
-    "model/../run",
-    "saved",
-    "run",
-    "run/checkpoints",
-    "run/checkpoints/step-00000008",
-    "sort-digits",
-    "exact-match",
-    "a:b",
-    ":",
-    "os:getcwd",
-    "rewards:score",
-    "rewards:none",
-    "characters:",
-    "characters:aa",
-    "characters:\u0301\U0001f600",
-    "a\nb",
-    "\x1b[31mred",
-    "x" * 300,
-    "x/" * 3000,
-    "\u202eabc",
+    "", ".", "..", "/", "~", "/dev/null", "/dev/stdin", "/proc/self/mem", "odd", "odd/empty", "odd/loop",
+    "odd/dangling", "odd/up", "odd/blank", "odd/holes", "odd/up/odd/up/texts.jsonl", "texts.jsonl", "chats.parquet",
+    "texts.toml", "model", "model/../run", "saved", "run", "run/checkpoints", "run/checkpoints/step-00000008",
+    "sort-digits", "exact-match", "a:b", ":", "os:getcwd", "rewards:score", "rewards:none", "characters:",
+    "characters:aa", "characters:\u0301\U0001f600", "a\nb", "\x1b[31mred", "x" * 300, "x/" * 3000, "\u202eabc",
 ]
 TEXTS = [
-    "x",
-    " ",
-    "\n",
-    "\x1b[31mred\x07",
-    "é",
-    "\u202e",
-    "\U0001f600",
-    "a" * 5000,
-    "<eos>",
-    "null",
-    "NaN",
-    "{{ 1 }}",
+    "x", " ", "\n", "\x1b[31mred\x07", "é", "\u202e", "\U0001f600", "a" * 5000, "<eos>", "null", "NaN", "{{ 1 }}",
     "%s",
 ]
 NUMBERS = [
-    0,
-    1,
-    2,
-    3,
-    -1,
-    -2,
-    7,
-    104,
-    10**6,
-    2**31,
-    2**53 + 1,
-    2**63 - 1,
-    2**63,
-    -(2**63) - 1,
-    0.5,
-    -0.0,
-    1e-300,
-    1e308,
+    0, 1, 2, 3, -1, -2, 7, 104, 10**6, 2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 0.5, -0.0, 1e-300, 1e308,
+]
+OVERRIDDEN = [
+    "1", "-1", "nan", "''", "[", "{a=1}", "[]", "true", "1979-05-27", "9" * 5000, "[" * 5000, '"\\u0000"',
+    "x" * 5000,
+]
+BROKEN = [
+    "=", "a", "a.b", ".=1", "a..b=1", "run.steps", "run.steps=", "a=b=c", "'a'.b=1", "[a]=1", "a=1\nb=2", "\udc80=1",
+    "run.dir=\udcff", "run=1", "run.dir.x=1", "x" * 5000 + "=1", "a." * 500 + "a=1", "\x1b[31m=1", "extensions=x",
+    f"cluster.environment.KEY {SECRET}", f"cluster.environment.KEY:{SECRET}", f"cluster.environment={SECRET}",
+    f"cluster.environment.KEY={SECRET}", f'cluster."environment".KEY={SECRET}', f"cluster={{e='{SECRET}'}}",
+    f"cluster.environment.'A=B'='{SECRET}'", f"cluster.'environment'.KEY {SECRET}",
+    f"cluster.environment.K=['{SECRET}']", f"cluster.enviroment.KEY={SECRET}", f"environment.KEY={SECRET}",
+    f"cluster.secret.K={SECRET}",
 ]
 # fmt: on
 RAW = [
@@ -259,62 +210,8 @@ def setting_edits(file: str) -> SearchStrategy[Any]:
 
 def overrides() -> SearchStrategy[str]:
     paths = st.sampled_from([".".join(keys) for keys, _ in settings()])
-    toml = [
-        "1",
-        "-1",
-        "nan",
-        "''",
-        "[",
-        "{a=1}",
-        "[]",
-        "true",
-        "1979-05-27",
-        "9" * 5000,
-        "[" * 5000,
-        '"\\u0000"',
-        "x" * 5000,
-    ]
-    values = st.sampled_from([*toml, *PATHS, *TEXTS]) | st.text(max_size=5)
-    broken = st.sampled_from(
-        [
-            *(
-                "=",
-                "a",
-                "a.b",
-                ".=1",
-                "a..b=1",
-                "run.steps",
-                "run.steps=",
-                "a=b=c",
-                "'a'.b=1",
-                "[a]=1",
-                "a=1\nb=2",
-                "\udc80=1",
-            ),
-            *(
-                "run.dir=\udcff",
-                "run=1",
-                "run.dir.x=1",
-                "x" * 5000 + "=1",
-                "a." * 500 + "a=1",
-                "\x1b[31m=1",
-                "extensions=x",
-            ),
-            *(
-                f"cluster.environment.KEY {SECRET}",
-                f"cluster.environment.KEY:{SECRET}",
-                f"cluster.environment={SECRET}",
-            ),
-            *(f"cluster.environment.KEY={SECRET}", f'cluster."environment".KEY={SECRET}', f"cluster={{e='{SECRET}'}}"),
-            *(
-                f"cluster.environment.'A=B'='{SECRET}'",
-                f"cluster.'environment'.KEY {SECRET}",
-                f"cluster.environment.K=['{SECRET}']",
-            ),
-            *(f"cluster.enviroment.KEY={SECRET}", f"environment.KEY={SECRET}", f"cluster.secret.K={SECRET}"),
-        ]
-    )
-    return st.builds("{}={}".format, paths, values) | broken
+    values = st.sampled_from([*OVERRIDDEN, *PATHS, *TEXTS]) | st.text(max_size=5)
+    return st.builds("{}={}".format, paths, values) | st.sampled_from(BROKEN)
 
 
 RARELY = st.integers(0, 9).map(lambda drawn: drawn == 9)

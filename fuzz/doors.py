@@ -10,7 +10,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -87,21 +86,6 @@ def try_case(case: Case, inputs: Path) -> Finding | None:
         if finding is None and status == 0:
             finding = _without_result(case, out)
         return finding
-
-
-def try_from_outside(case: Case, inputs: Path) -> Finding | None:
-    """The same for the command as users start it, of which only status and output are seen."""
-    with _directory(inputs):
-        apply(case.edits, inputs)
-        _said.clear()
-        try:
-            ended = subprocess.run(
-                [sys.executable, "-m", "corerl", *case.command], capture_output=True, timeout=WAITING, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Finding(key=f"hang of {' '.join(case.command[:2])}", text=f"not ended after {WAITING} s")
-        out, err = (stream.decode("utf-8", "backslashreplace") for stream in (ended.stdout, ended.stderr))
-        return _judge(case, ended.returncode, None, out, err)
 
 
 # ---- surroundings ----------------------------------------------------------------------------------------------------

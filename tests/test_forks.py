@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, PreTrainedModel
 
-from corerl.errors import ModelError
-from corerl.models import layouts
-from corerl.models.files import look_at
-from corerl_testing.models import tiny_config, tiny_fields
-from tests.forks.asking import RAYS
 from tests.forks.client import Forked, forked_for, processes_of
-from tests.forks.once import look_once
-from tests.forks.ray import environment
 from tests.machine import paced
 
 pytestmark = pytest.mark.processes
@@ -47,15 +39,6 @@ def forked(tmp_path: Path, code: str, *argv: str, said: str = "", **environment:
         )
 
 
-def test_it_has_what_it_was_given_and_the_servers_imports(tmp_path: Path) -> None:
-    process = forked(tmp_path, SHOWS, "program", "word", said="heard", WORD="own")
-    assert process.wait(paced(60.0)) == 3
-    seen = "[true, false]"
-    given = f'[["program", "word"], "{tmp_path}", "own", false, "heard", {seen}, {process.pid}]\n'
-    assert (tmp_path / "out").read_text() == given
-    assert (tmp_path / "err").read_text() == "told\n"
-
-
 def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     process = forked(tmp_path, "import time; print('begun', flush=True); time.sleep(600)", "sleeper")
     deadline = time.monotonic() + paced(60.0)
@@ -72,24 +55,6 @@ def test_one_that_runs_is_listed_and_ends_by_its_signal(tmp_path: Path) -> None:
     assert processes_of(process.pid) == {}
 
 
-def of_a_driver() -> dict[str, str]:
-    """Its environment, without the variables of Ray that other tests of this process have left."""
-    return {name: value for name, value in environment().items() if name in RAYS or not name.startswith("RAY_")}
-
-
-DRIVES = """
-import ray, sys
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-class Worker:
-    def tell(self):
-        import os, sys
-        imported = [name in sys.modules for name in ("corerl.driver.launch", "tests.forks.server")]
-        return ray.get_runtime_context().get_job_id(), imported, os.nice(0)
-worker = ray.remote(Worker).options(runtime_env={"env_vars": %r}).remote()
-print(ray.get_runtime_context().get_job_id(), *ray.get(worker.tell.remote()))
-"""
-
-
 def ran(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
 
@@ -104,15 +69,6 @@ def test_a_python_program_is_forked_with_its_words_streams_and_status(tmp_path: 
     done = ran("-m", "program", "word", cwd=tmp_path)
     file = str(tmp_path / "program.py")
     assert (done.returncode, done.stderr, done.stdout) == (1, "no\n", f"__main__ {file} {[file, 'word']}\n")
-
-
-ENDS = """
-import atexit, sys, threading, time
-atexit.register(lambda: print("at exit"))
-threading.Thread(target=lambda: (time.sleep(0.2), print("by a thread"))).start()
-print("by the program")
-sys.exit(%s)
-"""
 
 
 def test_signals_end_it_whoever_sends_them(forked_python: None) -> None:
@@ -134,15 +90,6 @@ def test_signals_end_it_whoever_sends_them(forked_python: None) -> None:
         started.stdout.close()
 
 
-def test_programs_of_a_forked_one_are_forked(forked_python: None) -> None:
-    def starts(program: str) -> str:
-        return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {program!r}], check=True)"
-
-    looks = "import sys; print('torch' in sys.modules)"
-    assert ran("-c", starts(looks)).stdout == "True\n"
-    assert ran("-c", starts(starts(looks))).stdout == ran("-I", "-c", looks).stdout == "False\n"
-
-
 UNMARKED = """
 import subprocess
 import pytest
@@ -162,23 +109,3 @@ def test_a_test_that_starts_a_process_without_the_mark_fails(tmp_path: Path) -> 
     done = subprocess.run([*command, tmp_path / "test_some.py"], capture_output=True, text=True, check=False)
     assert "it starts processes without pytest.mark.processes: subprocess.Popen" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 failed, 2 passed")
-
-
-def test_a_model_that_passed_is_not_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[str] = []
-
-    def look(model: PreTrainedModel) -> None:
-        seen.append(model.config.model_type)
-        if model.config.model_type == "llama":
-            raise ModelError("it cannot be packed")
-
-    monkeypatch.setattr(layouts, "require_packed_attention", look)
-    look_once()
-    deeper = {**tiny_fields("qwen3"), "num_hidden_layers": 3}
-    for fields in (tiny_fields("qwen3"), tiny_fields("qwen3"), deeper):
-        assert layouts.choose_layout(look_at(AutoConfig.for_model(**fields)), "auto").name == "packed"
-    for _ in range(2):
-        assert layouts.choose_layout(look_at(tiny_config("llama")), "auto").name == "whole"
-    assert seen == ["qwen3", "qwen3", "llama", "llama"]

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from corerl.errors import SaveFailed
 from corerl.messages import (
     did_you_mean,
     did_you_mean_path,
     first_line,
     last_line,
-    message_of,
     nearest,
     one_line,
     place,
@@ -60,11 +58,6 @@ def test_an_error_is_one_line_with_or_without_its_type() -> None:
     assert (first_line(error), one_line(error)) == ("a cause", "ValueError: a cause")
     assert last_line(error) == "and its story"
     assert (first_line(KeyError()), last_line(KeyError()), one_line(KeyError())) == ("KeyError", "KeyError", "KeyError")
-
-
-def test_an_error_of_ours_needs_no_type() -> None:
-    assert message_of(SaveFailed("the disk\nis full")) == "the disk\nis full"
-    assert message_of(ValueError("a cause\nand its story")) == "ValueError: a cause\nand its story"
 
 
 def test_place_is_the_innermost_own_line() -> None:

@@ -48,10 +48,6 @@ def test_offsets_are_where_rows_begin_and_the_last_one_ends(lengths: list[int]) 
     assert offsets.dtype == np.int64 and offsets.tolist() == [0, 2, 2, 5][: len(lengths) + 1]
 
 
-def test_each_token_knows_its_sample() -> None:
-    assert batch(2, 0, 3).sample_of.tolist() == [0, 0, 2, 2, 2]
-
-
 def test_an_episode_is_its_sample_with_the_last_answer() -> None:
     every = batch(2, 1, 1, 3, 1)
     for found in every.episodes:

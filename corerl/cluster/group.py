@@ -271,7 +271,8 @@ class RayGroup:
             lost = CorerlError(f"{member.name}: the result of {pending.method} could not be transferred: {why}")
             lost.details = str(error)
             return CallResult(error=lost, ended=time.time())
-        member.started |= not result.phase
+        if not result.phase:
+            member.note_started()
         if self._watching.on_answer is not None and index not in pending.reported:
             pending.reported.add(index)
             self._watching.on_answer(member.name, pending, result)

@@ -24,6 +24,7 @@ from attrs import define, field, frozen
 from ray.exceptions import RayError
 
 from corerl.cluster.failures import Failure
+from corerl.messages import note, one_line
 from corerl.plugin.events import Span
 
 BEAT_SECONDS = 2.0  # between two heartbeats
@@ -240,6 +241,12 @@ class Member:
         self.before, self.last, self.missed = self.last, beat, 0
         self.started = self.started or not beat.phase
 
+    def note_started(self) -> None:
+        """Its object exists, as one of its results says. Until now imports and loading may have held the GIL for long:
+        heartbeats that were missed meanwhile do not count."""
+        if not self.started:
+            self.started, self.missed = True, 0
+
     def kill(self, why: Failure) -> None:
         self.killed = why
         ray.kill(self.actor, no_restart=True)
@@ -311,8 +318,14 @@ class Heartbeats:
                 end_hung(self._members, self._watching)
                 texts = list(self._late_calls())
             for text in texts:
-                assert self._watching.notify is not None
-                self._watching.notify(text)
+                self._notify(text)
+
+    def _notify(self, text: str) -> None:
+        assert self._watching.notify is not None
+        try:
+            self._watching.notify(text)
+        except Exception as error:  # of the user's function: hung processes must still be noticed
+            note(f"{text} (and notify raised {one_line(error)})")
 
     def _late_calls(self) -> Iterator[str]:
         for _ in range(len(self._calls)):

@@ -20,9 +20,9 @@ class Problems:
     def __init__(self) -> None:
         self._found: list[tuple[str, UserError]] = []
 
-    def add(self, line: str) -> None:
-        """Add a line that begins with the setting that it is about."""
-        self._found.append((line.partition(":")[0], ConfigError(line)))
+    def add(self, *lines: str) -> None:
+        """Add lines that begin with the settings that they are about."""
+        self._found += [(line.partition(":")[0], ConfigError(line)) for line in lines]
 
     @contextmanager
     def stage(self, setting: str, *, path: str = "") -> Iterator[None]:

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ PATHS = (
     "a .jsonl, .parquet, .csv, .arrow or .json file, a directory or a pattern of them, or a data set saved by "
     "`save_to_disk`"
 )
+# Files with one of these suffixes that are not read are counted in a notice.
+DATA = {JSONL, *LOADERS, ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 TRAIN = "train"
 
 
@@ -42,6 +45,7 @@ class Rows(ABC):
     """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
+    notice: str = ""  # a line about files that are not read
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
 
     @abstractmethod
@@ -160,11 +164,13 @@ class ArrowRows(Rows):
         return self._rows(self._table.slice(index, 1))[0]
 
     def _rows(self, part: Any) -> list[Any]:
+        """The rows of a table or record batch; in the place of one that cannot be read, why."""
         try:
-            rows: list[Any] = part.to_pylist()
+            return list(part.to_pylist())
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
-            raise DataError(f"data.source: a row of {self.name} cannot be read: {error}") from error
-        return rows
+            if part.num_rows > 1:
+                return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
+            return [Refused("that cannot be read", f"cannot be read: {error}")]
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
@@ -177,22 +183,30 @@ def is_pattern(source: str) -> bool:
     return glob.has_magic(source) and not os.path.exists(source)
 
 
-def open_rows(source: str, *, split: str = "", subset: str = "", common: tuple[str, str] = ("", "")) -> Rows:
+def open_rows(
+    source: str,
+    *,
+    split: str = "",
+    subset: str = "",
+    common: tuple[str, str] = ("", ""),
+    texts: Sequence[str] = (),
+) -> Rows:
     """The rows of a source. `split` and `subset` choose among those of a directory; '' the `common` ones, if it has
-    several, and else the split `train` and the default subset. Raises DataError if there is nothing to read,
-    ConfigError for a choice that the source does not have, or if `datasets` is missing."""
+    several, and else the split `train` and the default subset. `texts` are columns that stay text in a .csv file, where
+    others may become numbers. Raises DataError if there is nothing to read, ConfigError for a choice that the source
+    does not have, or if `datasets` is missing."""
     path = Path(source)
     if os.path.isdir(path):
-        return _of_directory(path, split, subset, common)
+        return _of_directory(path, split, subset, common, texts)
     _require_no_choice(source, split=split, subset=subset)
     found = glob.glob(source, recursive=True) if is_pattern(source) else []
     files = sorted(Path(each) for each in found if os.path.isfile(each)) if is_pattern(source) else [path]
     if not files:
         raise DataError(f"data.source: no file matches {source!r}; correct the pattern, or name a file or directory")
-    return _of_files(files, source)
+    return _of_files(files, source, texts)
 
 
-def _of_files(files: Sequence[Path], name: str) -> Rows:
+def _of_files(files: Sequence[Path], name: str, texts: Sequence[str]) -> Rows:
     if all(map(_has_json_lines, files)):
         return JsonlRows(files, name)
     suffixes = sorted({file.suffix for file in files})
@@ -201,9 +215,12 @@ def _of_files(files: Sequence[Path], name: str) -> Rows:
             f"data.source: {name} has files of the formats {', '.join(suffixes)}, expected {PATHS}; convert them to "
             "one format, such as .jsonl with one JSON object per line, or list them as separate [[data.sources]]"
         )
-    datasets = _datasets(name)
+    datasets, loader = _datasets(name), LOADERS[suffixes[0]]
+    options: dict[str, Any] = {}
+    if loader == "csv":  # pandas would make numbers of answers such as 007 and 0.50, and nothing of None
+        options = {"converters": dict.fromkeys(texts, str), "keep_default_na": False, "na_values": [""]}
     try:
-        loaded = datasets.load_dataset(LOADERS[suffixes[0]], data_files=[str(file) for file in files], split=TRAIN)
+        loaded = datasets.load_dataset(loader, data_files=[str(file) for file in files], split=TRAIN, **options)
     except Exception as error:  # of whatever reads the format
         raise unreadable(name, error) from error
     return ArrowRows(loaded, name)
@@ -222,7 +239,7 @@ def _has_json_lines(path: Path) -> bool:
     return not begin or begin.startswith(b"{")
 
 
-def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str]) -> Rows:
+def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], texts: Sequence[str]) -> Rows:
     name = str(path)
     datasets = _datasets(name)
     if (path / "refs" / "main").is_file() and (path / "snapshots").is_dir():  # of Hugging Face's cache
@@ -248,13 +265,32 @@ def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str]) 
             f"data.split: {chosen!r}, but {name} has the splits {', '.join(splits)}; set it to one of them"
             f"{did_you_mean(chosen, splits)}"
         )
+    others = [f"the split {each}" for each in splits if each != chosen]
     if any(saved):
-        return ArrowRows(splits[chosen], name)
-    return _of_files([Path(file) for file in splits[chosen]], name)
+        rows: Rows = ArrowRows(splits[chosen], name)
+        rows.notice = _notice(name, chosen, others)
+        return rows
+    files, root = splits[chosen], os.path.abspath(path)
+    rows = _of_files(files, name, texts)
+    known = {file for each in splits.values() for file in each}
+    there = (Path(root, file) for file in glob.glob("**", root_dir=root, recursive=True))
+    counts = Counter(file.suffix for file in there if file.suffix in DATA and file not in known)
+    others += [f"{count} {suffix} file{'s' * (count > 1)}" for suffix, count in sorted(counts.items())]
+    rows.notice = _notice(name, chosen, others, sorted({str(file.parent.relative_to(root)) for file in files}))
+    return rows
 
 
-def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Any]:
-    """The files of each split of a directory, as `datasets` finds them by the data set's card or by their names."""
+def _notice(name: str, split: str, unread: Sequence[str], directories: Sequence[str] = ()) -> str:
+    """A line about what is not read of a directory with this split, or read as one; "" if there is nothing to say."""
+    lines = [f"not read: {', '.join(unread)}"] if unread else []
+    if len(directories) > 1:
+        lines.append(f"files of several directories are read as one: {', '.join(directories)}")
+    return f"data.source: of {name}, the split {split} is read; {'; '.join(lines)}" if lines else ""
+
+
+def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Sequence[Path]]:
+    """The files of each split of a directory, as `datasets` finds them by the data set's card or by their names. Raises
+    DataError for a card that names a file or an address outside of the directory."""
     subsets = datasets.get_dataset_config_names(str(path))
     if subsets == ["default"]:
         _require_no_choice(str(path), subset=subset)
@@ -266,7 +302,13 @@ def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str,
                 f"{did_you_mean(subset, subsets)}"
             )
     builder = datasets.load_dataset_builder(str(path), subset or None)
-    return {str(name): files for name, files in builder.config.data_files.items()}
+    found: dict[str, list[Path]] = {}
+    for name, files in builder.config.data_files.items():
+        found[str(name)] = [Path(os.path.abspath(file)) for file in files]
+        for file in found[str(name)]:
+            if not file.is_relative_to(os.path.abspath(path)):
+                raise DataError(f"data.source: README.md of {path} names {file}, which is not in this directory")
+    return found
 
 
 def _require_no_choice(source: str, **choices: str) -> None:

@@ -109,18 +109,24 @@ class _Loading:
             if given is None:
                 require_source(source.source, setting=setting)
                 common = (data.split, data.subset)
-                given = open_rows(source.source, split=source.split, subset=source.subset, common=common)
+                given = open_rows(
+                    source.source, split=source.split, subset=source.subset, common=common, texts=self._keys(source)
+                )
             found = self._prompts(given, source)
         system = data.system if source.system is None else source.system
         wraps = data.chat or (system and found.chat)
         return ChatPrompts(found, system=system, texts=not data.chat) if wraps else found
 
+    def _keys(self, source: DataSource) -> tuple[str, str]:
+        """The fields of a source with prompts and answers."""
+        return source.prompt_key or self._data.prompt_key, source.answer_key or self._data.answer_key
+
     def _prompts(self, rows: Rows, source: DataSource) -> RowPrompts:
         data = self._data
-        answer_key = source.answer_key or data.answer_key
+        prompt_key, answer_key = self._keys(source)
         found = RowPrompts(
             rows,
-            prompt_key=source.prompt_key or data.prompt_key,
+            prompt_key=prompt_key,
             answer_key=answer_key,
             held_out=data.held_out,
             seed=self._seed,

@@ -110,7 +110,7 @@ class RowPrompts(PromptSource):
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
         if not size:
             raise DataError(f"data.source: {of} cannot be shown to the model: {refused}")
-        self.notices = tuple(
+        self.notices = (rows.notice,) * bool(rows.notice) + tuple(
             f"data: {text}: {tally}"
             for text, tally in [
                 (f"{of} are skipped, because they cannot be shown to the model", refused),

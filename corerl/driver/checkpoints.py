@@ -12,7 +12,7 @@ from attrs import define, evolve
 
 from corerl.calls import POLL_SECONDS, Future, wait_all
 from corerl.checkpoint.commit import begin, commit, retain
-from corerl.checkpoint.writer import memory_of
+from corerl.checkpoint.writer import in_memory, memory_of
 from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
@@ -54,12 +54,17 @@ class Checkpoints:
         self.complete(wait=True)
         partial = begin(self.run_dir, rollout_step)
         try:
-            files(partial)
-        except DataError as error:
-            raise SaveFailed(error.message) from error
-        for name, role in self.roles.items():
-            enter(name)
-            role.group.save(str(partial / name), role.step(rollout_step), background=background).result()
+            try:
+                files(partial)
+            except DataError as error:
+                raise SaveFailed(error.message) from error
+            for name, role in self.roles.items():
+                enter(name)
+                role.group.save(str(partial / name), role.step(rollout_step), background=background).result()
+        except SaveFailed:
+            if not background:  # nobody writes there any more
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         self._pending = (partial, state)
         self.last_step = rollout_step
         self.complete(wait=not background)
@@ -91,7 +96,8 @@ class Checkpoints:
         self._pending, self.last_step = None, rollout_step
 
     def _written(self, *, wait: bool) -> list[Future[bool]]:
-        return [role.group.saved(wait=wait, memory=self.in_memory) for role in self.roles.values()]
+        memory = in_memory(self.run_dir)  # a run's own directory may be in /dev/shm too
+        return [role.group.saved(wait=wait, memory=memory) for role in self.roles.values()]
 
     def _commit(self, partial: Path, state: Mapping[str, Any]) -> None:
         ranks = {name: len(role.group.layouts) for name, role in self.roles.items()}

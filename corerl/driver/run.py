@@ -43,7 +43,7 @@ from corerl.driver.stop import StopRequest
 from corerl.driver.streamed_step import StreamedStep
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import SaveFailed
+from corerl.errors import ResizeFailed, SaveFailed
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
 from corerl.plan.resume import EXPORT
@@ -380,13 +380,19 @@ class Run:
             self.push_weights()
 
     def _checkpoint(self) -> Path:
-        """A complete checkpoint of this step, in memory if the run keeps those."""
+        """A complete checkpoint of this step, in memory if the run keeps those. Raises ResizeFailed if it cannot be
+        written and all ranks are still there: the run goes on, and its next save may have room."""
         self.checkpoints.complete(wait=True)  # ranks that are about to end write it
         if self.memory is not None:
             self._save_in_memory(self.memory, background=False)
         saves = self.memory or self.checkpoints
         if saves.last_step != self.progress.step:
-            self._start_save(saves, background=False)
+            try:
+                self._start_save(saves, background=False)
+            except SaveFailed as error:
+                if any(role.group.processes.ended for role in self.roles.values()):
+                    raise
+                raise ResizeFailed(f"no checkpoint to restart from: {error.message}") from error
         assert saves.newest is not None
         return saves.newest
 

@@ -32,8 +32,6 @@ from corerl.weights.verify import difference
 if TYPE_CHECKING:
     from corerl.driver.control import Control
 
-ANSWER_SECONDS = 60.0  # for an engine to answer after the ranks are done
-
 
 @define(kw_only=True, eq=False)
 class WeightUpdates:
@@ -106,7 +104,8 @@ class WeightUpdates:
         incomplete = any(sent.engines.values())
         if incomplete:
             abandon(self.address)
-        received = fleet.received(receiving, ANSWER_SECONDS)
+        # As long as a sender waits for an engine: over a disk, engines only begin to read now.
+        received = fleet.received(receiving, self.address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
         fleet.updated(taken, whole=alone is None)
@@ -128,7 +127,8 @@ class WeightUpdates:
         Raises WeightUpdateError if one of these has never taken an update: the next one would fail too.
         """
         gone = [name for name, each in missed.items() if each is None or each.died]
-        errors = {name: _reason(missed[name], sent.engines.get(name, "")) for name in gone or causes or missed}
+        silent = f"no answer within {self.address.timeout:g} s after the update's end"
+        errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
         if not gone and (never := sorted(errors.keys() - self._served)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
             raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
@@ -196,10 +196,11 @@ class WeightUpdates:
         self._unverified &= set(self.fleet.names)
 
 
-def _reason(answer: Received | None, sender: str) -> str:
-    """Why an engine missed an update. Either side may know the cause while the other only sees a closed connection."""
+def _reason(answer: Received | None, sender: str, silent: str) -> str:
+    """Why an engine missed an update, `silent` if it gave no answer. Either side may know the cause while the other
+    only sees a closed connection."""
     if answer is None:
-        return f"no answer within {ANSWER_SECONDS:g} s after the update's end{f'; {sender}' if sender else ''}"
+        return f"{silent}; {sender}" if sender else silent
     # Senders may just repeat an engine's reason, and a death is the cause of their error.
     known = answer.died or sender in answer.error
     return answer.error if known else f"{answer.error}; {sender}"

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from corerl.engines.base import EngineContext as EngineContext
     from corerl.engines.base import GenerateRequest as GenerateRequest
     from corerl.engines.base import Generation as Generation
+    from corerl.engines.base import OnFinished as OnFinished
     from corerl.engines.base import Received as Received
     from corerl.engines.base import SamplingParams as SamplingParams
-    from corerl.engines.base import Told as Told
-    from corerl.engines.base import unheard as unheard
+    from corerl.engines.base import ignore as ignore
     from corerl.engines.batching import settle as settle
     from corerl.engines.continuation import split as split
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle

@@ -19,11 +19,11 @@ from corerl.weights.transport import Address
 
 UNLIMITED = np.iinfo(np.int64).max
 
-Told = Callable[[int], None]  # called with a number of rows when that many more have ended
+OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
 
 
-def unheard(rows: int) -> None:
-    """Told of rows, and nobody wants to know."""
+def ignore(rows: int) -> None:
+    """An `on_finished` for callers that need no progress."""
 
 
 @frozen(kw_only=True)
@@ -207,12 +207,12 @@ class Engine(ABC):
         CorerlError that says why the engine cannot start."""
 
     @abstractmethod
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them. Called by
         up to `EngineSpec.calls` threads at once. Raises EngineFailed without weights.
 
-        Call `told`, from any thread, with a number of rows when that many more have ended: users see how far sampling
-        is, and the watchdog takes an engine that ends no rows for one that hangs."""
+        Call `on_finished`, from any thread, with a number of rows when that many more have finished: users see the
+        progress, and the watchdog takes an engine that finishes no rows for one that hangs."""
 
     @abstractmethod
     def pause(self) -> None:

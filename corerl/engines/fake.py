@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received, Told, unheard
+from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, OnFinished, Received, ignore
 from corerl.engines.lifecycle import EngineLifecycle
 from corerl.engines.specs import FakeConfig
 from corerl.ops.noise import hash_keys
@@ -28,7 +28,7 @@ class FakeEngine(Engine):
         self._serving = EngineLifecycle(context.name, context.index)
         self._sums: dict[str, int] = {}
 
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         params, rows = request.params, len(request)
         tokens = np.zeros((rows, params.max_tokens), dtype=np.int64)
         logprobs = np.zeros(tokens.shape, dtype=np.float32)
@@ -47,7 +47,7 @@ class FakeEngine(Engine):
                 stopped = drawing & np.isin(tokens[:, step], params.stop_tokens)
                 finished |= stopped
                 if ended := int((drawing & (stopped | (sizes == request.left))).sum()):
-                    told(ended)
+                    on_finished(ended)
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(
             tokens=tokens[chosen],

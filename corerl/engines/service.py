@@ -60,17 +60,17 @@ class EngineService:
     def generate(self, request: GenerateRequest) -> Generation:
         thread = threading.get_ident()
 
-        def told(rows: int) -> None:
+        def on_finished(rows: int) -> None:
             with self._counting:
                 self._counts[thread] = self._counts[thread][0] + rows, len(request)
 
         self._counts[thread] = 0, len(request)
         try:
             if not request.params.stop:
-                return self.engine.generate(request, told)
+                return self.engine.generate(request, on_finished)
             from corerl.engines.stops import Stops, until_stop  # slow to import, and few runs have stop texts
 
-            return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), told)
+            return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), on_finished)
         finally:
             with self._counting:
                 del self._counts[thread]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from corerl.engines.base import GenerateRequest, Generation, Told, unheard
+from corerl.engines.base import GenerateRequest, Generation, OnFinished, ignore
 from corerl.engines.continuation import append, continued
 from corerl.models.tokenizer import plain, special_tokens
 from corerl.types import IntArray, offsets_of
@@ -121,7 +121,7 @@ def until_stop(
     generate: Callable[[GenerateRequest], Generation],
     request: GenerateRequest,
     stops: Stops,
-    told: Told = unheard,
+    on_finished: OnFinished = ignore,
 ) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
     which grows with the response; an engine's noise does not depend on that, so these are the tokens that it would draw
@@ -133,7 +133,7 @@ def until_stop(
         drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
         interrupted = bool(drawn.unfinished.any())  # the engine was paused
         done = append(request, done, _ended(rest, drawn, stops))
-        told(len(rest) - int(done.unfinished.sum()))
+        on_finished(len(rest) - int(done.unfinished.sum()))
         if interrupted or not done.unfinished.any():
             return done
 

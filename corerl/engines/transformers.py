@@ -27,10 +27,10 @@ from corerl.engines.base import (
     EngineContext,
     GenerateRequest,
     Generation,
+    OnFinished,
     Received,
     SamplingParams,
-    Told,
-    unheard,
+    ignore,
 )
 from corerl.engines.lifecycle import EngineLifecycle, shape_mismatch
 from corerl.engines.specs import TransformersConfig
@@ -89,12 +89,14 @@ class TransformersEngine(Engine):
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
         with self._serving.generating() as version:
             for start, end in pairwise(self._bounds(request)):
                 rows = request.rows(start, end)
-                done.append(_left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, told))
+                done.append(
+                    _left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, on_finished)
+                )
         return Generation.concatenate(done)
 
     def _bounds(self, request: GenerateRequest) -> list[int]:
@@ -105,7 +107,7 @@ class TransformersEngine(Engine):
         return [*(at for start, end in parts for at in range(start, end, size)), len(request)]
 
     @torch.inference_mode()
-    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
         params = request.params
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
@@ -123,7 +125,9 @@ class TransformersEngine(Engine):
                 input_ids=torch.tensor(tokens, device=self._device),
                 attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([Halt(width + left, params.stop_tokens, self._serving, told)]),
+                stopping_criteria=StoppingCriteriaList(
+                    [Halt(width + left, params.stop_tokens, self._serving, on_finished)]
+                ),
                 generation_config=GenerationConfig(
                     do_sample=False,
                     use_cache=True,
@@ -274,15 +278,17 @@ def _left_out(request: GenerateRequest, done: Sequence[Generation]) -> Generatio
 
 
 class Halt(StoppingCriteria):
-    """Ends a row at its token limit, and all rows once the engine is paused; tells of rows that have ended."""
+    """Ends a row at its token limit, and all rows once the engine is paused; reports finished rows."""
 
-    def __init__(self, ends: torch.Tensor, stops: Sequence[int], serving: EngineLifecycle, told: Told) -> None:
+    def __init__(
+        self, ends: torch.Tensor, stops: Sequence[int], serving: EngineLifecycle, on_finished: OnFinished
+    ) -> None:
         self._ends = ends  # [R] maximum length of prompt and response
         self._stops = torch.tensor(stops, dtype=torch.int64, device=ends.device)
         self._serving = serving
-        self._told = told
+        self._on_finished = on_finished
         self._ended = torch.zeros_like(ends, dtype=torch.bool)  # [R]
-        self._known = 0  # rows told of
+        self._reported = 0  # finished rows that have been reported
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """[R, length so far] -> [R]"""
@@ -290,9 +296,9 @@ class Halt(StoppingCriteria):
             return torch.ones_like(self._ends, dtype=torch.bool)
         full = self._ends <= input_ids.shape[1]
         self._ended |= full | torch.isin(input_ids[:, -1], self._stops)
-        if ended := int(self._ended.sum()) - self._known:
-            self._known += ended
-            self._told(ended)
+        if ended := int(self._ended.sum()) - self._reported:
+            self._reported += ended
+            self._on_finished(ended)
         return full
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.cluster.arrangement import arrange
@@ -27,6 +27,7 @@ from corerl.plan.algorithm import (
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
 from corerl.plan.data import (
+    MakeSampler,
     Sampled,
     against_lengths,
     load_eval_sets,
@@ -65,7 +66,7 @@ from corerl.plan.resolve import (
     settle_extensions,
     with_extensions,
 )
-from corerl.plan.resume import changed_settings, find_start
+from corerl.plan.resume import Start, changed_settings, find_start
 from corerl.plan.roles import plan_role
 from corerl.plan.settle import (
     BY_MEMORY,
@@ -78,6 +79,25 @@ from corerl.plan.settle import (
 )
 from corerl.plugin.requirements import require_met
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.evaluation import EvalSet
+
+
+@frozen(kw_only=True)
+class _Planned:
+    """A run whose processes are planned, and what extensions have answered to that."""
+
+    ready: PlanReady
+    answers: Answers
+    listed: int  # of the config's extensions, those that it lists
+    device: str
+    models: Mapping[str, RoleModel]
+    sampled: Sampled
+    sampler: MakeSampler
+    context: int  # maximum tokens of a sample; 0: unlimited
+    start: Start
+    eval_sets: Sequence[EvalSet]
+    about_sets: Sequence[str]  # notices
+    about_files: Sequence[str]  # notices
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -91,15 +111,14 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     answers = Answers()
     while True:
         try:
-            planner = _Planner(as_config(config, answers.overrides), starting=starting)
-            planner.plan_run(damaged, answers)
-            if planner.answers.settings == answers.settings:
-                return planner.finish(config)
+            planned = _plan_run(as_config(config, answers.overrides), damaged, answers, starting=starting)
+            if planned.answers.settings == answers.settings:
+                return _finished(planned, config)
         except (ConfigError, Unsupported) as error:
             if not answers.settings:
                 raise
             raise answers.explained(error) from error
-        answers = planner.answers
+        answers = planned.answers
 
 
 def _resized(config: Config, overrides: Sequence[str]) -> Plan:
@@ -111,278 +130,275 @@ def _resized(config: Config, overrides: Sequence[str]) -> Plan:
     return evolve(plan, record={**plan.record, **resume}, resized=partial(_resized, other))
 
 
+def _plan_run(config: Config, damaged: Faults, before: Answers, *, starting: bool) -> _Planned:
+    """Plan a run, and ask the extensions about the plan. Raises UserError with all problems."""
+    problems = Problems()
+    config = settle_extensions(config)
+    listed = len(config.chosen_extensions)
+    config, plugins = _settled(with_extensions(config), problems)
+    _check(contradictions(config), config, plugins, problems)
+    models: Mapping[str, RoleModel] = load_models(config, list(config.chosen_roles), plugins, problems)
+    tokenizer = load_tokens(config.model, models, problems)
+    if ACTOR in models:
+        problems.add(*against_replay(config.algorithm.routing_replay, models[ACTOR]))
+    if tokenizer is not None and models.keys() == config.chosen_roles.keys():
+        with problems.stage("model.vocabulary"):
+            config = with_vocabulary(config, {role: each.hf for role, each in models.items()}, tokenizer)
+    models = _built(models, config, plugins, problems)
+    sampled = load_sampled(config, tokenizer, plugins.sampler, problems)
+    context = longest_sample(config, models.get(ACTOR))
+    problems.add(*against_lengths(config, context))
+    named, config = config, with_absolute_paths(config)  # only now: messages name files as the user does
+    start = find_start(config, sampled.prompts, problems, starting=starting, damaged=damaged)
+    # Only now, because a resumed run holds out what its checkpoint did.
+    eval_sets, about_sets = load_eval_sets(named, sampled, plugins.sampler, context, problems)
+    about_files = list(_check_files(config, models, start, problems))
+    device = _device(config, problems)
+    sampler: MakeSampler | None = None
+    if plugins.sampler is not None and problems.none_in("plugins.samplers"):
+        with problems.stage("samplers"):
+            sampler = plan_sampler(config, plugins.sampler)
+    algorithm = _algorithm(config, plugins, problems)
+    asked, processes = config, None
+    if _is_known(config, plugins) and problems.none_in("cluster.device"):
+        config = _with_choices(config, plugins, device, problems)
+        processes = plan_processes(
+            config,
+            plugins,
+            problems,
+            device=device,
+            models=models,
+            run_dir=start.run_dir,
+            resume=start.resume if problems.none_in("checkpoint") else None,
+            context_length=context,
+            algorithm=algorithm,
+        )
+    problems.raise_all()
+    assert processes is not None and algorithm is not None and sampler is not None  # no problems: nothing is missing
+    ready = PlanReady(
+        config=config,
+        asked=asked,
+        algorithm=algorithm,
+        plugins=plugins,
+        processes=processes,
+        models={role: each.hf for role, each in models.items()},
+        built={role: each.built for role, each in models.items() if each.built is not None},
+        device_memory=device_memory(config.cluster) if device == "cuda" else 0,
+        starting=starting,
+    )
+    return _Planned(
+        ready=ready,
+        answers=ask_extensions(ready, before, run_dir=str(start.run_dir)),
+        listed=listed,
+        device=device,
+        models=models,
+        sampled=sampled,
+        sampler=sampler,
+        context=context,
+        start=start,
+        eval_sets=eval_sets,
+        about_sets=about_sets,
+        about_files=about_files,
+    )
+
+
+def _finished(planned: _Planned, given: Config) -> Plan:
+    """The plan of the `given` config, with what extensions say of it."""
+    problems = Problems()
+    problems.add(*planned.answers.problems)
+    problems.raise_all()
+    ready, sampled, models = planned.ready, planned.sampled, planned.models
+    config = ready.config
+    # No problems, so nothing is missing.
+    assert sampled.tokenizer is not None and sampled.prompts is not None
+    check = prompt_check(config, planned.context, sampled.tokenizer, sampled.prompts, problems)  # takes seconds
+    problems.raise_all()
+    # Without extensions that join every run: where the record is loaded again, those join that are installed there.
+    record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[: planned.listed])))
+    assert sampled.reward is not None and sampled.params is not None
+    return Plan(
+        title=_title(config, ready.processes, sampled, models, ready.plugins),
+        run=config.run,
+        start=planned.start,
+        algorithm=ready.algorithm,
+        processes=ready.processes,
+        rollout=RolloutPlan(
+            settings=config.rollout,
+            rewarding=config.reward,
+            seed=config.run.seed,
+            tokenizer=sampled.tokenizer,
+            prompts=sampled.prompts,
+            template_options=config.data.chat_template_options,
+            check=check,
+            context_length=planned.context,
+            reward=sampled.reward,
+            params=sampled.params,
+            attempts=config.algorithm.dynamic_sampling or 0,
+            spread_on=config.algorithm.dynamic_sampling_on,
+            sampler=planned.sampler,
+            postprocess=sampled.postprocess,
+            vocab_size=config.model.vocabulary or models[ACTOR].hf.get_text_config().vocab_size,
+        ),
+        cluster=config.cluster,
+        weights=config.weights,
+        checkpoint=config.checkpoint,
+        eval=config.eval,
+        eval_sets=planned.eval_sets,
+        extensions=config.chosen_extensions,
+        resized=partial(_resized, given),
+        record=record,
+        kept=kept_digests(models),
+        notices=tuple(dict.fromkeys(_notices(planned, record))),
+    )
+
+
+def _notices(planned: _Planned, record: Mapping[str, Any]) -> Iterator[str]:
+    ready, start, answers = planned.ready, planned.start, planned.answers
+    config = ready.config
+    if start.state and config.run.trains:
+        yield from changed_settings(start.state["config"], record)
+    yield from (*ignored_tables(config), *absent_extensions(config), *start.data)
+    if config.run.samples:
+        yield from notices_of_data(config, planned.sampled, planned.eval_sets, planned.about_sets)
+    yield from planned.about_files
+    for model in planned.models.values():
+        yield from notices_of(model)
+    yield from notices_of_sampling(config)
+    if config.run.trains:
+        yield from (*notices_of_learning(config, ready.algorithm), *unpacked(planned.models))
+    if planned.device == "cuda":
+        yield from settled(ready.asked, config, ready.plugins, decided=answers.by, advice=BY_MEMORY)
+    yield from (*answers.reasons, *answers.remarks)
+
+
+# ---- steps, each of which adds what is wrong to the problems ---------------------------------------------------------
+
+
+def _settled(config: Config, problems: Problems) -> tuple[Config, Plugins]:
+    """Load the plugins, and fill in what the config leaves to them."""
+    require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
+    plugins = plugins_of(config, problems)
+    with problems.stage("versions"):
+        require_met(distributions_of(config))
+    config = resolve_tables(config, problems)
+    return settle_adapters(settle_algorithm(config, plugins), problems), plugins
+
+
+def _is_known(config: Config, plugins: Plugins) -> bool:
+    """Whether it is known what the algorithm says, and so what the roles are."""
+    return plugins.algorithm is not None or config.run.mode == "eval"
+
+
+def _check(lines: Iterable[str], config: Config, plugins: Plugins, problems: Problems) -> None:
+    known = _is_known(config, plugins)
+    problems.add(*(line for line in lines if known or not line.startswith("algorithm.")))  # whose defaults are missing
+    if plugins.algorithm is not None:
+        problems.add(*against_algorithm(config, plugins))
+
+
+def _built(
+    models: Mapping[str, RoleModel], config: Config, plugins: Plugins, problems: Problems
+) -> Mapping[str, RoleModel]:
+    """The models on meta, unless it is not known what they are for."""
+    if not _is_known(config, plugins):
+        return models
+    found = {}
+    for role, model in models.items():
+        found[role] = build(
+            model,
+            elsewhere=bool(config.cluster.address),
+            wanted=config.rollout.context_length,
+            streamed=config.rollout.source == "streamed",
+            problems=problems,
+        )
+        check_adapters(found[role], problems)
+    return found
+
+
+def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, problems: Problems) -> Iterator[str]:
+    """Notices about the files that a run starts from."""
+    algorithm = config.algorithm
+    # A resume still reads the KL reference from the model's files, if that is a snapshot.
+    refers = bool(algorithm.kl_coef) and config.roles.reference is None
+    refers = refers and not algorithm.reference and not algorithm.reference_every
+    for role, model in models.items():
+        part = start.resume / role if start.resume else None
+        yield from check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
+    if algorithm.reference and config.run.trains and ACTOR in models:
+        yield from check_reference(algorithm.reference, models[ACTOR], problems)
+
+
+def _device(config: Config, problems: Problems) -> str:
+    """The device of ranks and engines; "" if there is none."""
+    device = ""
+    with problems.stage("cluster.device"):
+        device = resolve_device(config.cluster.device, address=config.cluster.address)
+    if problems.none_in("cluster"):
+        problems.add(*against_taking_turns(config, device))
+    return device
+
+
+def _algorithm(config: Config, plugins: Plugins, problems: Problems) -> AlgorithmPlan | None:
+    require_functions(config, problems)
+    algorithm: AlgorithmPlan | None = None
+    if problems.none_in("plugins.algorithms"):
+        own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
+        with problems.stage("algorithm.loss", path="algorithm.loss" if own else "algorithm.name"):
+            algorithm = plan_algorithm(config, plugins)
+        if plugins.algorithm is not None:
+            with problems.stage("algorithm.check"):
+                check_algorithm(config, plugins)
+    return algorithm
+
+
+def _with_choices(config: Config, plugins: Plugins, device: str, problems: Problems) -> Config:
+    if not problems.none_in("plugins.backends"):
+        return config
+    return with_choices(config, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
+
+
+# ---- the ranks of one role -------------------------------------------------------------------------------------------
+
+
 def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     """Resolve and check what a config says of a role alone, for a loop other than CoreRL's: of a run without samples.
     `resume` is what a `save` has written; "" starts from the model. Raises as `make_plan`."""
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
-    return _Planner(_alone(config), starting=False).plan_group(role, resume)
-
-
-class _Planner:
-    """Plans one config, step by step: each settles a part of it, and adds to what is known and to the problems."""
-
-    def __init__(self, config: Config, *, starting: bool) -> None:
-        self.config = config
-        self.starting = starting
-        self.problems = Problems()
-        self.plugins = Plugins()
-        self.models: dict[str, RoleModel] = {}
-        self.device = ""
-        self.notices: list[str] = []
-
-    # ---- a run -------------------------------------------------------------------------------------------------------
-
-    def plan_run(self, damaged: Faults, before: Answers) -> None:
-        """Plan a run, and ask the extensions about the plan. Raises UserError with all problems."""
-        config = settle_extensions(self.config)
-        self.listed = len(config.chosen_extensions)
-        self.config = with_extensions(config)
-        self._settle()
-        self._check(contradictions(self.config))
-        self._load_models()
-        self._load_data()
-        self._find_start(damaged)
-        self._resolve_device()
-        algorithm = self._plan_algorithm()
-        asked = self.config
-        processes = self._plan_processes(algorithm)
-        self.problems.raise_all()
-        assert processes is not None and algorithm is not None  # no problems, so nothing is missing
-        self.ready = PlanReady(
-            config=self.config,
-            asked=asked,
-            algorithm=algorithm,
-            plugins=self.plugins,
-            processes=processes,
-            models={role: each.hf for role, each in self.models.items()},
-            built={role: each.built for role, each in self.models.items() if each.built is not None},
-            device_memory=device_memory(self.config.cluster) if self.device == "cuda" else 0,
-            starting=self.starting,
-        )
-        self.answers = ask_extensions(self.ready, before, run_dir=str(self.start.run_dir))
-
-    def _settle(self) -> None:
-        """Load the plugins, and fill in what the config leaves to them."""
-        require_no_code_of_a_model(self.config)  # first: plugins may be modules of the working directory
-        self.plugins = plugins_of(self.config, self.problems)
-        with self.problems.stage("versions"):
-            require_met(distributions_of(self.config))
-        self.config = resolve_tables(self.config, self.problems)
-        self.config = settle_adapters(settle_algorithm(self.config, self.plugins), self.problems)
-
-    @property
-    def _known(self) -> bool:
-        """Whether it is known what the algorithm says, and so what the roles are."""
-        return self.plugins.algorithm is not None or self.config.run.mode == "eval"
-
-    def _check(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            if self._known or not line.startswith("algorithm."):  # what is unset is not known without
-                self.problems.add(line)
-        if self.plugins.algorithm is not None:
-            self._add(against_algorithm(self.config, self.plugins))
-
-    def _add(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.problems.add(line)
-
-    def _load_models(self) -> None:
-        config, problems = self.config, self.problems
-        models = load_models(config, list(config.chosen_roles), self.plugins, problems)
-        self.tokenizer = load_tokens(config.model, models, problems)
-        if ACTOR in models:
-            self._add(against_replay(config.algorithm.routing_replay, models[ACTOR]))
-        if self.tokenizer is not None and models.keys() == config.chosen_roles.keys():
-            with problems.stage("model.vocabulary"):
-                configs = {role: each.hf for role, each in models.items()}
-                self.config = with_vocabulary(config, configs, self.tokenizer)
-        self._build(models)
-
-    def _build(self, models: Mapping[str, RoleModel]) -> None:
-        self.models = dict(models)
-        rollout, cluster = self.config.rollout, self.config.cluster
-        for role, model in models.items() if self._known else ():
-            self.models[role] = build(
-                model,
-                elsewhere=bool(cluster.address),
-                wanted=rollout.context_length,
-                streamed=rollout.source == "streamed",
-                problems=self.problems,
-            )
-            check_adapters(self.models[role], self.problems)
-
-    def _load_data(self) -> None:
-        self.sampled = load_sampled(self.config, self.tokenizer, self.plugins.sampler, self.problems)
-        self.context = longest_sample(self.config, self.models.get(ACTOR))
-        self._add(against_lengths(self.config, self.context))
-
-    def _find_start(self, damaged: Faults) -> None:
-        problems, named = self.problems, self.config
-        self.config = with_absolute_paths(named)  # only now, because the checks above name files as the user does
-        prompts = self.sampled.prompts
-        self.start = find_start(self.config, prompts, problems, starting=self.starting, damaged=damaged)
-        # Only now, because a resumed run holds out what its checkpoint did; with the paths of the user, for errors.
-        self.eval_sets, self.about_sets = load_eval_sets(
-            named, self.sampled, self.plugins.sampler, self.context, problems
-        )
-        algorithm, trains = self.config.algorithm, self.config.run.trains
-        # A resume still reads the KL reference from the model's files, if that is a snapshot.
-        refers = bool(algorithm.kl_coef) and self.config.roles.reference is None
-        refers = refers and not algorithm.reference and not algorithm.reference_every
-        for role, model in self.models.items():
-            part = self.start.resume / role if self.start.resume else None
-            self.notices += check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
-        if algorithm.reference and trains and ACTOR in self.models:
-            self.notices += check_reference(algorithm.reference, self.models[ACTOR], problems)
-
-    def _resolve_device(self) -> None:
-        cluster = self.config.cluster
-        with self.problems.stage("cluster.device"):
-            self.device = resolve_device(cluster.device, address=cluster.address)
-        if self.problems.none_in("cluster"):
-            self._add(against_taking_turns(self.config, self.device))
-
-    def _plan_algorithm(self) -> AlgorithmPlan | None:
-        config, plugins, problems = self.config, self.plugins, self.problems
-        if plugins.sampler is not None and problems.none_in("plugins.samplers"):
-            with problems.stage("samplers"):
-                self.sampler = plan_sampler(config, plugins.sampler)
-        require_functions(config, problems)
-        algorithm: AlgorithmPlan | None = None
-        if problems.none_in("plugins.algorithms"):
-            own = config.algorithm.loss  # else what is wrong with a loss is the algorithm's
-            with problems.stage("algorithm.loss", path="algorithm.loss" if own else "algorithm.name"):
-                algorithm = plan_algorithm(config, plugins)
-            if plugins.algorithm is not None:
-                with problems.stage("algorithm.check"):
-                    check_algorithm(config, plugins)
-        return algorithm
-
-    def _plan_processes(self, algorithm: AlgorithmPlan | None) -> ProcessPlan | None:
-        if not self._known or not self.problems.none_in("cluster.device"):
-            return None
-        self._choose()
-        return plan_processes(
-            self.config,
-            self.plugins,
-            self.problems,
-            device=self.device,
-            models=self.models,
-            run_dir=self.start.run_dir,
-            resume=self.start.resume if self.problems.none_in("checkpoint") else None,
-            context_length=self.context,
-            algorithm=algorithm,
-        )
-
-    def _choose(self) -> None:
-        if self.problems.none_in("plugins.backends"):
-            half = has_bfloat16(self.config.cluster, self.device)
-            self.config = with_choices(self.config, self.plugins, self.device, bfloat16=half)
-
-    def finish(self, given: Config) -> Plan:
-        """The plan of the `given` config, with what extensions say of it."""
-        ready = self.ready
-        self._add(self.answers.problems)
-        self.problems.raise_all()
-        config, sampled = self.config, self.sampled
-        # No problems, so nothing is missing.
-        assert sampled.tokenizer is not None and sampled.prompts is not None
-        check = prompt_check(config, self.context, sampled.tokenizer, sampled.prompts, self.problems)  # takes seconds
-        self.problems.raise_all()
-        # Without extensions that join every run: where the record is loaded again, those join that are installed there.
-        record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[: self.listed])))
-        assert sampled.reward is not None and sampled.params is not None
-        return Plan(
-            title=_title(config, ready.processes, sampled, self.models, self.plugins),
-            run=config.run,
-            start=self.start,
-            algorithm=ready.algorithm,
-            processes=ready.processes,
-            rollout=RolloutPlan(
-                settings=config.rollout,
-                rewarding=config.reward,
-                seed=config.run.seed,
-                tokenizer=sampled.tokenizer,
-                prompts=sampled.prompts,
-                template_options=config.data.chat_template_options,
-                check=check,
-                context_length=self.context,
-                reward=sampled.reward,
-                params=sampled.params,
-                attempts=config.algorithm.dynamic_sampling or 0,
-                spread_on=config.algorithm.dynamic_sampling_on,
-                sampler=self.sampler,
-                postprocess=sampled.postprocess,
-                vocab_size=config.model.vocabulary or self.models[ACTOR].hf.get_text_config().vocab_size,
-            ),
-            cluster=config.cluster,
-            weights=config.weights,
-            checkpoint=config.checkpoint,
-            eval=config.eval,
-            eval_sets=self.eval_sets,
-            extensions=config.chosen_extensions,
-            resized=partial(_resized, given),
-            record=record,
-            kept=kept_digests(self.models),
-            notices=tuple(dict.fromkeys(self._notices(record))),
-        )
-
-    def _notices(self, record: Mapping[str, Any]) -> Iterator[str]:
-        config, start, ready, answers = self.config, self.start, self.ready, self.answers
-        if start.state and config.run.trains:
-            yield from changed_settings(start.state["config"], record)
-        yield from (*ignored_tables(config), *absent_extensions(config), *start.data)
-        if config.run.samples:
-            yield from notices_of_data(config, self.sampled, self.eval_sets, self.about_sets)
-        yield from self.notices
-        for model in self.models.values():
-            yield from notices_of(model)
-        yield from notices_of_sampling(config)
-        if config.run.trains:
-            yield from (*notices_of_learning(config, ready.algorithm), *unpacked(self.models))
-        if self.device == "cuda":
-            yield from settled(ready.asked, config, self.plugins, decided=answers.by, advice=BY_MEMORY)
-        yield from (*answers.reasons, *answers.remarks)
-
-    # ---- the ranks of one role ---------------------------------------------------------------------------------------
-
-    def plan_group(self, role: str, resume: str) -> GroupPlan:
-        self._settle()
-        self._check(contradictions_of_a_group(self.config))
-        problems = self.problems
-        if role not in self.config.chosen_roles:
-            problems.add(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
-        self._resolve_device()
-        problems.raise_all()
-        self.config = asked = with_absolute_paths(self.config)
-        self._choose()
-        config, plugins = self.config, self.plugins
-        self._build(load_models(config, [role], plugins, problems))
-        problems.raise_all()
-        model, part = self.models[role], _part_of(resume, role, frozen=plugins.is_frozen(role))
-        self.notices += check_files(model, part, setting="resume", refers=False, problems=problems)
-        problems.raise_all()
-        plan = plan_role(role, config, plugins, device=self.device, resume=resume, model=model)
-        plan = evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role))
-        common = process_environment(config.cluster, device=self.device, transport=plugins.transport)
-        return GroupPlan(
-            role=with_environment(plan, config.cluster, common),
-            placement=arrange(
-                {role: len(plan.assignments)},
-                cpus=plan.resources.cpus,
-                gpus=plan.resources.gpus,
-                resources=config.cluster.resources,
-            ),
-            cluster=config.cluster,
-            notices=(
-                *ignored_tables(config),
-                *self.notices,
-                *notices_of(model),
-                *unpacked(self.models),
-                *(settled(asked, config, plugins) if self.device == "cuda" else ()),
-            ),
-        )
+    problems = Problems()
+    config, plugins = _settled(_alone(config), problems)
+    _check(contradictions_of_a_group(config), config, plugins, problems)
+    if role not in config.chosen_roles:
+        problems.add(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
+    device = _device(config, problems)
+    problems.raise_all()
+    asked = with_absolute_paths(config)
+    config = _with_choices(asked, plugins, device, problems)
+    models = _built(load_models(config, [role], plugins, problems), config, plugins, problems)
+    problems.raise_all()
+    model, part = models[role], _part_of(resume, role, frozen=plugins.is_frozen(role))
+    about_files = list(check_files(model, part, setting="resume", refers=False, problems=problems))
+    problems.raise_all()
+    plan = plan_role(role, config, plugins, device=device, resume=resume, model=model)
+    plan = evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role))
+    common = process_environment(config.cluster, device=device, transport=plugins.transport)
+    return GroupPlan(
+        role=with_environment(plan, config.cluster, common),
+        placement=arrange(
+            {role: len(plan.assignments)},
+            cpus=plan.resources.cpus,
+            gpus=plan.resources.gpus,
+            resources=config.cluster.resources,
+        ),
+        cluster=config.cluster,
+        notices=(
+            *ignored_tables(config),
+            *about_files,
+            *notices_of(model),
+            *unpacked(models),
+            *(settled(asked, config, plugins) if device == "cuda" else ()),
+        ),
+    )
 
 
 # Of an algorithm's settings, those that a whole run alone has a use for: with engines, or with the samples of a step.

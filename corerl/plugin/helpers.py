@@ -55,7 +55,7 @@ def check_nccl(*, gpus: bool, available: bool) -> Iterator[Finding]:
         )
 
 
-# Prices are of whole steps, of `python -m benchmarks.slow_paths` on an H100: docs/models.md has the table of all.
+# Prices are of whole steps, of `python -m benchmarks.train_step` on an H100: docs/models.md has the table of all.
 IN_PIECES: Mapping[InPieces, str] = {
     InPieces.HEADS: "a step takes 1.2 times as long",
     InPieces.SINKS: "a step takes 1.1 times as long",

@@ -148,20 +148,23 @@ class TrainGroup:
         other `options` of it; what is left out stays as it is, but for the options of another backend. For groups of
         `start`. The ranks end, and others start in their place; snapshots end with them.
 
-        Raises UserError with a line for each problem that can be known before a process starts, and CorerlError if the
-        cluster has no room: then all is as before.
+        Raises UserError with a line for each problem that can be known before a process starts, SaveFailed if a save in
+        the background has failed, and CorerlError if the cluster has no room: then all is as before.
         """
-        from corerl.plan.make import plan_group  # slow to import, as is the next one: takes seconds
+        from corerl.checkpoint.writer import in_memory  # slow to import, as are the next two: takes seconds
+        from corerl.plan.make import plan_group
         from corerl.plan.settle import with_sizes
 
         if self._config is None or self._pool is None:
             raise CorerlError(f"{self.role}: resize needs a group of TrainGroup.start; use restart")
         config = with_sizes(self._config, self.role, ranks=ranks, backend=backend, options=options)
-        plan = plan_group(config, self.role, resume="")
+        plan = plan_group(config, self.role, resume=resume)
+        if not self.processes.ended:  # a save in the background ends with the ranks
+            self.saved(wait=True, memory=in_memory(resume)).result()
         slots: Mapping[str, Sequence[Slot]] = {}
         try:
             found = self._pool.arrange(plan.placement)
-            result = self.restart(resume, plan.role, found[self.role]).result()
+            result = self.restart(None, plan.role, found[self.role]).result()
             self._config, slots = config, found
         finally:
             self._pool.take(slots)  # or give back what was reserved for ranks that did not start

@@ -69,9 +69,8 @@ def step_of(loss: Loss, samples: Sequence[Sample], **params: Any) -> Step:
     )
 
 
-def random_samples(seed: int, *, alike: bool = False) -> list[Sample]:
-    """40 samples of 1 to 12 loss tokens, with ratios of about 0.4 to 2.2 and advantages of both signs; `alike`: all
-    tokens of a sample have one advantage."""
+def random_samples(seed: int) -> list[Sample]:
+    """40 samples of 1 to 12 loss tokens, with ratios of about 0.4 to 2.2 and advantages of both signs."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(count: int) -> list[float]:
@@ -81,7 +80,7 @@ def random_samples(seed: int, *, alike: bool = False) -> list[Sample]:
     return [
         Sample(
             ratios=[math.exp(0.4 * z) for z in normal(length)],
-            advantages=normal(1) * length if alike else normal(length),
+            advantages=normal(length),
             weight=1 / (40 * length),
             logprobs=[-1.5 + 0.5 * z for z in normal(length)],
             prompt=length % 3,

@@ -36,12 +36,6 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_three_rewards_worked_by_hand() -> None:
-    # 0, 1/2, 1: mean 1/2, variance (1/4 + 0 + 1/4) / 2 = 1/4, standard deviation 1/2.
-    got = group_advantages(np.array([0, 0.5, 1], dtype=np.float32), np.zeros(3, dtype=np.int64), normalize_std=True)
-    np.testing.assert_allclose(got, [-1.0, 0.0, 1.0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("normalize_std", [False, True])
 def test_a_group_without_spread_and_a_group_of_one_have_advantages_of_exactly_zero(normalize_std: bool) -> None:
     rewards = np.array([0.1, 0.1, 0.1, 5.0], dtype=np.float64)  # the mean of three times 0.1 is not 0.1
@@ -98,13 +92,6 @@ def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
     return [[n for n in range(start, end) if mask[n]] for start, end in itertools.pairwise(batch.offsets.tolist())]
 
 
-def test_at_last_token_of_three_samples_worked_by_hand() -> None:
-    batch = batch_of(".xx.", "..", "x")
-    got = at_last_token(np.array([-1.5, 7.0, 2.0], dtype=np.float32), batch)
-    assert got.dtype == np.float32
-    assert got.tolist() == [0.0, 0.0, -1.5, 0.0, 0.0, 0.0, 2.0]
-
-
 def test_at_last_token_of_ragged_samples_is_that_of_a_loop() -> None:
     rng = np.random.default_rng(1)
     batch = random_batch(rng)
@@ -114,21 +101,6 @@ def test_at_last_token_of_ragged_samples_is_that_of_a_loop() -> None:
         if tokens:
             expected[tokens[-1]] = reward
     np.testing.assert_array_equal(at_last_token(rewards, batch), expected)
-
-
-def test_advantages_of_three_steps_with_an_environment_between_worked_by_hand() -> None:
-    # loss tokens:   1      2      4        gamma = 1/2, lambda = 1/2
-    # reward         0      1      4
-    # value          2      4      2
-    # delta          0     -2      2        0 + 4/2 - 2,  1 + 2/2 - 4,  4 + 0 - 2
-    # advantage   -3/8   -3/2      2        0 + -3/2 / 4,  -2 + 2/4,  2
-    batch = batch_of(".xx.x")
-    rewards = np.array([9, 0, 1, 9, 4], dtype=np.float32)
-    values = np.array([9, 2, 4, 9, 2], dtype=np.float32)
-    advantages, returns = gae(rewards, values, batch, gamma=0.5, lam=0.5)
-    assert advantages.dtype == returns.dtype == np.float32
-    assert advantages.tolist() == [0.0, -0.375, -1.5, 0.0, 2.0]
-    assert returns.tolist() == [0.0, 1.625, 2.5, 0.0, 4.0]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7), (1.0, 0.5)])
@@ -146,18 +118,6 @@ def test_gae_is_the_papers_sum_of_discounted_residuals(gamma: float, lam: float)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_with_lambda_1_returns_are_discounted_rewards_whatever_the_values_are() -> None:
-    rng = np.random.default_rng(3)
-    batch = random_batch(rng)
-    rewards, values = random_numbers(rng, batch), random_numbers(rng, batch)
-    expected = np.zeros(len(batch.tokens))
-    for tokens in loss_tokens_of(batch):
-        for t, token in enumerate(tokens):
-            expected[token] = sum(0.9**s * float(rewards[later]) for s, later in enumerate(tokens[t:]))
-    _, returns = gae(rewards, values, batch, gamma=0.9, lam=1.0)
-    np.testing.assert_allclose(returns, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_a_long_sample_does_not_lose_digits_on_the_way() -> None:
     batch = batch_of("x" * 20_000)
     rewards = np.full(20_000, 0.1, dtype=np.float32)
@@ -173,14 +133,6 @@ def test_a_batch_without_loss_tokens_has_no_advantages() -> None:
     assert [part.tolist() for part in gae(nothing, nothing, batch, gamma=1.0, lam=1.0)] == [[0.0] * 3] * 2
     assert at_last_token(nothing, batch).tolist() == [0.0] * 3
     assert whiten(nothing, batch.columns["loss_mask"]).tolist() == [0.0] * 3
-
-
-def test_whitening_three_tokens_worked_by_hand() -> None:
-    # 1, 1, 4: mean 2, variance (1 + 1 + 4) / 3 = 2
-    mask = np.array([True, False, True, True])
-    got = whiten(np.array([1, 50, 1, 4], dtype=np.float32), mask)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, [-(0.5**0.5), 0.0, -(0.5**0.5), 2**0.5], rtol=1e-6)
 
 
 def test_whitened_advantages_have_mean_0_and_standard_deviation_1_and_keep_their_order() -> None:
@@ -231,29 +183,9 @@ def test_small_differences_beyond_rounding_are_kept_exactly(rewards: list[float]
     assert spread(np.array(rewards), np.zeros(2, np.int64)).all()
 
 
-def test_groups_without_spread_are_those_without_advantages() -> None:
-    rng = np.random.default_rng(5)
-    groups = np.concatenate([np.arange(30), rng.integers(0, 30, size=70)])
-    rewards = rng.integers(0, 2, size=100).astype(np.float32)
-    advantages = group_advantages(rewards, groups, normalize_std=False)
-    expected = [bool(advantages[groups == group].any()) for group in range(30)]
-    assert 0 < sum(expected) < 30
-    assert spread(rewards, groups).tolist() == expected
-
-
 def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
     """Numbers at loss tokens, after one that is at none."""
     return np.array([np.nan, *numbers], dtype=np.float32), np.array([False] + [True] * len(numbers))
-
-
-def test_explained_variance_of_three_tokens_worked_by_hand() -> None:
-    returns, mask = chosen(1, 2, 6)  # mean 3, variance 14/3
-    values, _ = chosen(0, 3, 5)  # errors 1, -1, 1: mean 1/3, variance 8/9
-    assert explained_variance(values, returns, mask) == pytest.approx(1 - (8 / 9) / (14 / 3))
-    assert explained_variance(returns, returns, mask) == 1.0
-    assert explained_variance(returns + 5, returns, mask) == 1.0  # off by a constant
-    assert explained_variance(np.zeros_like(values), returns, mask) == 0.0
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3.0)  # errors are twice the returns
 
 
 def test_explained_variance_is_that_of_pythons_statistics() -> None:

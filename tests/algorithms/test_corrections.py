@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.algorithms.corrections import ImportanceWeights, correction_metrics, importance_weights
+from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.engines.transformers import keep_likeliest
 from corerl.types import FloatArray, SampleBatch
 
@@ -30,30 +30,6 @@ BATCH = SampleBatch(
 
 def logs(probabilities: list[float]) -> FloatArray:
     return np.log(probabilities).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("level", "floor", "cap", "beyond", "expected"),
-    [
-        ("token", 0.0, 3.0, "truncate", [0, 2, 0.75, 0, 2, 2, 0]),
-        ("token", 0.0, 1.5, "truncate", [0, 1.5, 0.75, 0, 1.5, 1.5, 0]),
-        ("token", 0.8, 3.0, "truncate", [0, 2, 0.8, 0, 2, 2, 0]),
-        ("token", 0.8, 3.0, "mask", [0, 2, 0, 0, 2, 2, 0]),
-        ("token", 0.5, 1.5, "mask", [0, 0, 0.75, 0, 0, 0, 0]),
-        ("sequence", 0.0, 5.0, "truncate", [0, 1.5, 1.5, 0, 4, 4, 0]),
-        ("sequence", 0.0, 2.0, "truncate", [0, 1.5, 1.5, 0, 2, 2, 0]),
-        ("sequence", 0.0, 2.0, "mask", [0, 1.5, 1.5, 0, 0, 0, 0]),
-        ("sequence", 2.0, 5.0, "mask", [0, 0, 0, 0, 4, 4, 0]),
-        ("geometric", 0.0, 5.0, "truncate", [0, 1.5**0.5, 1.5**0.5, 0, 2, 2, 0]),
-        ("geometric", 0.8, 1.25, "mask", [0, 1.5**0.5, 1.5**0.5, 0, 0, 0, 0]),
-    ],
-)
-def test_weights_of_two_samples_worked_by_hand(
-    level: Level, floor: float, cap: float, beyond: Beyond, expected: list[float]
-) -> None:
-    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level=level, floor=floor, cap=cap, beyond=beyond)
-    assert found.weights.dtype == np.float32
-    np.testing.assert_allclose(found.weights, expected, rtol=1e-6)
 
 
 def random_batch(rng: np.random.Generator) -> tuple[SampleBatch, FloatArray, FloatArray]:
@@ -145,48 +121,6 @@ def test_log_ratios_beyond_all_measure_give_the_bounds_or_zero(level: Level) -> 
     assert weights(math.inf) == [pytest.approx(math.exp(20)), 0.0]
 
 
-def test_metrics_of_two_samples_worked_by_hand() -> None:
-    # loss tokens 1.5, 3/4, 1.5, 1.5; samples 9/8 and 1.5
-    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", cap=1.5)
-    metrics = correction_metrics(found, BATCH, beyond="truncate")
-    assert metrics == pytest.approx(
-        {
-            "weight": 5.25 / 4,
-            "truncated": 3 / 4,
-            "truncated_samples": 1.0,
-            "effective": 5.25**2 / (4 * (3 * 1.5**2 + 0.75**2)),
-            "effective_samples": 2.625**2 / (2 * (1.125**2 + 1.5**2)),
-        }
-    )
-    assert {type(value) for value in metrics.values()} == {float}
-
-
-def test_metrics_of_masks_worked_by_hand() -> None:
-    # loss tokens 2, 0, 2, 2; samples 1 and 2
-    found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", floor=0.8, cap=3.0, beyond="mask")
-    assert correction_metrics(found, BATCH, beyond="mask") == pytest.approx(
-        {
-            "weight": 6 / 4,
-            "masked": 1 / 4,
-            "masked_samples": 1 / 2,
-            "effective": 6**2 / (4 * 12),  # three of four tokens, equally
-            "effective_samples": 3**2 / (2 * 5),
-        }
-    )
-    found = importance_weights(
-        logs(TRAINER), logs(ENGINE), BATCH, level="geometric", floor=0.8, cap=1.25, beyond="mask"
-    )
-    assert correction_metrics(found, BATCH, beyond="mask") == pytest.approx(
-        {
-            "weight": 1.5**0.5 / 2,
-            "masked": 1 / 2,
-            "masked_samples": 1 / 2,
-            "effective": 1 / 2,
-            "effective_samples": 1 / 2,
-        }
-    )
-
-
 def test_where_everything_is_masked_all_metrics_are_finite() -> None:
     found = importance_weights(logs(TRAINER), logs(ENGINE), BATCH, level="token", floor=2.5, cap=3.0, beyond="mask")
     assert not found.weights.any()
@@ -223,16 +157,6 @@ def test_metrics_of_random_samples_are_those_of_a_loop(beyond: Beyond, name: str
             "effective_samples": sum(means) ** 2 / sum(w * w for w in means) / len(means),
         }
     )
-
-
-def test_one_sample_that_outweighs_all_others_counts_as_one() -> None:
-    batch = SampleBatch(
-        tokens=np.zeros(8, dtype=np.int64), offsets=np.arange(0, 9, 2), columns={"loss_mask": np.ones(8, np.bool_)}
-    )
-    weights = np.array([0, 0, 3, 3, 0, 0, 0, 0], dtype=np.float32)
-    found = ImportanceWeights(weights=weights, outside=np.zeros(8, np.bool_))
-    metrics = correction_metrics(found, batch, beyond="truncate")
-    assert (metrics["effective"], metrics["effective_samples"], metrics["truncated"]) == (0.25, 0.25, 0.0)
 
 
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.algorithms.kl import adapted_coefficient, estimator, k1, k2, k3, penalty, token_kl
+from corerl.algorithms.kl import adapted_coefficient, estimator, k3, penalty, token_kl
 from corerl.errors import ConfigError
 
 
@@ -14,14 +14,6 @@ def two_distributions() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     policy, reference = torch.randn(2, 11, generator=generator, dtype=torch.float64)
     return policy.requires_grad_(), reference
-
-
-def test_one_token_worked_by_hand() -> None:
-    # p_policy = 1/2, p_reference = 1/4: d = -log 2
-    policy, reference = torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)])
-    assert k1(policy, reference).item() == pytest.approx(math.log(2))
-    assert k2(policy, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
-    assert k3(policy, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
@@ -58,42 +50,21 @@ def test_an_unknown_estimator_is_answered_with_the_known_ones() -> None:
         estimator("k4")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),  # p_policy 1/2, 1/4, 1/2 against p_reference 1/4, 1/2, 1/2
-    [
-        ("k1", [math.log(2), -math.log(2), 0.0]),
-        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2, 0.0]),
-        ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2), 0.0]),
-    ],
-)
-def test_the_divergence_of_three_tokens_worked_by_hand_is_at_loss_tokens_only(name: str, expected: list[float]) -> None:
-    mask = np.array([False, True, True, False, True])
-    policy, reference = np.full((2, 5), np.nan, dtype=np.float32)
-    policy[mask], reference[mask] = np.log([1 / 2, 1 / 4, 1 / 2]), np.log([1 / 4, 1 / 2, 1 / 2])
-    for array in (policy, reference, mask):
-        array.flags.writeable = False  # as they come out of shared memory
-    got = token_kl(policy, reference, mask, estimator=name)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, [0.0, *expected[:2], 0.0, expected[2]], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_divergences_on_the_driver_are_the_formulas_of_the_paper(name: str) -> None:
     rng = np.random.default_rng(0)
     policy, reference = -rng.exponential(size=(2, 200)).astype(np.float32)
     mask = rng.random(200) < 0.5
+    for array in (policy, reference):
+        array[~mask] = np.nan
+        array.flags.writeable = False  # as they come out of shared memory
     expected = []
     for p, q, is_loss_token in zip(policy.tolist(), reference.tolist(), mask.tolist(), strict=True):
-        r = math.exp(q - p)
-        formulas = {"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}
-        expected.append(formulas[name] if is_loss_token else 0.0)
-    np.testing.assert_allclose(token_kl(policy, reference, mask, estimator=name), expected, rtol=1e-6, atol=1e-9)
-
-
-def test_a_divergence_that_has_no_estimator_is_refused_on_the_driver_too() -> None:
-    nothing = np.zeros(0, dtype=np.float32)
-    with pytest.raises(ConfigError, match="unknown estimator 'k4'"):
-        token_kl(nothing, nothing, np.zeros(0, dtype=np.bool_), estimator="k4")
+        r = math.exp(q - p) if is_loss_token else 1.0
+        expected.append({"k1": -math.log(r), "k2": math.log(r) ** 2 / 2, "k3": r - 1 - math.log(r)}[name])
+    found = token_kl(policy, reference, mask, estimator=name)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -109,13 +80,6 @@ def test_a_divergence_that_has_no_estimator_is_refused_on_the_driver_too() -> No
 )
 def test_the_coefficient_moves_towards_the_target_worked_by_hand(kl: float, expected: float) -> None:
     assert adapted_coefficient(0.1, kl, target=6.0, horizon=1000, samples=250) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_divergence_that_answers_to_its_coefficient_is_brought_to_the_target() -> None:
-    coefficient = 1.0
-    for _ in range(400):  # a policy whose divergence is 0.5 / coefficient
-        coefficient = adapted_coefficient(coefficient, 0.5 / coefficient, target=5.0, horizon=100, samples=50)
-    assert coefficient == pytest.approx(0.1, rel=1e-6)
 
 
 def test_a_horizon_within_which_one_step_would_turn_the_coefficient_negative_is_refused() -> None:

@@ -38,10 +38,6 @@ def test_micro_batches_add_up_by_each_metrics_own_reduction() -> None:
     }
 
 
-def test_no_micro_batch_gives_no_metrics() -> None:
-    assert MetricSum().finish() == {}
-
-
 def test_many_small_parts_keep_their_last_digits() -> None:
     parts = MetricSum()
     parts.add({"tokens": metric(2.0**24, 1.0, Reduction.SUM)})  # where float32 begins to skip whole numbers

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from corerl.algorithms.losses import LossInputs, LossResult, clipped, value
+from corerl.algorithms.losses import LossInputs, LossResult, clipped
 from corerl.algorithms.registry import policy_loss, resolve_loss
 from corerl.errors import ConfigError
 from corerl.types import LossSpec, Output
@@ -65,11 +65,6 @@ def test_a_registered_loss_is_called_with_the_parameters_of_its_spec() -> None:
     assert loss(ONE_TOKEN).loss.item() == clipped(ONE_TOKEN, clip_high=0.5).loss.item() == -0.5 * 1.5 * 2.0
 
 
-def test_a_function_of_a_module_is_called_with_the_parameters_of_its_spec() -> None:
-    loss = resolve_loss(LossSpec(name="my_losses:reinforce", params={"offset": 3.0}))
-    assert loss(ONE_TOKEN).loss.item() == 0.5 * 1.0 + 3.0
-
-
 def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = [LossSpec(name="my_losses:anything", params={"clip_low": value}) for value in (2.0, 3.0, 2.0)]
     first = [resolve_loss(spec) for spec in specs]
@@ -116,6 +111,7 @@ def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
             {"clip_low": 0.1},
             r"takes \(\*, clip_low: float\) .*, but is called as f\(inputs: .*; make its first parameter positional",
         ),
+        ("builtins:max", {}, "^loss 'builtins:max' has no readable signature; wrap it in a function"),
     ],
 )
 def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], message: str) -> None:
@@ -147,18 +143,6 @@ def test_a_coefficient_that_the_loss_would_leave_out_is_refused() -> None:
         spec_of("my_losses:bare", kl_coef=0.1)
 
 
-def test_the_loss_of_a_critic_resolves_by_its_name() -> None:
-    spec = LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,))
-    columns = {"weights": torch.ones(1), "returns": torch.tensor([3.0]), "values": torch.tensor([0.0])}
-    inputs = LossInputs(values=torch.tensor([2.0]), columns=columns)
-    assert resolve_loss(spec)(inputs).loss.item() == value(inputs, value_clip=0.5).loss.item() == 0.5 * 2.5**2
-
-
 def test_a_policy_is_not_trained_with_the_critics_loss() -> None:
     with pytest.raises(ConfigError, match="algorithm.loss='value' is the loss of a critic"):
         spec_of("value")
-
-
-def test_a_loss_that_does_not_tell_its_parameters_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^loss 'builtins:max' has no readable signature; wrap it in a function"):
-        resolve_loss(LossSpec(name="builtins:max", params={}, outputs=()))

@@ -18,10 +18,11 @@ from corerl.errors import ModelError
 from corerl.models.export import write_adapters
 from corerl.models.peft_files import peft_config
 from corerl.trainer.worker import Worker
-from corerl.types import Array, Output, SampleBatch
+from corerl.types import Array, Output
 from corerl.weights.adapters import is_adapter
 from corerl_testing.harness import Setup, forward, running, samples_at, train
 from corerl_testing.tolerances import LOGPROBS
+from tests.driver.adapted import column_of, logprobs_by
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 SAMPLES = samples_at(0)
@@ -37,22 +38,11 @@ def setup(model_directories: Mapping[str, Path]) -> Setup:
 
 def passed(worker: Worker, setup: Setup, weights: str = "") -> Array:
     """Log-probs of the samples' tokens."""
-    result = forward(worker, setup, SAMPLES, weights=weights, outputs=(Output.LOGPROBS,))
-    found = np.zeros(SAMPLES.offsets[-1])
-    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
-        found[SAMPLES.offsets[row] : SAMPLES.offsets[row + 1]] = result.outputs[Output.LOGPROBS][start:stop]
-    return found
+    return column_of(forward(worker, setup, SAMPLES, weights=weights, outputs=(Output.LOGPROBS,)), SAMPLES)
 
 
-def of_model(directory: str, samples: SampleBatch) -> Array:
-    """What transformers' model gives."""
-    model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), []
-    with torch.no_grad():
-        for start, stop in zip(samples.offsets, samples.offsets[1:], strict=False):
-            tokens = torch.tensor(samples.tokens[start:stop])
-            log_p = (model(tokens[None]).logits[0, :-1] / samples.temperature).log_softmax(-1)
-            found += [np.zeros(1), log_p.gather(-1, tokens[1:, None])[:, 0].numpy()]
-    return np.concatenate(found)
+def apart(one: Array, other: Array) -> float:
+    return float(np.abs(one - other).max())
 
 
 def kept_by(worker: Worker) -> int:
@@ -61,12 +51,9 @@ def kept_by(worker: Worker) -> int:
     return sum(each.view.nbytes for each in backend._snapshots.chunks(REFERENCE, backend.changing))
 
 
-def apart(one: Array, other: Array) -> float:
-    return float(np.abs(one - other).max())
-
-
 def test_the_reference_of_adapters_keeps_only_adapters(setup: Setup) -> None:
-    wanted = of_model(setup.model, SAMPLES)
+    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float32).eval()
+    wanted = logprobs_by(lambda tokens: model(tokens[None]).logits[0], SAMPLES)
     with running(setup) as worker:
         worker.backend.load_snapshot(REFERENCE, "")
         assert apart(passed(worker, setup), wanted) < LOGPROBS.absolute

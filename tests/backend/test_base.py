@@ -163,18 +163,6 @@ def test_bytes_of_an_update_are_what_was_sent(setup: Setup) -> None:
     assert backend.update_weights(sender, 2, False).bytes == 5
 
 
-def test_a_checkpoint_of_another_model_names_the_first_misfit(
-    setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
-) -> None:
-    initialized(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
-    untied = evolve(setup, model=str(model_directories["qwen3"]))
-    with pytest.raises(ModelError) as caught:
-        initialized(PlainBackend(), untied, str(tmp_path))
-    assert caught.value.message == (
-        f"checkpoint {tmp_path} has no tensor 'lm_head.weight' of shape [97, 64], which the model needs"
-    )
-
-
 def test_a_checkpoint_of_a_larger_model_is_refused(
     setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
 ) -> None:
@@ -188,25 +176,6 @@ def test_a_checkpoint_of_a_larger_model_is_refused(
     )
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(setup: Setup, tmp_path: Path) -> None:
-    initialized(PlainBackend(), setup).save(str(tmp_path), step_at(0), False)
-    (tmp_path / "rank-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00000.safetensors cannot be read .*resume from another"):
-        initialized(PlainBackend(), setup, str(tmp_path))
-
-
-def test_a_model_directory_that_lacks_a_tensor_is_refused(
-    setup: Setup, model_directories: Mapping[str, Path], tmp_path: Path
-) -> None:
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for file in Path(setup.model).iterdir():  # the tied model's weights under the untied one's config
-        (broken / file.name).write_bytes(file.read_bytes())
-    (broken / "config.json").write_bytes((model_directories["qwen3"] / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"model.path='.*/model' has no tensor 'lm_head.weight' of shape"):
-        initialized(PlainBackend(), evolve(setup, model=str(broken)))
-
-
 def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
     setup: Setup, host_memory: Noting, tmp_path: Path
 ) -> None:
@@ -217,17 +186,6 @@ def test_a_background_save_that_failed_is_told_at_shutdown_at_the_latest(
         backend.shutdown("finished")
     assert host_memory.closed  # all the same
     backend.shutdown("finished")  # said once
-
-
-def test_a_failed_background_save_is_raised_by_the_next_save(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    backend = initialized(PlainBackend(), setup)
-    backend.save(str(tmp_path / "file"), step_at(0), True)
-    with pytest.raises(SaveFailed, match="the background save failed: cannot write"):
-        backend.save(str(tmp_path / "next"), step_at(1), False)
-    assert not (tmp_path / "next").exists()
-    assert backend.save(str(tmp_path / "next"), step_at(1), False).complete
-    backend.shutdown("finished")
 
 
 def test_a_save_to_memory_waits_for_none_to_disk(setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

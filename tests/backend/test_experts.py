@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from attrs import evolve
@@ -12,10 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from corerl.backend.experts import ExpertLoad, load_balancing_loss, metrics_of_load
 from corerl.models.routing import Routers
-from corerl_testing import Runs, smallest_config
-from corerl_testing.routing import assert_balances
-from corerl_testing.scenarios import training
-from corerl_testing.subject import WHOLE
+from corerl_testing import smallest_config
 from tests.backend.test_batches import micro_batch
 
 
@@ -103,10 +98,3 @@ def test_the_load_counts_the_experts_that_were_chosen(family: str) -> None:
     assert found["moe/largest_share_max"].value == pytest.approx(max(share.max().item() for share in shares))
     assert found["moe/unused"].value == sum(int((share == 0).sum()) for share in shares) / routers.layers
     assert "moe/aux_loss" not in found
-
-
-@pytest.mark.parametrize("backend", ["plain", "fsdp"])
-def test_a_step_of_one_micro_batch_has_the_gradients_of_transformers(runs: Runs, backend: str) -> None:
-    setup = runs.setup(backend, "qwen3-moe", WHOLE)
-    run = partial(runs.rank_sets[1].run, training.first_step)
-    assert_balances(runs.models["qwen3-moe"], setup, run, [range(6)])

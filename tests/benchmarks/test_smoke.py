@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import DIFFERENT
 from benchmarks.run import BENCHMARKS
-from benchmarks.steps import DIFFERENT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.usefixtures("forked_python")]
 
@@ -18,17 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text())
 SMALL = [
     *(f"{name} --rounds 1 {shlex.join(given)}" for name, given in BENCHMARKS.items() if name != "quickstart"),
-    "adapter_update --tiny --rounds 1",
-    "colocated_update 0.6b --tiny --rounds 1",
-    "deepspeed 8b-zero3 --tiny --rounds 1",
-    "fsdp_gpu --tiny --rounds 1",
-    "fsdp_gpu 0.6b --tiny --rounds 1",
-    "layouts --tiny --rounds 1",
+    "engine_throughput 0.6b --tiny",
+    "grpo_step 0.6b --tiny",
     "logprobs --tiny --rounds 1",
-    "megatron bf16 --tiny --rounds 1",
     "memory fsdp --tiny",
-    "residual fsdp --tiny",
     "sleep --tiny --rounds 1",
+    "steady --tiny --steps 6",
+    "streamed --tiny",
+    "train_step fsdp fsdp-0.6b megatron deepspeed-8b gemma3 caps --tiny --rounds 1 --turns 1 --sleep --update",
+    "weight_update 0.6b 8b-adapters --tiny --rounds 1",
+    "weight_update 0.6b 8b-collective --tiny --rounds 1 --engine sglang",
 ]
 
 
@@ -48,5 +47,5 @@ def test_help_says_what_is_compared(name: str) -> None:
 def test_a_small_size_runs_and_both_sides_do_the_same_work(words: str, tmp_path: Path) -> None:
     name, *rest = shlex.split(words)
     file = tmp_path / "found.json"
-    said = run(f"benchmarks.{name}", *rest, "--output", str(tmp_path if name == "deepspeed" else file))
+    said = run(f"benchmarks.{name}", *rest, "--output", str(file))
     assert DIFFERENT not in said and list(tmp_path.iterdir())

@@ -49,26 +49,6 @@ def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFix
     )
 
 
-def test_check_reports_contradictions_and_plugin_tables_together(
-    sound: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "check", sound, "train.mini_batches=7", "backends.plain.no_such_option=1"]) == 2
-    out, err = capsys.readouterr()
-    second, first = sorted(err.splitlines())
-    assert out == ""
-    assert first == (
-        "corerl: error: rollout.prompts: 64 does not split evenly into train.mini_batches=7 optimizer steps; use a "
-        "multiple of 7, such as 70"
-    )
-    assert second.startswith("corerl: error: backends.plain.no_such_option: unknown key; ")
-
-
-def test_check_names_an_unknown_backend(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", sound, "backend.name=plian"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("corerl: error: ") and "'plian'" in line and "plain" in line
-
-
 def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = [
         "reward.name=exakt",
@@ -98,12 +78,6 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", checked)
 
 
-def test_check_finds_modules_beside_the_run(sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rewards_beside_the_run.py").write_text("def fair(prompt, response):\n    return 1.0\n")
-    assert main(["config", "check", sound, "reward.name=rewards_beside_the_run:fair"]) == 0
-    assert capsys.readouterr() == (f"{sound}: ok\n", "")
-
-
 def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = "from corerl_testing.plain import SPEC as PLAIN\nSPEC = PLAIN\n"
     (tmp_path / "backend_beside_the_run.py").write_text(spec)
@@ -122,27 +96,6 @@ def test_check_notes_a_table_that_it_cannot_check_once(
     table, repeated = err.splitlines()
     assert table.startswith("corerl: note: backends.not_installed is ignored: ")
     assert repeated == "corerl: note: data.held_out: 2 of 2 held-out prompts are prompts of training rows too"
-
-
-def test_check_notes_why_a_model_is_not_packed(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    roberta = ["model.config.model_type=roberta", "model.config.is_decoder=true"]
-    why = "RobertaForCausalLM numbers the positions of tokens in its own way, which packing would not"
-    assert main(["config", "check", sound, *roberta]) == 0
-    note = f"corerl: note: train.layout: whole, on padded rows, because {why}\n"
-    assert capsys.readouterr() == (f"{sound}: ok\n", note)
-    assert main(["config", "check", sound, *roberta, "train.layout=packed"]) == 2
-    assert capsys.readouterr().err == f"corerl: error: train.layout: {why}; set train.layout to 'auto' or 'whole'\n"
-    assert main(["config", "check", sound, "train.layout=whole"]) == 0
-    assert capsys.readouterr() == (f"{sound}: ok\n", "")
-
-
-def test_check_notes_log_probs_of_unsampled_tokens(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", sound, "rollout.top_p=0.9"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{sound}: ok\n"
-    assert err.startswith(
-        "corerl: note: rollout.top_p=0.9: only the likeliest tokens are sampled, but log-probs are of"
-    )
 
 
 def test_show_prints_a_valid_input_that_resolves_to_itself(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,6 @@ def test_notices_of_training_are_repeated_unless_scoring_gives_them(
         f"corerl: note: {tmp_path}/run/notices.jsonl has 25 notices of the training run, the latest 20:",
         *(f"corerl: note: from training, after step 3: {text}" for text in range(5, 25)),
     ]
-
-
-def test_a_copied_checkpoint_is_scored_beside_itself(evaluated: list[Config], checkpoint: Path, tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(checkpoint, tmp_path / "shelf/mine/best"))
-    assert main(["eval", str(copied)]) == 0
-    assert (evaluated[0].checkpoint.resume, evaluated[0].run.dir) == (str(copied), str(copied.parent / "eval"))
 
 
 def test_scores_go_to_the_run_dir_that_is_given(

@@ -136,12 +136,6 @@ def test_settings_written_as_options_are_answered_with_the_form(capsys: pytest.C
     )
 
 
-def test_a_command_without_overrides_takes_none(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_failing(0, "failing", "a=1")
-    assert capsys.readouterr().err.endswith("corerl: error: unrecognized arguments: a=...\n")
-
-
 def test_python_m_runs_the_command_and_an_import_does_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,9 +184,7 @@ def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
     [
         (["--help"], ["train", "export", "config", "plugins", "doctor", "new-backend", "verify"]),
         (["--version"], [f"corerl {corerl.__version__}"]),
-        (["train", "--help"], ["usage: corerl train"]),
         (["doctor", "--help"], ["usage: corerl doctor"]),
-        (["verify", "--help"], ["usage: corerl verify"]),
         (["config", "show", "--help"], ["usage: corerl config show", "--help-texts"]),
     ],
 )
@@ -213,13 +205,12 @@ def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("command", ["train", "eval"])
-def test_what_is_wrong_in_a_file_is_told_without_torch(command: str, tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_is_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('backend.name = "plain"\n')
     program = (
         "import sys\n"
         "from corerl.cli.main import main\n"
-        f"status = main([{command!r}, {str(tmp_path / 'run.toml')!r}, 'run.stepps=3'])\n"
+        f"status = main(['train', {str(tmp_path / 'run.toml')!r}, 'run.stepps=3'])\n"
         "print(status, sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=paced(60))

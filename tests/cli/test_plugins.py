@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import version
@@ -90,14 +88,6 @@ def test_output_of_an_imported_plugin_goes_to_stderr(
     assert shown.err == "hello\n"
 
 
-def test_a_name_of_two_packages_is_a_conflict(install: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
-    install("other", {"backends": {"good": "cli_good:SPEC"}}, version="2.0")
-    lines = printed(capsys, "plugins", "backends").splitlines()
-    reason = "conflict: provided by corerl-good 0.3.1 and other 2.0; choose one by writing "
-    rivals = [line.split(maxsplit=4)[1:] for line in lines if line.startswith("good ")]
-    assert [(each[0], each[3].startswith(reason)) for each in rivals] == [("corerl-good", True), ("other", True)]
-
-
 def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
     found = json.loads(printed(capsys, "plugins", "--json"))
     assert list(found) == [kind.value for kind in Kind]
@@ -129,16 +119,6 @@ def test_an_unknown_kind_is_answered_with_all(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == (
         f"corerl: error: there are no plugins of kind 'backend'; choose from {kinds}; did you mean 'backends'?\n"
     )
-
-
-@pytest.mark.processes
-def test_listing_loads_no_library_that_is_slow_to_import() -> None:
-    program = (
-        "import sys\nfrom corerl.plugin.registry import Kind, installed\n"
-        "for kind in (Kind.BACKENDS, Kind.ENGINES, Kind.EXTENSIONS, Kind.COMMANDS):\n    assert installed(kind)\n"
-        "assert not {'torch', 'ray', 'transformers', 'numpy'} & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import ray
@@ -70,15 +69,6 @@ class Rank:
             if dist.get_rank(group) >= 0:
                 dist.all_reduce(total, group=group)
         return float(total)
-
-    def work(self, seconds: float) -> None:
-        """Get on all the time; rank 0 says when it is enough."""
-        end = time.monotonic() + seconds
-        going = torch.ones(1)
-        while going:
-            time.sleep(0.01)
-            going[0] = time.monotonic() < end
-            dist.broadcast(going, 0)
 
 
 def hold(gate: str) -> None:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
-from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
@@ -21,15 +15,9 @@ from corerl.cluster.nodes import gone, interface_of
 from corerl.cluster.placement import reserved
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError
-from corerl.plan.resolve import plugins_of
-from corerl.plan.roles import plan_role
-from corerl.trainer import shared
-from corerl.trainer.group import TrainGroup
-from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
-from tests.cluster.nodes import cluster, session
+from tests.cluster.nodes import cluster
 from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
-from tests.trainer.configs import config_for
 
 pytestmark = pytest.mark.processes
 
@@ -78,33 +66,6 @@ def test_ranks_on_two_nodes_meet_and_free_their_bundles(address: str) -> None:
             time.sleep(0.1)
 
 
-def test_each_node_gets_the_samples_its_ranks_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces: list[SampleBatch] = []
-    monkeypatch.setattr(shared, "put", lambda piece: pieces.append(piece) or put(piece))
-    lengths = [5, 2, 7, 3, 1, 4, 6, 2]
-    batch = SampleBatch(
-        tokens=np.arange(30),
-        offsets=offsets_of(lengths),
-        columns={"loss_mask": np.ones(30, np.bool_)},
-        rows={"group": np.arange(8)},
-    )
-    config = config_for(ranks=4, options={"optimizer_steps": [0] * 4})
-    plan = evolve(plan_role("actor", config, plugins_of(config), device="cpu"), environment={"OMP_NUM_THREADS": "1"})
-    with ray_session(address=address, cpus=4.0), reserved(arrange({"actor": 4}), timeout=paced(60.0)) as slots:
-        group = TrainGroup.launch(plan, slots["actor"])
-        group.init().result()
-        logprobs = group.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS]
-        assert logprobs.tolist() == batch.tokens.tolist()  # which are their own numbers
-        passed, pieces[:] = sorted(token for piece in pieces for token in piece.tokens.tolist()), []
-        assert passed == batch.tokens.tolist()
-        (step,) = group.plan_steps(batch, seed=0)
-        first = Step(optimizer_step=0, rollout_step=0, lr=0.25)
-        trained = group.train(batch, step, LossSpec(name="clipped"), first).result()
-        assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
-        assert [len(piece) for piece in pieces] == [len(step.rows(dp_ranks)) for dp_ranks in ((0, 1), (2, 3))]
-        group.processes.kill()
-
-
 def test_nodes_that_are_gone_are_told_from_those_that_answer(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
         never = "ab" * 28
@@ -138,40 +99,3 @@ def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
         "spill to is full (see df and `ray memory`); free disk space, use a smaller rollout batch, or start Ray "
         "with more --object-store-memory"
     )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("joins", [True, False], ids=["existing cluster", "Ray of its own"])
-def test_no_process_outlives_a_driver_that_is_killed(address: str, joins: bool) -> None:
-    code = f"from tests.cluster.test_existing_cluster import drive; drive({address if joins else ''!r})"
-    driver = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert driver.stdout is not None
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
-    assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    driver.stdout.close()
-    deadline = time.monotonic() + ENDS_WITHIN
-    while left := [
-        *(pid for pid in pids if Path(f"/proc/{pid}").exists()),
-        # Ray's agents look for GCS for a minute, and hold no device.
-        *(title for title in session(driver.pid).values() if "agent" not in title.lower()),
-    ]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.1)
-
-
-def drive(address: str) -> None:
-    """A driver whose two processes work for longer than it lives."""
-    with ray_session(address=address, cpus=2.0):
-        with reserved(arrange({"ranks": 2}), timeout=paced(60.0)) as slots:
-            group = RayGroup(["actor rank 0", "actor rank 1"], MEMBER, slots["ranks"], {})
-            group.wait(group.construct([(0,), (1,)]))
-            print(*group.call("pid"), flush=True)
-            group.call("sleep")

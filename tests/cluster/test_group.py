@@ -234,15 +234,6 @@ def test_each_process_needs_a_seat(slots: list[Slot]) -> None:
         RayGroup(["actor rank 0"], MEMBER, slots, {})
 
 
-def test_seats_are_shares_of_their_bundles(slots: list[Slot]) -> None:
-    assert [(slot.cpus, slot.gpus) for slot in slots] == [(1.0, 0.0)] * 3
-    assert [(slot.bundles[0].index, slot.neighbors) for slot in slots] == [(0, 3), (1, 3), (2, 3)]
-    # One CPU of four is left, and two processes share it.
-    with reserved(arrange({"actor": 1, "engines": 1}), timeout=paced(60.0)) as both:
-        seats = [(slot.bundles[0].index, slot.cpus) for slot in (*both["actor"], *both["engines"])]
-        assert seats == [(0, 0.5), (0, 0.5)]
-
-
 def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_path: Path) -> None:
     given = {"CORERL_TEST_WORD": "s3cr3t", "API_KEY": "s3cr3t", "TMPDIR": str(tmp_path)}
     group = RayGroup(["actor rank 0"], MEMBER, slots[:1], {**given, "OMP_NUM_THREADS": "2", "PYTHONHASHSEED": "7"})

@@ -225,6 +225,28 @@ def test_a_process_has_started_once_it_reports_no_phase() -> None:
     assert (member.started, member.missed, member.beat, member.before) == (True, 0, Heartbeat(), BUILDING)
 
 
+def test_heartbeats_missed_in_a_start_do_not_count_after_it(ended: Any) -> None:
+    member = Member("engine-0", missed=8)  # its imports hold the GIL for long
+    assert ended([member]) == {} and member.silent
+    member.note_started()
+    assert ended([member]) == {} and member.started and not member.silent
+    member.missed = 8
+    member.note_started()  # of a later result
+    assert ended([member]) == {"engine-0": "hung"}
+
+
+def test_a_notify_that_raises_does_not_end_the_heartbeats(capfd: pytest.CaptureFixture[str]) -> None:
+    def notify(text: str) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    watched = heartbeat.Heartbeats(Watching(notify=notify), [])
+    watched._notify("train has taken 60 s")
+    assert capfd.readouterr().err == (
+        "corerl: note: train has taken 60 s (and notify raised BrokenPipeError: nobody reads)\n"
+    )
+    watched.stop()
+
+
 # ---- what calls record -----------------------------------------------------------------------------------------------
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
@@ -431,12 +453,3 @@ def test_real_ranks_that_others_wait_for_are_named(ranks: RayGroup, reports: Rep
         r"actor ranks 0-1, 3 are waiting for it",
         reports.of("pairs"),
     )
-
-
-@pytest.mark.processes
-def test_a_long_call_that_moves_is_not_reported(ranks: RayGroup, reports: Reports) -> None:
-    before = list(reports.texts)
-    pending = ranks.start("work", 3.0)
-    ranks.wait(pending)
-    assert pending.due > 2.0  # it was looked at twice
-    assert reports.texts == before

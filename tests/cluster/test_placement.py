@@ -86,9 +86,7 @@ def test_all_gpus_together_have_the_time_that_one_has(monkeypatch: pytest.Monkey
     assert len(silent) == 3 and given == [120.0, 30.0, 0.0]
 
 
-def test_a_reservation_with_an_unknown_gpu_is_returned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_reservation_with_an_unknown_gpu_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[object] = []
     group = SimpleNamespace(wait=lambda timeout_seconds: True)
     monkeypatch.setattr(placement, "placement_group", lambda bundles, strategy: group)
@@ -252,9 +250,7 @@ def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
     assert rooms.given_back == ["reservation 1"]
 
 
-def test_a_wide_process_on_two_machines_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     room = rooms_of(monkeypatch, 4)
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     room.begin({"actor": 1, "engines": 1}, **how)

@@ -165,9 +165,7 @@ def test_code_that_exits_fails_its_call(code: object) -> None:
     assert "raise SystemExit(self.code)" in error.details
 
 
-def test_the_working_directory_comes_last_on_the_module_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_working_directory_comes_last_on_the_module_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/driver", "", "/installed"])  # as Ray puts it
     Process("actor rank 0", "nowhere:Nothing", here="/driver")
     assert sys.path == ["/installed", "/driver"]

@@ -49,10 +49,6 @@ def test_a_value_for_a_table_suggests_its_first_setting(tmp_path: Path, override
     assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override})"]
 
 
-def test_only_the_backend_must_be_given(tmp_path: Path) -> None:
-    assert load_config(write(tmp_path, SMALLEST)) == Config(backend=BackendChoice(name="plain"))
-
-
 def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
     data = {"backend": {"name": "plain"}, "run": {"steps": 5}}
     assert config_of(data, ["run.steps=7", "run.seed=3"]).run.steps == 7
@@ -145,10 +141,8 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ("[train]\nminibatches = 2", "train.minibatches: unknown key; did you mean 'mini_batches'?"),
         ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
         ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
-        ("run = 3", "run: expected table, got integer 3"),
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; remove the quotes"),
         ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),
-        ("[run]\nsteps = true", "run.steps: expected integer, got true"),
         ("[run]\nseed = -1", "run.seed: must be between 0 and 9223372036854775807, got -1"),
         ("[run]\ndir = ''", "run.dir: must not be empty"),
         (
@@ -160,10 +154,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
             "[checkpoint]\nexport = 'false'",
             "checkpoint.export: expected true or false, got string 'false'; remove the quotes",
         ),
-        (
-            "[train.optimizer]\nlr = '1e-5'",
-            "train.optimizer.lr: expected number, got string '1e-5'; remove the quotes",
-        ),
         ("[train.optimizer]\nbetas = [0.9]", "train.optimizer.betas: expected array of 2, got 1"),
         (
             "[train.optimizer]\nbetas = [0.9, 1]",
@@ -172,7 +162,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
-        ("[rollout]\nmax_tokens = 0", "rollout.max_tokens: must be at least 1, got 0"),
         (
             '[cluster]\noffload_kinds = ["params"]',
             "cluster.offload_kinds: unknown 'params'; did you mean 'param'?",
@@ -182,16 +171,9 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
             "cluster.offload_kinds: must name one or several of param, master, grad, optimizer, each once, got []",
         ),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
-        ("[cluster]\nwatchdog = inf", "cluster.watchdog: must be finite, got inf"),
-        ("[train.optimizer]\nlr = inf", "train.optimizer.lr: must be finite, got inf"),
-        ("[rollout]\ntemperature = inf", "rollout.temperature: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
             "cluster.environment: must be valid environment variables, got the name 'A=B'",
-        ),
-        (
-            "[cluster]\nenvironment = {'' = 'c'}",
-            "cluster.environment: must be valid environment variables, got the name ''",
         ),
         ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
         ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),

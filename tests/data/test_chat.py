@@ -48,16 +48,6 @@ def test_a_system_message_is_for_chats_only(tmp_path: Path) -> None:
         load(texts, system="Be brief.")
 
 
-def test_with_chat_a_text_is_the_users_message(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", '{"prompt": "3+4?"}', '{"prompt": "5+6?"}')
-    plain, chat, told = load(path), load(path, chat=True), load(path, chat=True, system="Be brief.")
-    assert (plain.chat, chat.chat) == (False, True)
-    assert (plain.prompt(0).messages, chat.prompt(0).messages) == ((), (USER,))
-    assert told.prompt(0).messages == (SYSTEM, USER)
-    assert told.prompt(0).text == "3+4?"
-    assert chat.train.tolist() == plain.train.tolist()
-
-
 def test_a_chat_keeps_its_own_system_message(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.jsonl",

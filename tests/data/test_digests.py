@@ -80,11 +80,6 @@ def test_the_same_rows_are_held_out_in_any_order(tmp_path: Path) -> None:
     assert set(held_out(other)) != set(held_out(turned))
 
 
-def test_holding_out_more_keeps_those_that_were_held_out(tmp_path: Path) -> None:
-    path = numbered(tmp_path / "p.jsonl", 40)
-    assert held_out(load(path, held_out=20))[:5] == held_out(load(path, held_out=5))
-
-
 def test_copies_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     lines = numbered(tmp_path / "p.jsonl", 10).read_text().splitlines()
     alone = load(tmp_path / "p.jsonl", held_out=3)

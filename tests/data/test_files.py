@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from corerl.config.load import config_of
@@ -69,11 +71,6 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     assert load(path, chat=True).where(1) == f"{path}:3"
 
 
-def test_json_lines_are_read_whatever_the_file_is_called(tmp_path: Path) -> None:
-    for name in ("p.json", "p.txt"):
-        assert load(write(tmp_path / name, "", '{"prompt": "x"}', '{"prompt": "y"}')).prompt(1).text == "y"
-
-
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json"])
 def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str) -> None:
     rows = datasets.Dataset.from_list([{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(3)])
@@ -87,6 +84,26 @@ def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str
     assert source.where(1) == f"{path}, row 1"
     lines = load(numbered(tmp_path / "p.jsonl", 3), held_out=0)
     assert source.shares[0].digests.tolist() == lines.shares[0].digests.tolist()
+
+
+def test_prompts_and_answers_of_a_csv_file_stay_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.csv", "prompt,answer,level", "1+6,007,3", "0.5,0.50,", "x,None,4", "y,,5")
+    source = load(path, held_out=0)
+    prompts = [source.prompt(index) for index in range(4)]
+    assert [(each.text, each.answer) for each in prompts] == [("1+6", "007"), ("0.5", "0.50"), ("x", "None"), ("y", "")]
+    assert [each.fields["level"] for each in prompts] == [3, None, 4, 5]
+    assert source.unanswered == 1
+
+
+def test_a_row_of_arrow_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
+    prompts = pa.array([b"one", b"\xff", b"three"]).view(pa.string())
+    path = tmp_path / "p.parquet"
+    pq.write_table(pa.table({"prompt": prompts}), path)
+    with pytest.raises(DataError, match=r"p.parquet, row 1: cannot be read: .*utf-8.*; data.refused='skip' leaves"):
+        load(path)
+    source = load(path, refused="skip", held_out=0)
+    assert texts(source) == ["one", "three"]
+    assert "1 of 3 rows of" in source.notices[0] and "1 that cannot be read" in source.notices[0]
 
 
 def test_values_of_a_parquet_file_are_those_of_python(tmp_path: Path) -> None:
@@ -145,18 +162,9 @@ def test_a_source_that_does_not_exist_is_named(tmp_path: Path) -> None:
         load(empty)
 
 
-def test_a_damaged_saved_data_set_is_named(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"prompt": ["one", "two"]}).save_to_disk(tmp_path / "saved")
-    file = tmp_path / "saved" / "data-00000-of-00001.arrow"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DataError, match=f"^data.source: cannot read {tmp_path / 'saved'}: "):
-        load(tmp_path / "saved")
-
-
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"promt": ["x"], "id": [1]}, "p.parquet, row 0: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
         ({"prompt": ["fine", None]}, "p.parquet, row 1: field 'prompt' is None, expected a non-empty string"),
         ({"prompt": [[{"role": "user"}]]}, "p.parquet, row 0: field 'prompt': message 1 has no string 'content'"),
     ],
@@ -217,6 +225,28 @@ def test_a_card_names_subsets_and_their_splits(tmp_path: Path) -> None:
     assert texts(load_prompts(mix, seed=0)) == texts(easy) + reference(directory, "hard", split="test")
     write(directory / "README.md", CARD.replace("config_name: easy", "config_name: easy\n  default: true"))
     assert texts(load(directory)) == texts(easy)
+
+
+def test_splits_and_files_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    directory = put(tmp_path / "set", "train-0", "train-1", "test", suffix="jsonl")
+    put(directory, "train-2")
+    put(directory, ".cache/old", suffix="jsonl")
+    assert load(directory).notices == (
+        f"data.source: of {directory}, the split train is read; not read: the split test, 1 .parquet file",
+    )
+    (line,) = load(put(tmp_path / "deep", "one/a", "two/b")).notices
+    assert line.endswith("deep, the split train is read; files of several directories are read as one: one, two")
+    assert load(put(tmp_path / "alone", "train-0", "train-1")).notices == ()
+
+
+@pytest.mark.parametrize("outside", ["../other.jsonl", "{there}/other.jsonl"])
+def test_a_card_names_no_file_outside_of_its_directory(tmp_path: Path, outside: str) -> None:
+    outside = outside.format(there=put(tmp_path, "other", suffix="jsonl"))
+    directory = put(tmp_path / "set", "one", suffix="jsonl")
+    files = f"data_files: [one.jsonl, {outside}]"
+    write(directory / "README.md", f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
+    with pytest.raises(DataError, match=r"README.md of .*set names /.*, which is not in this directory"):
+        load(directory)
 
 
 def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:

@@ -68,23 +68,11 @@ def test_a_filler_keeps_its_tokens_and_counts_for_nothing() -> None:
     assert filler.columns["loss_mask"].tolist() == [False, False]
 
 
-def test_a_rank_gets_its_own_share() -> None:
-    real, filler = pack(three_samples(), plan().share(1), sequence_multiple=1).micro_batches
-    assert (real.samples.tolist(), filler.samples.tolist()) == ([1], [-1])
-    assert real.columns["weights"].tolist() == [0.0, 0.5]
-
-
 def test_only_requested_columns_travel_with_the_weights() -> None:
     first, _ = pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
         pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("values",))
-
-
-def test_micro_batches_can_be_gone_through_again() -> None:
-    packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
-    once, again = ([m.tokens.tolist() for m in packed.micro_batches] for _ in range(2))
-    assert once == again == [[31, 32, 33, 34, 11, 12, 13], [21, 22]]
 
 
 def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:

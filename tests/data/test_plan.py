@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
-from corerl.errors import ConfigError, DataError
+from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
 
 DEFAULTS: dict[str, Any] = {
@@ -80,19 +80,6 @@ def test_the_order_follows_from_the_seed_and_differs_between_epochs() -> None:
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
-        ("token-mean", [1 / (2 + 5 + 0 + 3)] * 4),
-        ("sequence-mean", [1 / (3 * 2), 1 / (3 * 5), 0.0, 1 / (3 * 3)]),  # the third has no loss token
-        ("constant-length", [1 / (4 * 16)] * 4),
-    ],
-)
-def test_an_aggregation_weighs_the_tokens_of_a_step(aggregation: str, expected: list[float]) -> None:
-    (step,) = plan_steps(batch_of([3, 6, 1, 4]), **{**DEFAULTS, "aggregation": aggregation})
-    assert step.scales.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
         ("token-mean", [1 / 12] * 5),
         # Two of three episodes have loss tokens, the first one in two of its three samples.
         ("sequence-mean", [1 / (2 * 2 * 2), 1 / (2 * 2 * 5), 0, 1 / (2 * 5), 0]),
@@ -118,15 +105,6 @@ def test_samples_of_an_episode_are_in_one_step() -> None:
             assert weights[np.isin(batch.sample_of, np.flatnonzero(rows == episode))].sum() == pytest.approx(
                 1 / len(ours), rel=1e-5
             )
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
-def test_weights_of_each_step_sum_to_one(aggregation: str) -> None:
-    batch = random_batch(40, samples_per_group=4)
-    for step in plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "aggregation": aggregation}):
-        weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
-        assert weights.sum() == pytest.approx(1.0, rel=1e-5)
-        assert np.flatnonzero(step.scales).tolist() == real_samples(step)
 
 
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
@@ -166,12 +144,6 @@ def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float
         assert real_samples(plan) == list(range(len(members)))
         scales[members], denominator = plan.scales, denominator + count
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
-
-
-def test_a_part_of_a_step_keeps_to_the_budget() -> None:
-    plan, _ = plan_part(batch := random_batch(25), **{**PART, "layout": layout(3)})
-    assert len({len(rank) for rank in plan.micro_batches}) == 1
-    assert all(batch.lengths[members].sum() <= 32 for rank in plan.micro_batches for members in rank)
 
 
 def test_members_of_a_plan_are_its_samples_without_fillers() -> None:
@@ -291,11 +263,6 @@ def test_with_few_groups_each_is_a_step() -> None:
     steps = plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
     trained = [sorted(np.flatnonzero(step.scales).tolist()) for step in steps]
     assert [sorted(trained[epoch : epoch + 2]) for epoch in (0, 2)] == [[[0, 1], [2, 3]]] * 2
-
-
-def test_an_unknown_aggregation_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown aggregation 'mean'; use one of token-mean, sequence-mean"):
-        plan_steps(batch_of([3]), **{**DEFAULTS, "aggregation": "mean"})
 
 
 def test_a_batch_without_samples_is_refused() -> None:

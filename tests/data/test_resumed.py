@@ -159,13 +159,6 @@ def test_other_rows_are_told_and_begin_at_their_first_prompt(
     assert epochs[0] != epochs[1]
 
 
-def test_an_edited_held_out_row_is_held_out_again(first: Drawing, resumed: Any) -> None:
-    edited = first.held_out[2]
-    other = resumed([text if text != edited else "edited" for text in OLD])
-    assert other.held_out == [*(text for text in first.held_out if text != edited), "edited"]
-    assert other.differs == "1 of 20 rows are new, 1 of 20 are gone"
-
-
 def test_begun_anew_the_checkpoints_positions_mean_the_beginning_again(first: Drawing, resumed: Any) -> None:
     """As for ranks that are restarted from the checkpoint that the run itself resumed from."""
     other = resumed(NEW)
@@ -261,10 +254,3 @@ def test_a_source_of_another_name_goes_on_by_its_rows(tmp_path: Path) -> None:
     other = begun(mixed(tmp_path / "now", a=A, c=B[::-1]), one.state)
     assert not other.differs and other.held_out == one.held_out
     assert other.draw(60) == one.draw(60)
-
-
-def test_rows_of_a_mix_stay_held_out_in_one_source(tmp_path: Path) -> None:
-    one = begun(mixed(tmp_path, a=A, b=B))
-    alone = begun(load(rows(tmp_path / "ab.jsonl", A + B), held_out=4), one.state)
-    assert {*alone.held_out} == {*one.held_out}
-    assert alone.differs.startswith("the sources are one (weight 1) (were a")

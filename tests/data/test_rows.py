@@ -10,7 +10,7 @@ import pytest
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.load import load_prompts
 from corerl.errors import DataError
-from tests.data.files import load, numbered, parquet, write
+from tests.data.files import load, parquet, write
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
 
@@ -44,12 +44,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
         ],
         ('["x"]', "p.jsonl:2: got \\['x'\\], expected a JSON object with the field 'prompt'"),
         ('{"promt": "x", "id": 1}', "p.jsonl:2: no field 'prompt'; it has: promt, id; did you mean 'promt'?"),
-        (
-            '{"prompt": 3}',
-            "p.jsonl:2: field 'prompt' is 3, expected a non-empty string or a list of messages",
-        ),
         ('{"prompt": ""}', "p.jsonl:2: field 'prompt' is '', expected"),
-        ('{"prompt": []}', r"p.jsonl:2: field 'prompt' is \[\], expected"),
         ('{"prompt": ["x"]}', "p.jsonl:2: field 'prompt': message 1 has no string 'role'; every message needs a role"),
         (
             '{"prompt": [{"role": "user", "content": ["x"]}]}',
@@ -73,13 +68,6 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_an_unusable_line_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "fine"}', line, '{"prompt": "fine"}')
     with pytest.raises(DataError, match=message):
-        load(path)
-
-
-def test_a_line_without_utf8_is_named_with_its_number(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b'{"prompt": "fine"}\n{"prompt": "\xff"}\n')
-    with pytest.raises(DataError, match="p.jsonl:2: not valid JSON"):
         load(path)
 
 
@@ -281,18 +269,6 @@ def test_a_missing_field_is_named_behind_a_skipped_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", "not JSON", '{"prompt": "a", "result": "1"}', '{"prompt": "b"}')
     with pytest.raises(DataError, match="no row has the field 'solution'; the first row has: prompt, result; set"):
         load(path, refused="skip", answer_key="solution")
-
-
-def test_skipped_rows_are_left_out_of_a_mix(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", '{"prompt": ""}', '{"prompt": "a"}', '{"prompt": "b"}')
-    mix = DataConfig(
-        sources=(DataSource(source=str(first)), DataSource(source=str(numbered(tmp_path / "b.jsonl", 3)))),
-        held_out=1,
-        refused="skip",
-    )
-    source = load_prompts(mix, seed=0)
-    assert [source.prompt(index).text for index in range(5)] == ["a", "b", "p0", "p1", "p2"]
-    assert source.where(0) == f"{first}:2" and "1 of 3 rows of" in source.notices[0]
 
 
 @pytest.mark.parametrize("saved", ["jsonl", "parquet"])

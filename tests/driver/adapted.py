@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from attrs import evolve, frozen
 
 from corerl.checkpoint.commit import begin, commit
 from corerl.config.schema import Config
-from corerl.types import FloatArray, Output, SampleBatch
+from corerl.types import FloatArray, ForwardResult, Output, SampleBatch
 from corerl_testing.harness import Setup, forward, make_samples, packed_for_training, running, step_at
 from tests.driver.saved import recorded
 
@@ -23,6 +25,28 @@ class Adapted:
     samples: SampleBatch
     before: FloatArray  # what the model gives for the samples' tokens: log-probs, or a critic's values
     after: FloatArray  # the same after the steps
+
+
+def column_of(result: ForwardResult, samples: SampleBatch, output: Output = Output.LOGPROBS) -> FloatArray:
+    """What a worker has computed, in the order of the samples' tokens."""
+    found: FloatArray = np.zeros(samples.offsets[-1], np.float32)
+    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+        found[samples.offsets[row] : samples.offsets[row + 1]] = result.outputs[output][start:stop]
+    return found
+
+
+def tokens_of(samples: SampleBatch) -> list[torch.Tensor]:
+    return [torch.tensor(each) for each in np.split(samples.tokens, samples.offsets[1:-1])]
+
+
+def logprobs_by(logits: Callable[[torch.Tensor], torch.Tensor], samples: SampleBatch) -> FloatArray:
+    """What a model of transformers gives for the samples' tokens, 0 for the first of each; `logits` [T, V] of one."""
+    found = []
+    with torch.no_grad():
+        for tokens in tokens_of(samples):
+            log_p = (logits(tokens)[:-1] / samples.temperature).log_softmax(-1)
+            found += [np.zeros(1), log_p.gather(-1, tokens[1:, None])[:, 0].numpy()]
+    return np.concatenate(found)
 
 
 def train_adapted(
@@ -45,11 +69,7 @@ def train_adapted(
     output = Output.VALUES if critic else Output.LOGPROBS
 
     def passed() -> FloatArray:
-        result = forward(worker, setup, samples, outputs=(output,))
-        found: FloatArray = np.zeros(samples.offsets[-1], np.float32)
-        for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
-            found[samples.offsets[row] : samples.offsets[row + 1]] = result.outputs[output][start:stop]
-        return found
+        return column_of(forward(worker, setup, samples, outputs=(output,)), samples, output)
 
     with running(setup) as worker:
         before = passed()

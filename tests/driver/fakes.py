@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import numpy as np
@@ -48,6 +48,7 @@ from corerl.types import (
 from corerl.weights.transport import Address
 from tests.driver.saved import make_config
 
+Kind = TypeVar("Kind")
 EXPERTS = Output.ROUTED_EXPERTS
 CHOSEN = np.arange(5 * 3 * 2, dtype=np.int16).reshape(5, 3, 2)  # of 5 tokens, 3 layers, 2 experts
 
@@ -60,6 +61,7 @@ class Group:
         self.losses: list[LossSpec] = []
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
+        self.ended = False
         self.failure: Exception | None = None
         self.dead = False
         self.lacking = False
@@ -114,6 +116,7 @@ class Group:
         return self.sent if self.verified[-1] else evolve(self.sent, sums={})
 
     def received(self, pending: None, timeout: float) -> dict[str, Received]:
+        self.waited = timeout
         return self.fared if self.answers else {}
 
     def meeting(self, address: Address) -> Address:
@@ -212,19 +215,34 @@ class Source:
 
 
 class Ears:
+    """An observer that keeps what it is told."""
+
     def __init__(self) -> None:
-        self.steps: list[StepFinished] = []
-        self.finished: list[RunFinished] = []
-        self.notices: list[Notice] = []
+        self.heard: list[Event] = []
+        self.ends: list[str] = []
 
     @hookimpl
     def observe(self, event: Event) -> None:
-        if isinstance(event, StepFinished):
-            self.steps.append(event)
-        if isinstance(event, RunFinished):
-            self.finished.append(event)
-        if isinstance(event, Notice):
-            self.notices.append(event)
+        self.heard.append(event)
+
+    @hookimpl
+    def shutdown(self, reason: str) -> None:
+        self.ends.append(reason)
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        return [event for event in self.heard if isinstance(event, kind)]
+
+    @property
+    def steps(self) -> list[StepFinished]:
+        return self.of(StepFinished)
+
+    @property
+    def finished(self) -> list[RunFinished]:
+        return self.of(RunFinished)
+
+    @property
+    def notices(self) -> list[Notice]:
+        return self.of(Notice)
 
 
 def told(ears: Ears) -> list[str]:
@@ -253,7 +271,7 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
         "manifest": None,
-        "address": Address(transport="disk", engines=fleet.names),
+        "address": Address(transport="ipc", engines=fleet.names),
         "version": 0,
         "residency": staying(),
         "progress": progress(ears),

@@ -14,11 +14,11 @@ from corerl.config.schema import CheckpointConfig
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
-from corerl.plugin.events import CheckpointSaved, Event
+from corerl.plugin.events import CheckpointSaved
 from corerl.plugin.observers import Observers
-from corerl.plugin.spec import hookimpl
 from corerl.types import Step
 from tests.checkpoint.roles import cut, whole
+from tests.driver.fakes import Ears
 
 
 @define
@@ -81,17 +81,7 @@ class Group:
         self._path = None
 
 
-@define
-class Heard:
-    saved: list[CheckpointSaved] = field(factory=list)
-
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        assert isinstance(event, CheckpointSaved)
-        self.saved.append(event)
-
-
-def make(run_dir: Path, heard: Heard, *, keep: int = 2, **roles: Group) -> Checkpoints:
+def make(run_dir: Path, heard: Ears, *, keep: int = 2, **roles: Group) -> Checkpoints:
     return Checkpoints(
         run_dir=run_dir,
         config=CheckpointConfig(every=2, keep=keep),
@@ -109,24 +99,24 @@ def path(run_dir: Path, step: int) -> Path:
 
 
 def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, Heard(), actor=Group())
+    checkpoints = make(tmp_path, Ears(), actor=Group())
     assert [step for step in range(1, 7) if checkpoints.due(step)] == [2, 4, 6]
     checkpoints.config = CheckpointConfig(every=0)
     assert not any(checkpoints.due(step) for step in range(1, 7))
 
 
 def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
-    heard = Heard()
+    heard = Ears()
     checkpoints = make(tmp_path, heard, actor=Group())
     checkpoints.start(*at(2), background=False)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
     assert read_state(path(tmp_path, 2)) == {"rollout_step": 2}
-    assert heard.saved == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
+    assert heard.of(CheckpointSaved) == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
 
 
 def test_a_failed_role_is_reported_while_another_writes(tmp_path: Path) -> None:
     actor, critic = Group(), Group()
-    checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
+    checkpoints = make(tmp_path, Ears(), actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
     critic.broken = True
     with pytest.raises(SaveFailed, match="the disk is full"):
@@ -134,38 +124,38 @@ def test_a_failed_role_is_reported_while_another_writes(tmp_path: Path) -> None:
 
 
 def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
-    heard, actor, critic = Heard(), Group(optimizer_step=6), Group(optimizer_step=8)
+    heard, actor, critic = Ears(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
     assert checkpoints.last_step == 2
     checkpoints.complete(wait=False)
     actor.write()
     checkpoints.complete(wait=False)
-    assert (latest(tmp_path), checkpoints.newest, heard.saved) == (None, None, [])
+    assert (latest(tmp_path), checkpoints.newest, heard.of(CheckpointSaved)) == (None, None, [])
     critic.write()
     checkpoints.complete(wait=False)
     assert latest(tmp_path) == path(tmp_path, 2)
     assert sorted(role.name for role in path(tmp_path, 2).iterdir() if role.is_dir()) == ["actor", "critic"]
-    assert [event.step for event in heard.saved] == [2]
+    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
     # Each at a count of its own: a critic that is warmed up has taken more steps than the actor.
     assert [step.optimizer_step for step in (*actor.saved_at, *critic.saved_at)] == [6, 8]
 
 
 def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Path) -> None:
-    heard = Heard()
+    heard = Ears()
     checkpoints = make(tmp_path, heard, keep=2, actor=Group())
     for step in (2, 4, 6):
         checkpoints.start(*at(step), background=True)
-        assert [event.step for event in heard.saved] == list(range(2, step, 2))
+        assert [event.step for event in heard.of(CheckpointSaved)] == list(range(2, step, 2))
     checkpoints.complete(wait=True)
-    assert [event.step for event in heard.saved] == [2, 4, 6]
+    assert [event.step for event in heard.of(CheckpointSaved)] == [2, 4, 6]
     assert sorted((tmp_path / "checkpoints").iterdir()) == [path(tmp_path, 4), path(tmp_path, 6)]
     checkpoints.complete(wait=True)  # nothing is pending any more
-    assert len(heard.saved) == 3
+    assert len(heard.of(CheckpointSaved)) == 3
 
 
 def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
-    heard, actor = Heard(), Group()
+    heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=False)
     checkpoints.start(*at(4), background=True)
@@ -173,11 +163,22 @@ def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="^the disk is full$"):
         checkpoints.complete(wait=False)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    assert [event.step for event in heard.saved] == [2]
+    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
+
+
+def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path) -> None:
+    class Refusing(Group):
+        def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
+            raise SaveFailed("the disk is full")
+
+    checkpoints = make(tmp_path, Ears(), actor=Group(), critic=Refusing())
+    with pytest.raises(SaveFailed, match="^the disk is full$"):
+        checkpoints.start(*at(2), background=False)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, Heard(), actor=Group())
+    checkpoints = make(tmp_path, Ears(), actor=Group())
     checkpoints.start(*at(2), background=False)
 
     def files(partial: Path) -> None:
@@ -189,7 +190,7 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
 
 
 def test_a_written_save_is_kept_after_ranks_have_ended(tmp_path: Path) -> None:
-    heard, actor = Heard(), Group()
+    heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=True)
     actor.write()
@@ -197,11 +198,11 @@ def test_a_written_save_is_kept_after_ranks_have_ended(tmp_path: Path) -> None:
     checkpoints.rescue()
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
     checkpoints.rescue()  # nothing is pending any more
-    assert [event.step for event in heard.saved] == [2]
+    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
 
 
 def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: Path) -> None:
-    heard, actor = Heard(), Group()
+    heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
     checkpoints.start(*at(2), background=True)
     with pytest.raises(SaveFailed, match="rank-00000.safetensors is missing"):
@@ -213,12 +214,12 @@ def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: P
     with pytest.raises(WorkerDied, match="^the ranks have ended$"):
         checkpoints.rescue()
     assert latest(tmp_path) == path(tmp_path, 2)
-    assert [event.step for event in heard.saved] == [2]
+    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
 
 
 def test_a_rank_that_never_answers_does_not_block_a_rescue(tmp_path: Path) -> None:
     actor, critic = Group(), Group()
-    checkpoints = make(tmp_path, Heard(), actor=actor, critic=critic)
+    checkpoints = make(tmp_path, Ears(), actor=actor, critic=critic)
     checkpoints.start(*at(2), background=True)
     critic.write()
     actor.stuck = True
@@ -240,7 +241,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, memory: Path) -> None:
-    heard, actor = Heard(), Group(in_memory=True)
+    heard, actor = Ears(), Group(in_memory=True)
     saves = make(tmp_path / "run", heard, actor=actor)
     with MemoryCheckpoints.of_run(saves) as kept:
         (directory,) = memory.iterdir()
@@ -253,15 +254,26 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
         kept.complete(wait=False)
         assert kept.newest == path(directory, 3) and read_state(path(directory, 3)) == {"rollout_step": 3}
         assert list((directory / "checkpoints").iterdir()) == [path(directory, 3)]
-    assert heard.saved == [] and list(memory.iterdir()) == [] and saves.newest is None
+    assert heard.of(CheckpointSaved) == [] and list(memory.iterdir()) == [] and saves.newest is None
     # What a killed run has left goes when its directory is used again.
     (directory / "checkpoints/step-00000003").mkdir(parents=True)
     with MemoryCheckpoints.of_run(saves):
         assert list(directory.iterdir()) == []
 
 
+def test_a_run_whose_directory_is_in_memory_waits_for_its_ranks(tmp_path: Path, memory: Path) -> None:
+    actor = Group(in_memory=True)
+    saves = make(memory / "run", Ears(), actor=actor)
+    saves.start(*at(2), background=True)
+    saves.complete(wait=False)
+    assert saves.newest is None
+    actor.write()
+    saves.complete(wait=False)
+    assert saves.newest == path(memory / "run", 2)
+
+
 def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:
-    with MemoryCheckpoints.of_run(make(tmp_path / "run", Heard(), actor=Group(in_memory=True))) as kept:
+    with MemoryCheckpoints.of_run(make(tmp_path / "run", Ears(), actor=Group(in_memory=True))) as kept:
         kept.start(*at(1), background=False)
         kept.start(*at(2), background=True)
         kept.give_up()
@@ -271,14 +283,14 @@ def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Pat
 
 def test_in_memory_checkpoints_need_all_ranks_here(tmp_path: Path, memory: Path) -> None:
     actor, critic = Group(in_memory=True), Group(in_memory=True, nodes=["", "another"])
-    with MemoryCheckpoints.of_run(make(tmp_path / "run", Heard(), actor=actor, critic=critic)) as kept:
+    with MemoryCheckpoints.of_run(make(tmp_path / "run", Ears(), actor=actor, critic=critic)) as kept:
         with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):
             kept.start(*at(2), background=True)
     assert actor.saved_at == []
 
 
 def test_a_run_that_goes_back_forgets_the_save_in_flight(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, Heard(), actor=(group := Group()))
+    checkpoints = make(tmp_path, Ears(), actor=(group := Group()))
     checkpoints.start(*at(2), background=False)
     checkpoints.start(*at(4), background=True)
     checkpoints.forget(2)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from attrs import evolve
 
-from corerl.config.load import load_config
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
 from corerl.plugin import registry
-from tests.in_process import execute_here, small
+from tests.in_process import small
 
 THERE = {"corerl", "corerl-testing"}
 DRAWING = ["corerl_observe", "matplotlib", "rich", "tensorboard"]
@@ -28,15 +26,6 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "scan", found.__getitem__)
     for name in [*DRAWING, *(each for each in sys.modules if each.partition(".")[0] in DRAWING)]:
         monkeypatch.setitem(sys.modules, name, None)
-
-
-def test_core_alone_trains_with_lines_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    execute_here(evolve(small(tmp_path, "run.steps=2", "checkpoint.export=false"), extensions=None))
-    ran = load_config(tmp_path / "run/config.toml")
-    assert [each.name for each in ran.chosen_extensions] == ["console", "jsonl"]
-    assert "finished after 2 of 2 steps" in capsys.readouterr().out
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines if "train/loss" in line] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.checkpoint.commit import begin, commit
-from corerl.config.schema import Config, ModelConfig
+from corerl.config.schema import Config
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ModelError
-from corerl.models.tokenizer import character_tokenizer, end_tokens
+from corerl.models.tokenizer import character_tokenizer
 from corerl_testing.harness import Setup, start, step_at
 from corerl_testing.models import write_tiny_model
 from tests.driver.saved import DATA, make_config, make_model, recorded, save
@@ -87,60 +87,48 @@ def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path:
     assert AutoTokenizer.from_pretrained(tmp_path / "b", local_files_only=True).chat_template == template
 
 
-def test_an_export_ends_its_responses_at_every_token_that_ended_the_runs_samples(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    model = make_model(make_config(), seed=1)
-    model.config.eos_token_id = [7, 8]
-    model.config.save_pretrained(base)
-    config = make_config(model={"path": str(base), "tokenizer": "characters:0123456789>s"})
-    written = export(save(tmp_path / "run", config, model, step=2), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
-    assert loaded.generation_config.eos_token_id == [2, 7, 8]
-    assert end_tokens(tokenizer, config.model) == end_tokens(tokenizer, ModelConfig(path=str(written))) == [2, 7, 8]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OF_ACTOR = {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"precision": "bfloat16"}}}}
 
 
 @pytest.mark.parametrize(
-    ("came_in", "trained_in", "asked", "dtype"),
+    ("came_in", "files", "tables", "asked", "dtype"),
     [
-        (torch.bfloat16, "float32", "", torch.bfloat16),
-        (torch.bfloat16, "float32", "float32", torch.float32),
-        (torch.float32, "bfloat16", "", torch.bfloat16),
-        (torch.float32, "float32", "", torch.float32),
-        (torch.float16, "float32", "", torch.float32),
+        (BF16, "", "float32", "", BF16),
+        (BF16, "", "float32", "float32", FP32),
+        (FP32, "", "bfloat16", "", BF16),
+        (FP32, "", "float32", "", FP32),
+        (FP16, "", "float32", "", FP32),
+        # The config names no dtype: the files tell.
+        (BF16, "one tensor in float32", "float32", "", BF16),
+        (FP32, "no dtype", "float32", "", FP32),
+        (BF16, "no weights", "float32", "", FP32),
+        # A model of fields came in none: the precision of training is that of the role.
+        (None, "", "bfloat16", "", BF16),
+        (None, "", "float16", "", FP16),
+        (None, "", OF_ACTOR, "", BF16),
     ],
 )
-def test_a_model_that_came_in_bfloat16_is_exported_in_it(
-    tmp_path: Path, came_in: torch.dtype, trained_in: str, asked: str, dtype: torch.dtype
+def test_an_export_has_the_dtype_of_the_model_or_its_training(
+    tmp_path: Path, came_in: torch.dtype | None, files: str, tables: Any, asked: str, dtype: torch.dtype
 ) -> None:
-    make_model(make_config(), seed=1).to(came_in).save_pretrained(tmp_path / "base")
-    model = make_model(make_config(), seed=2)
-    of_base = {**DATA["model"], "path": str(tmp_path / "base"), "config": {}}
-    config = make_config(model=of_base, train={"precision": trained_in})
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
-
-
-@pytest.mark.parametrize(
-    ("came_in", "dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (None, torch.float32)]
-)
-def test_where_the_config_says_nothing_the_files_say_what_a_model_came_in(
-    tmp_path: Path, came_in: torch.dtype | None, dtype: torch.dtype
-) -> None:
+    tables = {"train": {"precision": tables}} if isinstance(tables, str) else tables
     base = tmp_path / "base"
-    make_model(make_config(), seed=1).to(came_in or torch.bfloat16).save_pretrained(base)
-    fields = json.loads((base / "config.json").read_text())
-    assert fields.pop("dtype") in ("bfloat16", "float32")
-    (base / "config.json").write_text(json.dumps(fields))
-    if came_in is None:  # without weights, as where only the config was kept
+    if came_in is not None:
+        make_model(make_config(), seed=1).to(came_in).save_pretrained(base)
+        tables = {**tables, "model": {**DATA["model"], "path": str(base), "config": {}}}
+    if files:
+        fields = json.loads((base / "config.json").read_text())
+        del fields["dtype"]
+        (base / "config.json").write_text(json.dumps(fields))
+    if files == "no weights":
         (base / "model.safetensors").unlink()
-    elif came_in == torch.bfloat16:  # with a tensor in another precision
+    elif files == "one tensor in float32":
         tensors = load_file(base / "model.safetensors")
         tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    model = make_model(make_config(), seed=2)
-    config = make_config(model={**DATA["model"], "path": str(base), "config": {}}, train={"precision": "float32"})
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, dtype)
+    model, config = make_model(make_config(), seed=2), make_config(**tables)
+    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
 
 
 def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:
@@ -189,25 +177,6 @@ def test_a_head_of_its_own_is_exported_although_the_config_of_the_model_ties_it(
     assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("tables", "dtype"),
-    [
-        ({"train": {"precision": "bfloat16"}}, torch.bfloat16),
-        ({"train": {"precision": "float16"}}, torch.float16),
-        (
-            {"train": {"precision": "float32"}, "roles": {"actor": {"train": {"precision": "bfloat16"}}}},
-            torch.bfloat16,
-        ),
-    ],
-)
-def test_the_precision_is_the_one_that_the_role_was_trained_in(
-    tmp_path: Path, tables: dict[str, object], dtype: torch.dtype
-) -> None:
-    config = make_config(**tables)
-    model = make_model(config, seed=1)
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, dtype)
-
-
 def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) -> None:
     config = make_config()
     old, new = make_model(config, seed=1), make_model(config, seed=2)
@@ -218,19 +187,6 @@ def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) ->
     assert_holds(tmp_path / "model", old, torch.float32)
     export(checkpoint, tmp_path / "model", replace=True)
     assert_holds(tmp_path / "model", new, torch.float32)
-
-
-def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
-    config = make_config()
-    model = make_model(config, seed=1)
-    checkpoint = save(tmp_path, config, model, step=2)
-    export(checkpoint, tmp_path / "model")
-    weights = checkpoint / "actor/rank-00001.safetensors"
-    weights.write_bytes(bytes(weights.stat().st_size))  # the right size, and no content
-    with pytest.raises(CheckpointError, match="rank-00001.safetensors is not what was saved"):
-        export(checkpoint, tmp_path / "model", replace=True)
-    assert_holds(tmp_path / "model", model, torch.float32)
-    assert not list(tmp_path.glob(".model.*"))
 
 
 def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:

@@ -19,26 +19,13 @@ from corerl.models.config import hf_config
 from corerl.models.files import kept_digest
 from corerl.models.peft_files import saved_settings
 from corerl.plan.model_files import require_adapters, with_adapters
+from corerl.types import FloatArray
 from tests.checkpoint.changes import rewrite
-from tests.driver.adapted import train_adapted
+from tests.driver.adapted import logprobs_by, train_adapted
 from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
-from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
-READ = """
-from peft import PeftModel
-from transformers import AutoModelForImageTextToText
-
-found = []
-for case in asked:
-    base = AutoModelForImageTextToText.from_pretrained(case["base"], dtype=torch.float32, attn_implementation="eager")
-    model = PeftModel.from_pretrained(base, case["adapters"]).eval()
-    names = {name.replace(".default", "") for name, _ in model.named_parameters() if "lora_" in name}
-    with torch.no_grad():
-        logits = [model(input_ids=tokens[None]).logits[0, :-1] for tokens in case["tokens"]]
-    found.append((names, logits))
-"""
 
 
 def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None, **tables: Any) -> Any:
@@ -49,12 +36,8 @@ def trained(tmp_path: Path, family: str, lora: LoraConfig | None = None, **table
     return base, train_adapted(tmp_path / f"run-{family}", config)
 
 
-def logprobs_of(logits: list[torch.Tensor], samples: Any) -> np.ndarray[Any, Any]:
-    found = []
-    for each, tokens in zip(logits, np.split(samples.tokens, samples.offsets[1:-1]), strict=True):
-        log_p = (each / samples.temperature).log_softmax(-1)
-        found += [np.zeros(1), log_p.gather(-1, torch.tensor(tokens[1:, None]))[:, 0].numpy()]
-    return np.concatenate(found)
+def logprobs_of(model: Any, samples: Any) -> FloatArray:
+    return logprobs_by(lambda tokens: model(input_ids=tokens[None]).logits[0], samples)
 
 
 def loaded(directory: Path, auto: Any) -> Any:
@@ -82,29 +65,9 @@ def test_an_export_is_the_checkpoint_but_for_its_text(tmp_path: Path, family: st
     base, run = trained(tmp_path, family)
     directory = export(run.checkpoint, tmp_path / "export")
     assert_is_the_base_but_for_text(directory, base)
-    autos = [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in ("qwen3_5", "gemma3") else [])]
-    for model in (loaded(directory, auto) for auto in autos):
-        with torch.no_grad():
-            tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
-            logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
-        assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+    for auto in [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in ("qwen3_5", "gemma3") else [])]:
+        assert np.abs(logprobs_of(loaded(directory, auto), run.samples) - run.after).max() < 1e-5
     assert np.abs(run.after - run.before).max() > 0.01
-
-
-@needs_peft
-@pytest.mark.processes
-def test_adapters_load_in_the_class_of_the_checkpoint(tmp_path: Path) -> None:
-    runs = {family: trained(tmp_path, family, LORA) for family in FAMILIES}
-    asked = list[dict[str, Any]]()
-    for family, (base, run) in runs.items():
-        tokens = [torch.tensor(each) for each in np.split(run.samples.tokens, run.samples.offsets[1:-1])]
-        adapters = export(run.checkpoint, tmp_path / f"adapters-{family}")
-        asked.append({"base": str(base), "adapters": str(adapters), "tokens": tokens})
-    found = run_with_peft(READ, asked, tmp_path)
-    for case, (names, logits), (_, run) in zip(asked, found, runs.values(), strict=True):
-        assert names == tensors_in(Path(case["adapters"])).keys() and not any(map(of_pictures, names))
-        assert np.abs(run.after - run.before).max() > 0.01
-        assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
 
 
 def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path) -> None:
@@ -124,14 +87,10 @@ def test_merged_adapters_are_the_whole_checkpoint(tmp_path: Path, family: str) -
     before, after = tensors_in(base), tensors_in(directory)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if name.endswith("proj.weight") and "layers" in name} - set(
-        filter(of_pictures, before)
-    ) | {name for name in before if ".linear_attn.in_proj" in name}
+    adapted = {name for name in before if name.endswith("proj.weight") and "layers" in name and not of_pictures(name)}
+    assert changed == adapted | {name for name in before if ".linear_attn.in_proj" in name}
     model = loaded(directory, AutoModelForImageTextToText)
-    with torch.no_grad():
-        tokens = np.split(run.samples.tokens, run.samples.offsets[1:-1])
-        logits = [model(input_ids=torch.tensor(each[None])).logits[0, :-1] for each in tokens]
-    assert np.abs(logprobs_of(logits, run.samples) - run.after).max() < 1e-5
+    assert np.abs(logprobs_of(model, run.samples) - run.after).max() < 1e-5
 
 
 def test_an_export_says_that_the_tower_was_replaced(tmp_path: Path) -> None:

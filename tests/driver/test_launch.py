@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from attrs import evolve
 
-from corerl import hookimpl, loop
+from corerl import loop
 from corerl.calls import Future
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
@@ -35,7 +35,7 @@ from corerl.errors import (
 from corerl.observability.notices import read_notices
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
-from corerl.plugin.events import CallFinished, Event, Notice, PhaseStarted, RunFinished, RunStarted, Span
+from corerl.plugin.events import CallFinished, Notice, PhaseStarted, RunFinished, RunStarted, Span
 from corerl.plugin.observers import Observers
 from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
@@ -85,22 +85,8 @@ def test_engines_have_the_actors_precision_and_their_slots_devices(
 NO_LOOP: Any = None  # nothing is sampled
 
 
-class Hears:
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-        self.ends: list[str] = []
-
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        self.heard.append(event)
-
-    @hookimpl
-    def shutdown(self, reason: str) -> None:
-        self.ends.append(reason)
-
-
 def test_a_finished_call_is_reported_with_both_sides_times() -> None:
-    hears = Hears()
+    hears = Ears()
     telling = Progress(Observers([("hears", hears)]), 0)
     pending = Pending("train at optimizer step 2", 0, {}, (), asked=1.0)
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
@@ -202,7 +188,7 @@ def test_an_engine_that_cannot_start_ends_the_start_first() -> None:
 
 
 def test_in_turns_engines_sleep_before_ranks_load() -> None:
-    hears, ranks, fleet = Hears(), Starts(0), Starts(2)
+    hears, ranks, fleet = Ears(), Starts(0), Starts(2)
     telling = Progress(Observers([("hears", hears)]), 0)
     found: Any = start_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
     assert found == {"actor": "init is done"}
@@ -224,7 +210,7 @@ def test_a_run_skips_checkpoints_whose_tensors_have_changed(tmp_path: Path, monk
     flip(second / last, "master/model.norm.weight@0")
 
     resumed = small(tmp_path, *given, "checkpoint.resume=auto", "run.steps=4")
-    hears = Hears()
+    hears = Ears()
     monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
     assert execute_here(resumed).steps_done == 4
     starts = [event.first_step for event in hears.heard if isinstance(event, RunStarted)]
@@ -259,7 +245,7 @@ def test_a_run_without_extensions_prints_and_keeps_its_notices(
 
 def test_the_time_of_an_evaluation_includes_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    hears = Hears()
+    hears = Ears()
     for module, name, seconds in (
         (loop, "make_plan", 10.0),
         (driver, "_start_processes", 75.0),
@@ -313,43 +299,33 @@ class FakeRun:
         self.progress = progress(self.ears, step=3)
 
 
-def fail_with(failure: BaseException, run: FakeRun, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*_: Any) -> FakeRun:
-        return run
-
-    monkeypatch.setattr(driver, "_start", start)
-    config = make_config(run={"dir": str(run_dir)}, cluster={"device": "cpu"})
+@pytest.mark.parametrize(
+    ("failure", "lost", "asked", "notices"),
+    [
+        (ValueError("a fault"), None, 1, []),
+        (
+            ValueError("a fault"),
+            WorkerDied("the ranks have ended"),
+            1,
+            ["the checkpoint being written is lost: WorkerDied: the ranks have ended"],
+        ),
+        (SaveFailed("a fault"), None, 0, []),
+        (KeyboardInterrupt("a fault"), None, 0, []),  # by a second signal
+    ],
+    ids=repr,
+)
+def test_a_failure_rescues_the_save_in_flight_and_stays_the_error(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    lost: Exception | None,
+    asked: int,
+    notices: list[str],
+) -> None:
+    run = FakeRun(lost)
+    monkeypatch.setattr(driver, "_start", lambda *_: run)
+    config = make_config(run={"dir": str(tmp_path / "run")}, cluster={"device": "cpu"})
     with pytest.raises(type(failure), match="^a fault$"):
         with launch(functools.partial(make_plan, config)):
             raise failure
-
-
-def test_a_failure_keeps_the_checkpoint_that_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun()
-    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert (run.checkpoints.asked, told(run.ears)) == (1, [])
-
-
-def test_a_failure_stays_the_error_when_a_save_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = FakeRun(WorkerDied("the ranks have ended"))
-    fail_with(ValueError("a fault"), run, tmp_path / "run", monkeypatch)
-    assert told(run.ears) == ["the checkpoint being written is lost: WorkerDied: the ranks have ended"]
-
-
-@pytest.mark.parametrize("failure", [SaveFailed("a fault"), KeyboardInterrupt("a fault")])
-def test_a_failed_save_and_a_second_signal_save_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
-) -> None:
-    run = FakeRun()
-    fail_with(failure, run, tmp_path / "run", monkeypatch)
-    assert run.checkpoints.asked == 0
-
-
-def test_a_run_begins_with_how_its_sampling_biases_the_gradient(tmp_path: Path) -> None:
-    rollout = make_config().rollout
-    before, after = (
-        make_plan(evolve(config_in(tmp_path / "run"), rollout=each)).notices
-        for each in (rollout, evolve(rollout, top_k=4))
-    )
-    (told,) = [line for line in after if line not in before]
-    assert told.startswith("rollout.top_k=4: only the likeliest tokens are sampled")
+    assert (run.checkpoints.asked, told(run.ears)) == (asked, notices)

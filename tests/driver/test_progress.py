@@ -12,6 +12,7 @@ from corerl import hookimpl
 from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
+from tests.driver.fakes import Ears
 
 
 class Clock:
@@ -21,18 +22,9 @@ class Clock:
         return self.now
 
 
-class Hears:
-    def __init__(self) -> None:
-        self.heard: list[Event] = []
-
-    @hookimpl
-    def observe(self, event: Event) -> None:
-        self.heard.append(event)
-
-
 @pytest.fixture
-def hears() -> Hears:
-    return Hears()
+def hears() -> Ears:
+    return Ears()
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def progress(hears: Hears, clock: Clock) -> Progress:
+def progress(hears: Ears, clock: Clock) -> Progress:
     return Progress(Observers([("hears", hears)]), 2, watchdog=60.0, clock=clock)
 
 
@@ -51,12 +43,12 @@ def aside(work: Callable[[], None]) -> None:
     thread.join()
 
 
-def beat(progress: Progress, hears: Hears) -> Event:
+def beat(progress: Progress, hears: Ears) -> Event:
     progress.beat()
     return hears.heard[-1]
 
 
-def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hears: Hears, clock: Clock) -> None:
+def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hears: Ears, clock: Clock) -> None:
     progress.beat()
     assert hears.heard == []  # there is no phase
     progress.begin("rollout")
@@ -77,7 +69,7 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
     assert beat(progress, hears) == RunFinished(reason="finished", steps_done=2, seconds=4.0)
 
 
-def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears) -> None:
+def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Ears) -> None:
     progress.begin("eval")
     progress.count(GENERATED, 12, 50)
     assert beat(progress, hears) == PhaseProgress(
@@ -89,7 +81,7 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Hears)
     )
 
 
-def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, hears: Hears, clock: Clock) -> None:
+def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, hears: Ears, clock: Clock) -> None:
     def notices() -> list[str]:
         return [event.text for event in hears.heard if isinstance(event, Notice)]
 
@@ -112,11 +104,11 @@ def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, h
     assert len(notices()) == 3
 
 
-def test_beats_come_from_a_thread_until_the_block_ends(hears: Hears, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corerl.driver.progress.BEAT_SECONDS", 0.001)
     heard = threading.Event()
 
-    class Waits(Hears):
+    class Waits(Ears):
         @hookimpl
         def observe(self, event: Event) -> None:
             super().observe(event)

@@ -9,14 +9,12 @@ import pytest
 from corerl.driver.stop import StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("mode", "text"),
+    ("number", "mode", "text"),
     [
-        ("train", "finishing this step, then saving; repeat to stop at once without saving"),
-        ("train-only", "finishing this step, then saving; repeat to stop at once without saving"),
-        ("rollout-only", "finishing this batch; repeat to stop at once without it"),
-        ("eval", "finishing the evaluation; repeat to stop at once without scores"),
+        (signal.SIGINT, "train", "finishing this step, then saving; repeat to stop at once without saving"),
+        (signal.SIGTERM, "rollout-only", "finishing this batch; repeat to stop at once without it"),
+        (signal.SIGTERM, "eval", "finishing the evaluation; repeat to stop at once without scores"),
     ],
 )
 def test_the_second_signal_stops_at_once(number: signal.Signals, mode: str, text: str) -> None:

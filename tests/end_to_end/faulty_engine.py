@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 
 from corerl.config.options import option
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, Told, unheard
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, OnFinished, ignore
 from corerl.engines.specs import TRANSFORMERS, TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.weights.manifest import Bucket
@@ -45,11 +45,11 @@ class FaultyEngine(TransformersEngine):
         self.index = context.index
         self.requests = 0
 
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         if self.requests >= self._options.after:
             self.die(turn=0)
         self.requests += 1
-        return super().generate(request, told)
+        return super().generate(request, on_finished)
 
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         super()._load(bucket, flat)

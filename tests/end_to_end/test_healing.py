@@ -11,9 +11,7 @@ import pytest
 from tests.end_to_end.command import Command, content, numbers, write_small
 from tests.end_to_end.faulty import fault
 from tests.end_to_end.faulty_engine import NAME as ENGINE
-from tests.machine import paced
 
-USER = "tests.end_to_end.user_functions"
 SETTINGS = ["run.steps=5", "checkpoint.background=false", "extensions=[{name='console'}, {name='jsonl'}]"]
 
 
@@ -58,24 +56,6 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path, undi
     killed = run(tmp_path, *fault("optimizer_step", "kill", step=3, once=True), "cluster.offload=always")
     assert "actor rank 1: its process died during train at optimizer step 6" in killed.out
     assert "; restarting all ranks from checkpoint step 2; replaying step 3" in killed.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.nightly
-def test_a_frozen_rank_before_any_checkpoint_restarts_the_run(tmp_path: Path, undisturbed: Path) -> None:
-    within = f"cluster.health_timeout={paced(6.0)}"
-    frozen = run(tmp_path, *fault("optimizer_step", "freeze", step=1, once=True), within)
-    assert "actor rank 1: its process was killed during train at optimizer step 2: no heartbeat for " in frozen.out
-    assert "; restarting all ranks from the initial weights; replaying step 1" in frozen.out
-    assert_same(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.nightly
-def test_a_rank_killed_in_an_update_costs_no_engine(tmp_path: Path, undisturbed: Path) -> None:
-    """Which does not notice by itself that nobody sends any more."""
-    killed = run(tmp_path, *fault("update_weights", "kill", step=3, once=True), "weights.transport=disk")
-    assert "actor rank 1: its process died during update_weights" in killed.out
-    assert "is replaced" not in killed.out and "update_weights for" not in killed.out
     assert_same(tmp_path / "run", undisturbed)
 
 

@@ -91,29 +91,3 @@ def test_a_run_of_adapters_resumes_on_other_backends(on_fsdp: Trained, tmp_path:
             near = pytest.approx(wanted[step][name], rel=tolerance.relative, abs=tolerance.absolute)
             assert (step, name, line[name]) == (step, name, near)
         assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
-
-
-@pytest.mark.nightly
-def test_a_critic_trains_adapters_and_its_head(tmp_path: Path) -> None:
-    ppo = ["algorithm.name=ppo", "roles.critic.ranks=1", "roles.critic.lora.rank=4", "rollout.samples=1"]
-    trained = corerl(write_small(tmp_path), tmp_path / "run", *ALONE, *ppo, "rollout.prompts=16", "checkpoint.every=0")
-    steps = steps_of(trained)
-    assert steps[STEPS - 1]["critic/loss"] < steps[0]["critic/loss"]
-    actor, critic = (
-        CheckpointSource(trained.checkpoint(STEPS) / role, "master").shapes for role in ("actor", "critic")
-    )
-    assert not any(map(is_adapter, actor))
-    assert [name for name in critic if not is_adapter(name)] == ["value_head.weight"]
-    assert sum(a * b for a, b in critic.values()) == ADAPTERS // 2 + 32
-
-
-@pytest.mark.nightly
-def test_engines_with_separate_adapters_sample_the_same_tokens(on_fsdp: Trained, tmp_path: Path) -> None:
-    apart = corerl(on_fsdp.config, tmp_path / "run", *LORA, "weights.lora=adapter", "weights.verify_every=1")
-    merged, found = steps_of(on_fsdp), steps_of(apart)
-    assert [found[step]["rollout/tokens"] for step in found] == [merged[step]["rollout/tokens"] for step in merged]
-    for step, line in found.items():
-        assert line["rollout/reward"] == merged[step]["rollout/reward"]
-        near = pytest.approx(merged[step]["train/loss"], rel=tolerances.LOSS.relative, abs=tolerances.LOSS.absolute)
-        assert line["train/loss"] == near
-        assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS

@@ -13,7 +13,6 @@ from corerl.types import Array
 from tests.end_to_end.command import Command, metrics, numbers, write_small
 
 STEPS = 4
-PARTS = slice(0, 6), slice(6, None)  # of a row: five digits and a mark, and what is sampled
 # One process a role is enough here, and the plain backend's starts fastest.
 PLAIN = ["backend.name=plain", "roles.actor.ranks=1", f"run.steps={STEPS}", "eval.every=2", "checkpoint.every=0"]
 PPO = ["algorithm.name=ppo", "roles.critic.ranks=1", "rollout.samples=1", "rollout.prompts=16"]

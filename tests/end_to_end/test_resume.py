@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from corerl.checkpoint.commit import latest
-from corerl.plan.resume import read_run
-from corerl.rollout.recorded import read_rollout
 from corerl_testing import tolerances
-from tests.end_to_end.command import Command, metrics, numbers, steps_done, write_small
+from tests.end_to_end.command import Command, numbers, steps_done
 from tests.end_to_end.conftest import Finished
 from tests.end_to_end.faulty import fault
 
@@ -111,37 +108,3 @@ def test_a_run_resumes_with_other_ranks_engines_and_transport(uninterrupted: Fin
                 wanted[step][f"train/{name}"], rel=tolerance.relative, abs=tolerance.absolute
             )
         assert line["rollout/logprob_diff_max"] <= tolerances.ENGINE_LOGPROBS
-
-
-@pytest.mark.nightly
-def test_a_run_resumes_with_other_data_and_mini_batches(tmp_path: Path) -> None:
-    for name, first in {"old": 100, "other": 300}.items():
-        rows = [{"prompt": f"{first + n}>", "answer": str(first + n)} for n in range(12)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["backend.name=plain", "roles.actor.ranks=1", "rollout.prompts=4", "rollout.samples=2", "rollout.save=true"]
-    small += ["data.held_out=4", "checkpoint.export=false", 'extensions=[{name="console"},{name="jsonl"}]']
-    small += ["train.schedule.warmup_steps=0", "train.schedule.steps=6"]
-
-    def run(name: str, steps: int, *overrides: str) -> tuple[list[float], str]:
-        """The learning rates of a run of so many steps in all, and what it prints."""
-        words = [f"run.dir={tmp_path / name}", f"data.source={tmp_path / name}.jsonl", f"run.steps={steps}"]
-        with Command("train", write_small(tmp_path), *words, *small, *overrides, logs=tmp_path) as command:
-            assert command.finish() == 0, command.err
-            return [line["train/lr"] for line in metrics(tmp_path / name) if "train/lr" in line], command.out
-
-    # The rate falls from 2e-3 to a tenth in optimizer steps 0 to 5; from step 1 on there are two per batch: 1 to 10.
-    assert run("old", 1, "train.mini_batches=1")[0] == [2e-3]
-    resume = [f"checkpoint.resume={tmp_path}/old", "data.restart=true", "train.mini_batches=2"]
-    rates, out = run("other", 3, *resume)
-    shares = [1 / 5 + 4 / 5 * n / 9 for n in (1, 3)]  # of the decay, at the last step of each batch
-    assert rates == pytest.approx([2e-3 * (1 - 0.9 * share) for share in shares])
-    assert "data: not the checkpoint's: 12 of 12 rows are new, 12 of 12 are gone; they begin at their first" in out
-
-    batches = [read_rollout(path) for path in sorted((tmp_path / "other/rollouts").iterdir())]
-    drawn = {prompt.text for batch in batches for prompt in batch.rollout.prompts}
-    state = read_run(tmp_path / "other/checkpoints/step-00000003")
-    assert len(drawn) == 8 and drawn < {f"{300 + n}>" for n in range(12)}  # a whole epoch
-    assert state["source"]["prompts"]["sources"] == [{"epoch": 1, "offset": 8, "prompts": 8, "taken": 8}]
-    assert state["schedules"] == {"actor": {"optimizer_step": 1, "rollout_step": 1, "progress": 1 / 5}}
-    index = json.loads((tmp_path / "other/checkpoints/step-00000003/actor/rank-00000.json").read_text())
-    assert (index["extra"]["optimizer_step"], index["extra"]["adam_step"]) == (5, 5)

@@ -13,8 +13,6 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 
-KEPT: list[Any] = []  # references, in whose absence the store would drop the objects
-
 
 def constant(prompt: Prompt, response: str) -> float:
     return 0.25
@@ -43,20 +41,6 @@ def held(scored: Any) -> Any:
     Path(f"at-{scored.step}").touch()
     while not Path(f"go-{scored.step}").exists():
         time.sleep(0.01)
-    return scored
-
-
-def fill_store(scored: Any) -> Any:
-    """Leave no room in the object store after the first step, as others who share the cluster may do."""
-    import ray  # here: processes of rewards need none of it
-    from ray.exceptions import ObjectStoreFullError, OutOfDiskError
-
-    size = 16 * 2**20
-    while scored.step and size >= 256:
-        try:
-            KEPT.append(ray.put(np.ones(size, dtype=np.uint8)))
-        except (ObjectStoreFullError, OutOfDiskError):
-            size //= 8
     return scored
 
 

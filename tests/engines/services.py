@@ -1,14 +1,37 @@
-"""Engines in processes that tests can end."""
+"""Requests and answers in a few words, and the wait of a run whose engines die."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from corerl.engines.base import GenerateRequest, Generation
+import numpy as np
+
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
-from corerl.engines.service import EngineService
+
+
+def request_of(rows: Sequence[Sequence[int]], *, first_key: int = 0, **params: Any) -> GenerateRequest:
+    """Prompts of these tokens, whose noise keys count from `first_key`."""
+    return GenerateRequest(
+        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        noise_keys=np.arange(first_key, first_key + len(rows)),
+        params=SamplingParams(**params),
+    )
+
+
+def generation_of(rows: Sequence[Sequence[int]], *, truncated: bool = False, unfinished: Any = None) -> Generation:
+    """Responses of these tokens, by the weights of version 0."""
+    total = sum(map(len, rows))
+    return Generation(
+        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, rows)]),
+        logprobs=np.zeros(total, np.float32),
+        versions=np.zeros(total, np.int64),
+        truncated=np.full(len(rows), truncated),
+        unfinished=np.zeros(len(rows), np.bool_) if unfinished is None else unfinished,
+    )
 
 
 def serve(fleet: EngineFleet, work: Coroutine[Any, Any, Any], ensure: Callable[[], None]) -> Any:
@@ -22,17 +45,3 @@ def serve(fleet: EngineFleet, work: Coroutine[Any, Any, Any], ensure: Callable[[
     except BaseException:
         future.cancel()
         raise
-
-
-class Mortal(EngineService):
-    drew: list[list[int]]  # the first token of each row, by call of `generate`
-
-    def generate(self, request: GenerateRequest) -> Generation:
-        self.drew = [*getattr(self, "drew", []), [int(row[0]) for row in request.by_row()]]
-        return super().generate(request)
-
-    def last_drew(self) -> list[int]:
-        return self.drew[-1]
-
-    def pid(self) -> int:
-        return os.getpid()

@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.batching import Batcher
 from corerl.errors import EngineFailed
+from tests.engines.services import generation_of, request_of
 
 
 def rows(first: int, count: int, **params: Any) -> GenerateRequest:
     """`count` rows of two tokens, the noise key of the first of which is `first`."""
-    return GenerateRequest(
-        tokens=np.arange(2 * count),
-        offsets=np.arange(count + 1) * 2,
-        noise_keys=np.arange(first, first + count),
-        params=SamplingParams(**params),
-    )
+    return request_of([[0, 1]] * count, first_key=first, **params)
 
 
 class Engine:
@@ -44,13 +40,7 @@ class Engine:
             raise self.failure
         if self.dead:
             return None
-        return Generation(
-            tokens=request.noise_keys,
-            offsets=np.arange(len(request) + 1),
-            logprobs=np.zeros(len(request), np.float32),
-            versions=np.zeros(len(request), np.int64),
-            truncated=np.zeros(len(request), np.bool_),
-        )
+        return generation_of([[key] for key in request.noise_keys.tolist()])
 
     async def answer(self, call: int) -> None:
         self._going[call].set()

@@ -58,10 +58,10 @@ def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> N
 def test_it_tells_of_each_row_as_it_ends(tmp_path: Path) -> None:
     served = fake()
     update([served], WEIGHTS, version=1, path=tmp_path)
-    told: list[int] = []
-    sizes = np.diff(served.generate(request(40), told.append).offsets)
-    assert told == [int((sizes == size).sum()) for size in range(1, 6) if (sizes == size).any()]
-    assert sum(told) == 40
+    finished: list[int] = []
+    sizes = np.diff(served.generate(request(40), finished.append).offsets)
+    assert finished == [int((sizes == size).sum()) for size in range(1, 6) if (sizes == size).any()]
+    assert sum(finished) == 40
 
 
 def test_a_row_ends_at_its_own_limit(tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
-"""Two engine processes under real Ray, seen as one."""
+"""Several engines seen as one, with processes that answer as a test says; real ones are in tests/end_to_end."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attrs import evolve
 
-from corerl.cluster.arrangement import arrange
-from corerl.cluster.group import RayGroup
-from corerl.cluster.placement import Slot, reserved
-from corerl.cluster.runtime import ray_session
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
 from corerl.engines.base import EngineContext, GenerateRequest, Generation, Received, SamplingParams
@@ -30,11 +23,7 @@ from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDi
 from corerl.event_loop import EventLoop, in_thread
 from corerl.plugin.fingerprint import origins_of
 from corerl.plugin.registry import Kind, load
-from corerl.plugin.transports import open_sender
-from corerl.weights.manifest import build_manifest
-from corerl.weights.transport import Address
-from tests.engines.services import serve
-from tests.machine import paced
+from tests.engines.services import generation_of, serve
 
 REQUEST = GenerateRequest(
     tokens=np.arange(10),
@@ -64,30 +53,6 @@ def loop() -> Iterator[EventLoop]:
     made = EventLoop("tested")
     yield made
     made.close()
-
-
-@pytest.fixture
-def slots(shared_ray: None) -> Iterator[list[Slot]]:
-    """Of two CPUs, and one more that takes none."""
-    with ray_session(address="", cpus=2):
-        with reserved(arrange({"engines": 2}), timeout=paced(60.0)) as reservation:
-            yield [*reservation["engines"], evolve(reservation["engines"][1], cpus=0.0)]
-
-
-@pytest.fixture
-def fleet(slots: list[Slot], loop: EventLoop) -> Iterator[EngineFleet]:
-    processes = RayGroup(
-        ["engine-0", "engine-1"],
-        "tests.engines.services:Mortal",
-        slots[:2],
-        {"OMP_NUM_THREADS": "1"},
-        failure=EngineFailed,
-        threads=2,
-    )
-    fleet = EngineFleet(processes, assigned(2), loop, restarts=1)
-    fleet.start().result()
-    yield fleet
-    processes.kill()
 
 
 def test_an_engine_has_a_receiver_per_rank(loop: EventLoop) -> None:
@@ -185,19 +150,7 @@ class Counting:
                 counted({replica: rows})
             self.answered.append(len(request))
             self.turn.notify_all()
-        return {replica: finished(request)}
-
-
-def finished(request: GenerateRequest) -> Generation:
-    """A stop token for each row."""
-    rows = len(request)
-    return Generation(
-        tokens=np.full(rows, 2),
-        offsets=np.arange(rows + 1),
-        logprobs=np.zeros(rows, np.float32),
-        versions=np.zeros(rows, np.int64),
-        truncated=np.zeros(rows, np.bool_),
-    )
+        return {replica: generation_of([[2]] * len(request))}
 
 
 def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop) -> None:
@@ -213,13 +166,13 @@ def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) 
     seen: list[dict[int, tuple[int, int]]] = []
 
     class Draws:
-        def generate(self, request: GenerateRequest, told: Any) -> Generation:
-            told(2)
+        def generate(self, request: GenerateRequest, on_finished: Any) -> Generation:
+            on_finished(2)
             if len(request) == 5:
                 other = threading.Thread(target=service.generate, args=(request.rows(0, 3),))
                 other.start()
                 other.join()
-            told(1)
+            on_finished(1)
             seen.append(dict(service.counts()))
             return Generation.nothing(request)
 
@@ -337,15 +290,8 @@ class Scripted:
 def said(request: GenerateRequest, rows: int | None = None) -> Generation:
     """The first `rows` rows in full, the others not at all."""
     whole = np.arange(len(request)) < (len(request) if rows is None else rows)
-    tokens = (request.noise_keys % 16)[whole]
-    return Generation(
-        tokens=tokens,
-        offsets=np.concatenate([[0], np.cumsum(whole)]),
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.zeros(len(tokens), np.int64),
-        truncated=np.zeros(len(request), np.bool_),
-        unfinished=~whole,
-    )
+    tokens = [[key % 16] if done else [] for key, done in zip(request.noise_keys.tolist(), whole, strict=True)]
+    return generation_of(tokens, unfinished=~whole)
 
 
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
@@ -683,29 +629,6 @@ def test_engines_that_stay_are_not_moved_and_one_stays(loop: EventLoop) -> None:
     assert len(fleet) == 2
 
 
-def push(fleet: EngineFleet, version: int, directory: Path) -> dict[str, str]:
-    """Weights of `version` for all replicas; each one's error, or ""."""
-    manifest = build_manifest([("weight", (4,))], dtype="float32", bucket_bytes=1024)
-    address = Address(transport="disk", engines=fleet.names, path=str(directory), timeout=60.0)
-    receiving = fleet.receive(manifest, version, address)
-    sender = open_sender(address)
-    sender.open(manifest, version)
-    sender.send(manifest.buckets[0], torch.ones(4))
-    sender.finish()
-    return {name: received.error for name, received in fleet.received(receiving, 60.0).items()}
-
-
-def joined_rows(request: GenerateRequest, generation: Generation) -> list[np.ndarray]:
-    """Each row's prompt and response."""
-    responses = np.split(generation.tokens, generation.offsets[1:-1])
-    return [np.concatenate(pair) for pair in zip(request.by_row(), responses, strict=True)]
-
-
-def kill(fleet: EngineFleet, replica: int) -> None:
-    (pid,) = fleet.processes.wait(fleet.processes.start_some("pid", {replica: ()}))
-    os.kill(pid, signal.SIGKILL)
-
-
 def same(a: Generation, b: Generation) -> bool:
     return all(
         np.array_equal(getattr(a, name), getattr(b, name))
@@ -717,66 +640,14 @@ def draw(fleet: EngineFleet, request: GenerateRequest) -> Generation:
     return fleet.loop.run(fleet.generate(request))
 
 
-def test_replicas_answer_as_one_through_pauses_and_deaths(fleet: EngineFleet, tmp_path: Path) -> None:
-    assert fleet.receivers == fleet.names == ("engine-0", "engine-1")
-    assert push(fleet, 3, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = draw(fleet, REQUEST)
-    # The next turn of each row, in another order, is drawn where the one before it was.
-    before = fleet.processes.wait(fleet.processes.start("last_drew"))
-    assert before == [[0, 1, 3], [4, 8]]
-    turns = [np.append(tokens, 5) for tokens in joined_rows(REQUEST, answered)][::-1]
-    second = evolve(
-        REQUEST,
-        tokens=np.concatenate(turns),
-        offsets=np.cumsum([0, *map(len, turns)]),
-        noise_keys=REQUEST.noise_keys[::-1],
-    )
-    drawn = draw(fleet, second)
-    assert fleet.processes.wait(fleet.processes.start("last_drew")) == [[3, 1, 0], [8, 4]]
-    assert same(drawn, Generation.concatenate([draw(fleet, second.rows(row, row + 1)) for row in range(5)]))
-
-    one_by_one = Generation.concatenate([draw(fleet, REQUEST.rows(row, row + 1)) for row in range(len(REQUEST))])
-    assert same(answered, one_by_one)
-    assert set(answered.versions) == {3}
-
-    fleet.loop.run(fleet.pause())
-    (nothing, *_) = fleet.processes.call("generate", REQUEST)
-    assert nothing.unfinished.all() and len(nothing.tokens) == 0
-    waiting = fleet.loop.begin(fleet.generate(REQUEST))
-    fleet.loop.run(fleet.resume())
-    assert same(waiting.result(60.0), answered)
-
-    assert push(fleet, 4, tmp_path) == {"engine-0": "", "engine-1": ""}
-    answered = draw(fleet, REQUEST)
-    kill(fleet, 1)
-    assert same(draw(fleet, REQUEST), answered) and fleet.dead
-    assert not fleet.serves(1)
-    assert list(fleet.died) == ["engine-1"]
-    fleet.replace(fleet.died)
-    assert not fleet.dead and not fleet.serves(1)
-    fleet.updated(["engine-1"], whole=False)
-    assert not fleet.serves(0)
-    assert push(fleet, 5, tmp_path) == {"engine-0": "", "engine-1": ""}
-    assert fleet.serves(0) and fleet.serves(1) and set(draw(fleet, REQUEST).versions) == {5}
-
-    fleet.sleep()
-    with pytest.raises(EngineFailed, match="put to sleep"):
-        draw(fleet, REQUEST)
-
-
-def test_restarts_are_counted_between_completed_steps(fleet: EngineFleet, tmp_path: Path) -> None:
-    for version in (0, 1):  # once each, since a step is completed in between
-        push(fleet, version, tmp_path)
-        kill(fleet, 0)
-        assert len(draw(fleet, REQUEST)) == len(REQUEST) and fleet.dead
-        assert list(fleet.died) == ["engine-0"]
-        fleet.replace(fleet.died)
-        if not version:
-            fleet.step_completed()
-    push(fleet, 2, tmp_path)
-    kill(fleet, 0)
-    with pytest.raises(WorkerDied, match="^engine-0: its process died during generate") as raised:
-        draw(fleet, REQUEST)
+def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
+    died = {"engine-0": WorkerDied("engine-0: its process died")}
+    fleet = fleet_of(Sized(1), loop, 1, restarts=1)
+    fleet.replace(died)
+    fleet.step_completed()
+    fleet.replace(died)
+    with pytest.raises(WorkerDied, match="^engine-0: its process died") as raised:
+        fleet.replace(died)
     assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
 
 
@@ -791,31 +662,3 @@ def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     sized.asked.clear()
     assert same(draw(fleet, REQUEST), expected)
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]
-
-
-@pytest.mark.nightly  # the same as above, in real processes
-def test_resizing_real_processes_does_not_change_samples(fleet: EngineFleet, slots: list[Slot], tmp_path: Path) -> None:
-    push(fleet, 0, tmp_path)
-    answered = draw(fleet, REQUEST)
-    lost = [*assigned(2), evolve(assigned(3)[2], engine="nowhere")]
-    with pytest.raises(CorerlError, match="^the engines stay 2 and do not become 3, .* engine-2.* 'nowhere'"):
-        fleet.resize(lost, slots)
-    assert len(fleet) == len(fleet.processes) == 2
-
-    fleet.resize(assigned(3), slots)
-    assert not fleet.serves(2) and same(draw(fleet, REQUEST), answered)
-    assert push(fleet, 1, tmp_path) == {"engine-0": "", "engine-1": "", "engine-2": ""}
-    last = draw(fleet, REQUEST)
-    assert fleet.processes.call("last_drew")[2] == [8]
-    alone = [draw(fleet, REQUEST.rows(row, row + 1)) for row in range(5)]
-    assert same(Generation.concatenate(alone), last)
-
-    async def many() -> list[Generation]:
-        return await asyncio.gather(*(fleet.generate(REQUEST) for _ in range(50)))
-
-    drawing = fleet.loop.begin(many())
-    fleet.resize(assigned(1), slots[:1])
-    assert all(same(drawn, last) for drawn in drawing.result(60.0))
-    assert fleet.names == ("engine-0",) and len(fleet.processes) == 1 and not fleet.dead
-    assert push(fleet, 2, tmp_path) == {"engine-0": ""}
-    assert set(draw(fleet, REQUEST).versions) == {2}

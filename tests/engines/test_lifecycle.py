@@ -36,9 +36,7 @@ def served(serving: EngineLifecycle, directory: Path) -> EngineLifecycle:
     return serving
 
 
-def test_weights_do_not_change_while_calls_generate(
-    tmp_path: Path,
-) -> None:
+def test_weights_do_not_change_while_calls_generate(tmp_path: Path) -> None:
     serving = served(EngineLifecycle("engine-0", 0, calls=2), tmp_path)
     both = threading.Barrier(3, timeout=LIMIT)
     inside: list[int] = []

@@ -7,34 +7,15 @@ import pytest
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import prefix_router
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import EngineContext
 from corerl.engines.fake import FakeEngine
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.specs import FakeConfig
-
-
-def request(rows: Sequence[Sequence[int]]) -> GenerateRequest:
-    return GenerateRequest(
-        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
-        offsets=np.cumsum([0, *map(len, rows)]),
-        noise_keys=np.arange(len(rows)),
-        params=SamplingParams(max_tokens=4),
-    )
-
-
-def answer(rows: Sequence[Sequence[int]]) -> Generation:
-    sizes = [len(row) for row in rows]
-    return Generation(
-        tokens=np.array([token for row in rows for token in row], dtype=np.int64),
-        offsets=np.cumsum([0, *sizes]),
-        logprobs=np.zeros(sum(sizes), np.float32),
-        versions=np.zeros(sum(sizes), np.int64),
-        truncated=np.ones(len(rows), np.bool_),
-    )
+from tests.engines.services import generation_of, request_of
 
 
 def shared(shares: PrefixRouter, rows: Sequence[Sequence[int]], replicas: Sequence[int]) -> dict[int, list[int]]:
-    return {replica: each.tolist() for replica, each in shares.divide(request(rows), replicas).items()}
+    return {replica: each.tolist() for replica, each in shares.divide(request_of(rows), replicas).items()}
 
 
 @pytest.mark.parametrize(
@@ -74,8 +55,8 @@ def test_turns_stay_on_a_replica_until_weights_change() -> None:
     shares = PrefixRouter()
     prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
     responses = [[5], [6, 6], [7], [8]]
-    shares.drew(0, request([prompts[0], prompts[3]]), answer([responses[0], responses[3]]))
-    shares.drew(1, request([prompts[1], prompts[2]]), answer([responses[1], responses[2]]))
+    shares.drew(0, request_of([prompts[0], prompts[3]]), generation_of([responses[0], responses[3]]))
+    shares.drew(1, request_of([prompts[1], prompts[2]]), generation_of([responses[1], responses[2]]))
     turns = [prompt + response + [2] for prompt, response in zip(prompts, responses, strict=True)]
     assert shared(shares, turns, [0, 1]) == {0: [0, 3], 1: [1, 2]}
     assert shared(shares, turns[::-1], [0, 1]) == {0: [0, 3], 1: [1, 2]}
@@ -92,16 +73,16 @@ def test_turns_stay_on_a_replica_until_weights_change() -> None:
 def test_a_row_goes_to_the_longest_cached_prefix() -> None:
     shares = PrefixRouter()
     for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
-        shares.drew(replica, request([[9, 1]]), answer([response]))
+        shares.drew(replica, request_of([[9, 1]]), generation_of([response]))
     assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
 
 
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
     shares = PrefixRouter()
-    shares.drew(1, request([[1, 1], [2, 2]]), answer([[5], [6]]))
+    shares.drew(1, request_of([[1, 1], [2, 2]]), generation_of([[5], [6]]))
     assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {1: [0]}
-    shares.drew(0, request([[3, 3]]), answer([[7]]))
+    shares.drew(0, request_of([[3, 3]]), generation_of([[7]]))
     with shares.drawing({1: 1}):
         assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
 
@@ -111,7 +92,7 @@ def test_parts_are_put_back_in_the_order_of_the_request() -> None:
         ModelConfig(), FakeConfig(), EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
     )
     engine._serving._reason = ""
-    asked = request([[1], [2, 2], [3], [4, 4, 4], [5]])
+    asked = request_of([[1], [2, 2], [3], [4, 4, 4], [5]])
     whole = engine.generate(asked)
     named = [np.array([1, 3]), np.array([0, 2, 4])]
     found = in_order(asked, [(rows, engine.generate(asked.take(rows))) for rows in named])

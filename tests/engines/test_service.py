@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
+from corerl.config.schema import ClusterInfo, ModelConfig
 from corerl.engines import service
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment, EngineService
-from corerl.engines.specs import FAKE
+from corerl.engines.specs import FAKE, TRANSFORMERS, TransformersConfig
 from corerl.errors import PluginError
 from corerl.plugin.spec import Begun
 
@@ -60,5 +60,11 @@ def test_an_engine_that_fails_stops_what_was_started(monkeypatch: pytest.MonkeyP
 @pytest.mark.processes
 def test_an_engines_process_begins_without_torch() -> None:
     asked = "import sys, corerl.cluster.process, corerl.engines.service; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_a_replica_takes_a_device_where_there_are_some() -> None:
+    for device, gpus in [("cpu", 0.0), ("cuda", 1.0)]:
+        cluster = ClusterInfo(device=device, ranks=1)
+        assert TRANSFORMERS.resources(TransformersConfig(), cluster).gpus == gpus

@@ -23,6 +23,7 @@ from corerl.engines.transformers import TransformersEngine
 from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from tests.engines.models import MOE, TIED, context, hf_tensors, pause_after, random_model, update
+from tests.engines.services import generation_of
 from tests.engines.stopping import assert_cut_at
 
 CHARACTERS = character_tokenizer("0123456789>s")  # 4 = "0" ... 13 = "9"
@@ -150,10 +151,10 @@ def test_engines_keep_tokens_up_to_the_stop_texts_end(
     monkeypatch.setattr(module, "PART", part)
     engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
     whole = engine.generate(asked)
-    told: list[int] = []
+    finished: list[int] = []
     stopping = evolve(asked, params=evolve(asked.params, stop=stop))
-    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), told.append)
-    assert sum(told) == 24
+    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), finished.append)
+    assert sum(finished) == 24
     stopped = assert_cut_at(stop, found, whole, CHARACTERS)
     assert 0 < sum(stopped) < 24 or stop == ("0", "1", "2")
     if kind == "moe":
@@ -190,13 +191,7 @@ def test_long_responses_are_sampled_in_eighths() -> None:
     def generate(request: GenerateRequest) -> Generation:
         (size,) = request.left
         asked.append(int(size))
-        return Generation(
-            tokens=np.full(size, 4),
-            offsets=np.array([0, size]),
-            logprobs=np.zeros(size, dtype=np.float32),
-            versions=np.ones(size, dtype=np.int64),
-            truncated=np.ones(1, dtype=bool),
-        )
+        return generation_of([[4] * int(size)], truncated=True)
 
     wanted = request(1, max_tokens=16_384)
     found = until_stop(generate, wanted, Stops(CHARACTERS, ["12"]))

@@ -89,21 +89,32 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[TransformersEngine, 
     return served, model
 
 
-@pytest.mark.parametrize("fields", [TIED, UNTIED, MOE], ids=["tied", "untied", "moe"])
-def test_logprobs_equal_a_plain_forward_pass(fields: Mapping[str, Any], tmp_path: Path) -> None:
-    model = random_model(fields, seed=1)
-    tensors = hf_tensors(model, tmp_path / "hf")
-    served = engine(fields)
-    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
-    assert received.error == ""
-    assert received.bytes == sum(tensor.numel() * 4 for tensor in tensors.values())
-    asked = request(24)
-    generation = served.generate(asked)
+def assert_logprobs_of(
+    model: Any, asked: GenerateRequest, generation: Generation, *, known: int | None = None, atol: float = 1e-5
+) -> None:
+    """Those of the generation are those of this model, over the first `known` tokens where others are none."""
     for prompt, response, logprobs in sequences(asked, generation):
-        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
-        torch.testing.assert_close(
-            torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
-        )
+        whole = plain_logprobs(model, prompt + response, asked.params.temperature)[len(prompt) - 1 :]
+        expected = whole[:, :known].log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "precision", "atol"),
+    [(TIED, "float32", 1e-5), (UNTIED, "float32", 1e-5), (MOE, "float32", 1e-5), (UNTIED, "float16", 2e-2)],
+    ids=["tied", "untied", "moe", "float16"],
+)
+def test_logprobs_equal_a_plain_forward_pass(
+    fields: Mapping[str, Any], precision: str, atol: float, tmp_path: Path
+) -> None:
+    model = random_model(fields, seed=1)
+    tensors = {name: each.to(getattr(torch, precision)) for name, each in hf_tensors(model, tmp_path / "hf").items()}
+    own = evolve(context(), precision=precision)
+    served = TransformersEngine(ModelConfig(config=fields), TransformersConfig(), own)
+    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
+    assert received.error == "" and received.bytes == sum(tensor.nbytes for tensor in tensors.values())
+    asked = request(24)
+    assert_logprobs_of(model, asked, served.generate(asked), atol=atol)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "qwen3_next", "falcon_h1", "bloom"])
@@ -114,20 +125,19 @@ def test_greedy_samples_of_special_attentions_equal_generate(model_type: str, tm
     served = TransformersEngine(ModelConfig(path=str(tmp_path / "hf")), TransformersConfig(), context())
     assert [each.error for each in update([served], tensors, version=0, path=tmp_path / "weights")] == [""]
     asked = request(6, params)
-    for prompt, response, logprobs in sequences(asked, served.generate(asked)):
+    generation = served.generate(asked)
+    for prompt, response, _ in sequences(asked, generation):
         options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 2, "pad_token_id": 0}
-        whole = model.generate(torch.tensor([prompt]), **options)[0].tolist()  # type: ignore[operator]
-        assert prompt + response == whole
-        expected = plain_logprobs(model, whole)[len(prompt) - 1 :].gather(1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-5, rtol=0)
+        assert prompt + response == model.generate(torch.tensor([prompt]), **options)[0].tolist()  # type: ignore[operator]
+    assert_logprobs_of(model, asked, generation)
 
 
 def test_it_tells_of_each_row_as_it_ends(tied: tuple[TransformersEngine, Any]) -> None:
     served, _ = tied
-    told: list[int] = []
-    sizes = np.diff(served.generate(request(12), told.append).offsets)
-    assert told == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
-    assert sum(told) == 12 and len(told) > 1
+    finished: list[int] = []
+    sizes = np.diff(served.generate(request(12), finished.append).offsets)
+    assert finished == [int((sizes == size).sum()) for size in range(1, PARAMS.max_tokens + 1) if (sizes == size).any()]
+    assert sum(finished) == 12 and len(finished) > 1
 
 
 def test_a_row_ends_at_its_own_limit(tied: tuple[TransformersEngine, Any]) -> None:
@@ -149,12 +159,12 @@ def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
     served = engine(MOE, batch_size=10)
     update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
     asked = request(24)
-    told = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
-    experts = told.routed_experts
+    routed = served.generate(evolve(asked, params=evolve(PARAMS, routed_experts=True)))
+    experts = routed.routed_experts
     assert experts is not None and experts.dtype == np.int16
-    assert len(set(np.diff(told.offsets).tolist())) > 1  # some rows go on where others have ended
+    assert len(set(np.diff(routed.offsets).tolist())) > 1  # some rows go on where others have ended
     start = 0
-    for prompt, response, _ in sequences(asked, told):
+    for prompt, response, _ in sequences(asked, routed):
         tokens = torch.tensor([prompt + response])
         logits = model(input_ids=tokens, output_router_logits=True).router_logits  # of each layer: [tokens, experts]
         wanted = torch.stack([layer.topk(2).indices for layer in logits], dim=1)
@@ -162,29 +172,8 @@ def test_reported_experts_equal_a_plain_forward_pass(tmp_path: Path) -> None:
         assert experts[start : start + len(wanted)].tolist() == wanted.tolist()
         start += len(wanted)
     assert start == len(experts)
-    assert_same_samples(told, served.generate(asked))
+    assert_same_samples(routed, served.generate(asked))
     assert served.generate(asked).routed_experts is None
-
-
-def test_of_a_model_without_experts_none_are_told(tmp_path: Path) -> None:
-    served = engine(TIED)
-    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=0, path=tmp_path / "weights")
-    assert served.generate(request(3, evolve(PARAMS, routed_experts=True))).routed_experts is None
-
-
-def test_an_engine_in_float16_records_logprobs_near_those_of_float32(tmp_path: Path) -> None:
-    model = random_model(UNTIED, seed=1)
-    half = evolve(context(), precision="float16")
-    served = TransformersEngine(ModelConfig(config=UNTIED), TransformersConfig(), half)
-    tensors = {name: tensor.half() for name, tensor in hf_tensors(model, tmp_path / "hf").items()}
-    (received,) = update([served], tensors, version=0, path=tmp_path / "weights")
-    assert received.error == "" and received.bytes == sum(tensor.numel() * 2 for tensor in tensors.values())
-    asked = request(24)
-    generation = served.generate(asked)
-    for prompt, response, logprobs in sequences(asked, generation):
-        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
-        wanted = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=2e-2, rtol=0)
 
 
 def test_samples_do_not_depend_on_batches_or_engines(tmp_path: Path) -> None:
@@ -202,9 +191,7 @@ def test_samples_do_not_depend_on_batches_or_engines(tmp_path: Path) -> None:
     )
 
 
-def test_a_sample_ends_at_its_stop_token_or_limit(
-    tied: tuple[TransformersEngine, Any],
-) -> None:
+def test_a_sample_ends_at_its_stop_token_or_limit(tied: tuple[TransformersEngine, Any]) -> None:
     served, _ = tied
     asked = request(200)
     generation = served.generate(asked)
@@ -245,23 +232,16 @@ def test_samples_are_distributed_as_the_softmax_of_logits_over_temperature(
 
 @pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"greedy": True}], ids=["all", "top_p", "greedy"])
 def test_ids_beyond_the_vocabulary_are_never_sampled(tmp_path: Path, more: Mapping[str, Any]) -> None:
-    known = 10
-    model, params = random_model(TIED, seed=1), evolve(PARAMS, **more)
-    served = TransformersEngine(ModelConfig(config=TIED, vocabulary=known), TransformersConfig(), context())
+    model = random_model(TIED, seed=1)
+    served = TransformersEngine(ModelConfig(config=TIED, vocabulary=10), TransformersConfig(), context())
     update([served], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "weights")
-    asked = same_prompt(64, params)
+    asked = same_prompt(64, evolve(PARAMS, **more))
     generation = served.generate(asked)
-    assert generation.tokens.max() < known
-    for prompt, response, logprobs in sequences(asked, generation):
-        whole = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
-        expected = whole[:, :known].log_softmax(-1)  # what is left, made to sum to 1
-        chosen = expected.gather(1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(logprobs), chosen, atol=1e-5, rtol=0)
+    assert generation.tokens.max() < 10
+    assert_logprobs_of(model, asked, generation, known=10)
 
 
-def test_top_p_samples_the_nucleus_and_records_full_logprobs(
-    tied: tuple[TransformersEngine, Any],
-) -> None:
+def test_top_p_samples_the_nucleus_and_records_full_logprobs(tied: tuple[TransformersEngine, Any]) -> None:
     served, model = tied
     params = SamplingParams(temperature=1.5, top_p=0.7, max_tokens=1)
     asked = same_prompt(4000, params)
@@ -324,30 +304,18 @@ def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEn
     assert_same_samples(served.generate(asked), from_directory.generate(asked))
 
 
-def test_nothing_is_served_without_a_complete_update(
-    tmp_path: Path,
-) -> None:
-    model = random_model(UNTIED, seed=1)
-    tensors = hf_tensors(model, tmp_path / "hf")
+def test_nothing_is_served_without_a_complete_update(tmp_path: Path) -> None:
+    tensors = hf_tensors(random_model(UNTIED, seed=1), tmp_path / "hf")
     served = engine(UNTIED)
     with pytest.raises(EngineFailed, match="engine-0 cannot generate: no weights have arrived yet"):
         served.generate(request(2))
     update([served], tensors, version=1, path=tmp_path / "w")
     before = served.generate(request(4))
-
-    missing = dict(tensors)
-    del missing["model.norm.weight"]
-    unknown = {**tensors, "value_head.weight": torch.zeros(1, 32)}
-    misshapen = {**tensors, "model.norm.weight": torch.zeros(31)}
-    for wrong, text in [
-        (missing, "the trainer does not send 1 of the model's .* such as 'model.norm.weight'"),
-        (unknown, "the model lacks 1 of the .* tensors that were sent, such as 'value_head.weight'"),
-        (misshapen, r"the trainer sends 'model.norm.weight' with shape \[31\], but the model requires \[32\]"),
-    ]:
-        (received,) = update([served], wrong, version=2, path=tmp_path / "w")
-        assert received.bytes == 0
-        with pytest.raises(EngineFailed, match=text):
-            served.generate(request(2))
+    missing = {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"}
+    (received,) = update([served], missing, version=2, path=tmp_path / "w")
+    assert received.bytes == 0
+    with pytest.raises(EngineFailed, match="the trainer does not send 1 of the model's .* such as 'model.norm.weight'"):
+        served.generate(request(2))
     (received,) = update([served], tensors, version=3, path=tmp_path / "w")
     assert received.error == ""
     assert_same_samples(served.generate(request(4)), before)
@@ -391,23 +359,6 @@ def test_an_engine_with_narrower_weights_reports_no_sums() -> None:
     served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
     sums = served.weight_sums("uint8")
     assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
-
-
-def test_an_old_version_is_refused_and_serving_goes_on(tmp_path: Path) -> None:
-    old = hf_tensors(random_model(TIED, seed=1), tmp_path / "old")
-    new = hf_tensors(random_model(TIED, seed=2), tmp_path / "new")
-    served = engine(TIED)
-    update([served], old, version=5, path=tmp_path / "w")
-    before = served.generate(request(4))
-    for version in (5, 4):
-        (received,) = update([served], new, version=version, path=tmp_path / "w")
-        assert received.bytes == 0
-        assert received.error == f"version {version} is not newer than 5, which engine-0 already has"
-        assert_same_samples(served.generate(request(4)), before)
-    update([served], new, version=6, path=tmp_path / "w")
-    after = served.generate(request(4))
-    assert after.tokens.tolist() != before.tokens.tolist()
-    assert set(after.versions.tolist()) == {6}
 
 
 def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -> None:
@@ -559,10 +510,6 @@ def test_of_a_model_that_reads_pictures_it_holds_the_text(family: str, tmp_path:
     assert [each.error for each in update([served], tensors, version=0, path=tmp_path / "weights")] == [""]
     sums = served.weight_sums("float32")
     assert sums is not None and sums.keys() == tensors.keys()
-    model: Any = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
     asked = request(12)
-    for prompt, response, logprobs in sequences(asked, served.generate(asked)):
-        expected = plain_logprobs(model, prompt + response, PARAMS.temperature)[len(prompt) - 1 :]
-        torch.testing.assert_close(
-            torch.tensor(logprobs), expected.gather(1, torch.tensor(response)[:, None])[:, 0], atol=1e-5, rtol=0
-        )
+    model = AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    assert_logprobs_of(model, asked, served.generate(asked))

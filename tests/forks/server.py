@@ -83,7 +83,6 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
         listening.listen(64)
         os.rename(directory / f"{place}.bound", directory / place)  # whoever sees it may connect
     preload(PRELOAD)
-    importlib.import_module("tests.forks.once").look_once()
     warm_up()
     keep()
     place, strings = SOCKET, dict[str, int]()

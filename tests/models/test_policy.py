@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.layouts import PackedPolicy, make_policy
 from corerl.ops.attention import PackedSequences
@@ -45,24 +45,6 @@ def reference(
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-def test_packed_logprobs_entropy_and_gradients_are_those_of_each_sequence_alone(tiny_model: Path, load: Load) -> None:
-    tokens, packing, positions = batch()
-    policy = PackedPolicy(load(tiny_model, PACKED)).train()
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager").train()
-    got = policy(tokens, packing, positions, TEMPERATURE, (Output.LOGPROBS, Output.ENTROPY))
-    logprobs, entropy = reference(plain, tokens)
-    torch.testing.assert_close(got[Output.LOGPROBS], logprobs, rtol=0, atol=1e-5)
-    torch.testing.assert_close(got[Output.ENTROPY], entropy, rtol=0, atol=1e-5)
-
-    weights = torch.rand(2, len(tokens), generator=torch.Generator().manual_seed(2))
-    (got[Output.LOGPROBS] @ weights[0] + got[Output.ENTROPY] @ weights[1]).backward()
-    (logprobs @ weights[0] + entropy @ weights[1]).backward()
-    wanted = dict(plain.named_parameters())
-    for name, param in policy.model.named_parameters():
-        grad = wanted[name].grad
-        assert param.grad is not None and float((param.grad - grad).norm()) <= 1e-5 * float(grad.norm()), name
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
 def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
     tokens, packing, positions = batch()
@@ -81,46 +63,6 @@ def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
     assert not found[97:].any()
 
 
-LATENT = {  # attention through low ranks, whose heads of queries and keys are larger than those of values
-    "kv_lora_rank": 16,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 4,  # no layer of experts
-}
-
-
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
-def test_values_with_heads_of_another_size_are_attended_to(model_type: str, device: str) -> None:
-    """On a GPU in bfloat16, where attention is another kernel."""
-    fields = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **LATENT}
-    torch.manual_seed(3)
-    register_packed_attention()
-    plain, mine = (
-        AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(model_type, **fields), dtype=torch.float32, attn_implementation=attention
-        ).eval()
-        for attention in ("eager", PACKED)
-    )
-    mine.load_state_dict(plain.state_dict())
-    tokens, packing, positions = batch()
-    dtype, atol = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-5)
-    policy = PackedPolicy(mine.to(device, dtype))
-    packing = PackedSequences.of(packing.bounds, device)
-    with torch.no_grad():
-        got = policy(tokens.to(device), packing, positions.to(device), TEMPERATURE, (Output.LOGPROBS,))
-        logprobs, _ = reference(plain, tokens)
-    torch.testing.assert_close(got[Output.LOGPROBS].float().cpu(), logprobs, rtol=0, atol=atol)
-
-
 def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_models: dict[str, Path], load: Load) -> None:
     tokens, packing, positions = batch()
     policy = PackedPolicy(load(tiny_models["qwen3-tied"], PACKED))
@@ -131,17 +73,6 @@ def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_model
         assert torch.equal(values == 0, positions == 0)
     assert alone.keys() == {Output.ENTROPY}
     assert torch.equal(alone[Output.ENTROPY], got[Output.ENTROPY])
-
-
-def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(tiny_models: dict[str, Path], load: Load) -> None:
-    policy = PackedPolicy(load(tiny_models["qwen3"], PACKED))
-    packing = PackedSequences.of(torch.arange(4), "cpu")
-    zeros = torch.zeros(3, dtype=torch.long)
-    got = policy(zeros + 5, packing, zeros, 1.0, (Output.LOGPROBS,))[Output.LOGPROBS]
-    got.sum().backward()
-    assert torch.equal(got, torch.zeros(3))
-    head = policy.model.get_output_embeddings().weight
-    assert torch.equal(head.grad, torch.zeros_like(head))
 
 
 def test_values_are_refused() -> None:

@@ -68,14 +68,6 @@ def test_a_single_file_beside_an_index_is_read_as_transformers_reads_it(
     assert ours.where(name) == ours.where("not there") == tmp_path / SINGLE
 
 
-def test_a_tied_head_is_on_no_disk_and_not_asked_for(tiny_models: dict[str, Path]) -> None:
-    source = SafetensorsSource(tiny_models["qwen3-tied"])
-    assert source.shape("lm_head.weight") is None
-    boxes = hf_boxes(build_on_meta(tiny_config("qwen3-tied"), dtype=torch.float32, attention="sdpa"))
-    assert "lm_head.weight" not in boxes
-    assert all(source.shape(box.name) == box.shape for found in boxes.values() for box in found)
-
-
 def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="gone.*is not a directory"):
         SafetensorsSource(tmp_path / "gone")
@@ -110,13 +102,6 @@ def test_a_truncated_file_is_named_in_one_line(kept: int, tmp_path: Path) -> Non
     assert "\n" not in caught.value.message
 
 
-def test_a_file_that_cannot_be_opened_is_named_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "shard.safetensors").mkdir()
-    (tmp_path / INDEX).write_text('{"weight_map": {"a": "shard.safetensors"}}')
-    with pytest.raises(ModelError, match=rf"^{tmp_path}/shard\.safetensors (is damaged|cannot be read): .*again$"):
-        SafetensorsSource(tmp_path).shape("a")
-
-
 def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +115,7 @@ def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_value_that_is_not_finite_is_named_with_its_file(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
     weight = torch.zeros(6, 3, dtype=dtype)
     weight[4, 1] = value

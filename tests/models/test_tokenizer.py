@@ -26,13 +26,6 @@ def test_a_character_tokenizer_has_four_special_tokens_and_then_one_for_each_cha
     assert tokenizer("3xé日3")["input_ids"] == [1, 7, 3, 3, 3, 7]
 
 
-def test_characters_are_joined_without_spaces_when_decoded_and_special_tokens_can_be_left_out():
-    tokenizer = load_tokenizer(tokenizer="characters:ab \n", path="")
-    ids = tokenizer("a b\nb")["input_ids"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "a b\nb"
-    assert tokenizer.decode([1, 4, 2], skip_special_tokens=False) == "<bos>a<eos>"
-
-
 def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer_was_saved_with():
     texts = ["350>s", "", "<eos>3", "3xé日3"]
     alone = [load_tokenizer(tokenizer=DIGITS, path="")(text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -112,14 +105,6 @@ def test_a_text_ends_where_either_of_the_models_files_says_too(tmp_path: Path, f
     assert set(end_tokens(tokenizer, model)) == ends
 
 
-def test_the_end_tokens_of_both_files_and_the_tokenizer_count_each_once(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
-    config = {"eos_token_id": [7, 8], "text_config": {"eos_token_id": 9}}
-    assert end_tokens(tokenizer, model_at(tmp_path, generation_config={"eos_token_id": [8, 2]}, config=config)) == [
-        *(2, 8, 7, 9)
-    ]
-
-
 def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does() -> None:
     tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
     tokenizer.eos_token = None
@@ -138,9 +123,8 @@ def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does
 @pytest.mark.parametrize(
     "text",
     [
-        *("[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [{}]}', '{"eos_token_id": Infinity}'),
-        *('{"eos_token_id": [2, 1%s]}' % (30 * "0"), '{"eos_token_id": "\\ud800"}', '{"text_config": [2]}'),
-        *('{"eos_token_id": 2.7}', '{"eos_token_id": [1, "2"]}', '{"eos_token_id": true}'),
+        *("[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": Infinity}', '{"text_config": [2]}'),
+        *('{"eos_token_id": [2, 1%s]}' % (30 * "0"), '{"eos_token_id": [1, "2"]}', '{"eos_token_id": true}'),
     ],
 )
 def test_ends_that_cannot_be_read_are_told_with_their_file(tmp_path: Path, text: str, file: str) -> None:

@@ -81,14 +81,6 @@ def test_a_short_run_is_averaged_over_fewer_steps(steps: int, heading: str, firs
     assert history.ends(["a"]) == ([heading, "start", "end"], {"a": [first, last]})
 
 
-def test_what_never_was_a_number_has_none_as_its_mean() -> None:
-    history = History()
-    for step in range(9):
-        history.add(step, {"a": math.nan})
-    _, ends = history.ends(["a"])
-    assert [math.isnan(value or 0.0) for value in ends["a"]] == [True, True]
-
-
 def test_a_history_that_is_rewound_knows_the_steps_before_alone() -> None:
     history = History()
     for step in range(4):

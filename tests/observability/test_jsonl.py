@@ -79,6 +79,16 @@ def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path
     }
 
 
+def test_a_run_that_resumes_another_directorys_keeps_this_ones_file(tmp_path: Path) -> None:
+    for first, last in ((0, 3), (2, 4)):
+        jsonl = extension(tmp_path)
+        for event in [evolve(started(str(tmp_path), first_step=first), same_run=False), *steps(first, last)]:
+            jsonl.observe(event)
+        jsonl.shutdown("finished")
+    found = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics*")}
+    assert found == {"metrics-1.jsonl": 5, "metrics.jsonl": 3}
+
+
 def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path) -> None:
     for last in (1, 2, 3):
         jsonl = extension(tmp_path)
@@ -91,17 +101,6 @@ def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path
     }
     assert steps_in == {"metrics-1.jsonl": [0, 0], "metrics-2.jsonl": [0, 0, 1], "metrics.jsonl": [0, 0, 1, 2, 2]}
     assert len(list(tmp_path.glob("samples*.jsonl"))) == 3
-
-
-def test_a_run_that_resumes_another_directorys_keeps_what_this_one_holds_apart(tmp_path: Path) -> None:
-    for first, last in ((0, 3), (2, 4)):
-        jsonl = extension(tmp_path)
-        for event in [evolve(started(str(tmp_path), first_step=first), same_run=False), *steps(first, last)]:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    files = {path.name: path.read_text().splitlines() for path in tmp_path.glob("metrics*")}
-    told = {name: [json.loads(line)["step"] for line in lines] for name, lines in files.items()}
-    assert told == {"metrics-1.jsonl": [0, 0, 1, 2, 2], "metrics.jsonl": [2, 2, 3]}
 
 
 def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:

@@ -16,8 +16,3 @@ def test_each_spec_names_a_class_that_its_default_options_construct(spec: Extens
     assert extension.observe.corerl_impl["wrapper"] is False
     assert (spec.process, spec.joins) == (Process.DRIVER, "default")
     assert all(field.metadata["help"] for field in attrs.fields(spec.config))
-
-
-def test_an_interval_below_its_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        specs.ConsoleOptions(every=0)

@@ -36,8 +36,3 @@ def test_scattering_undoes_gathering() -> None:
 @pytest.mark.parametrize(("bounds", "stays"), [([0, 4, 8, 12], True), ([0, 8, 11], True), ([0, 3, 11], False)])
 def test_tokens_stay_where_they_are_when_they_already_are_rectangles(bounds: list[int], stays: bool) -> None:
     assert rectangles(np.array(bounds)).in_place is stays
-
-
-def test_no_token_makes_no_rectangle() -> None:
-    layout = rectangles(np.array([0, 0, 0]))
-    assert layout.shapes == () and layout.gather.size == layout.scatter.size == 0

@@ -15,13 +15,11 @@ from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
     Config,
-    OptimizerConfig,
     RewardConfig,
     RolesConfig,
     RolloutConfig,
     RunConfig,
     SideRoleChoice,
-    TrainConfig,
 )
 from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import check_algorithm, contradictions, notices_of_sampling, plan_algorithm
@@ -115,15 +113,6 @@ def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
         "algorithm.kl_coef: got 0.0",
         "rollout.samples: got 8",
     ]
-
-
-def test_a_critic_is_not_warmed_up_for_the_whole_run() -> None:
-    config = evolve(PPO, algorithms={"ppo": OfPPO(warmup_steps=250)})
-    with pytest.raises(ConfigError, match="^algorithms.ppo.warmup_steps: got 250, which leaves none of run.steps=250"):
-        check_algorithm(config)
-    check_algorithm(evolve(config, run=RunConfig(steps=251)))
-    with pytest.raises(ConfigError, match="^algorithms.ppo.dual_clip: got 0.5, which must be above 1; set it to 0"):
-        check_algorithm(evolve(PPO, algorithms={"ppo": OfPPO(dual_clip=0.5)}))
 
 
 def test_each_role_is_trained_on_its_own_loss() -> None:
@@ -301,13 +290,6 @@ def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
     ]
     assert list(plan.objectives) == ["actor"] and plan.asks_frozen
     assert lines(distill) == lines(distill, advantages="mine:f") == []
-    own = TrainConfig(tokens_per_micro_batch=512, precision="bfloat16", layout="whole")
-    assert lines(evolve(distill, roles=RolesConfig(teacher=SideRoleChoice(train=own)))) == []
-    trained = evolve(own, mini_batches=2, epochs=2, recompute="full", optimizer=OptimizerConfig(lr=1e-3))
-    assert lines(evolve(distill, roles=RolesConfig(teacher=SideRoleChoice(train=trained)))) == [
-        f"roles.teacher.train.{name}: set, but the teacher is never trained; remove it"
-        for name in ("mini_batches", "epochs", "recompute", "optimizer")
-    ]
 
 
 # ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------

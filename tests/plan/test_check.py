@@ -10,7 +10,7 @@ import pytest
 from corerl.config.load import config_of
 from corerl.config.options import Need
 from corerl.errors import ConfigError
-from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model, uneven
+from corerl.plan.check import contradictions, require_no_code_of_a_model, uneven
 from corerl.plan.resolve import settle_algorithm
 from tests.driver.saved import DATA
 
@@ -50,24 +50,8 @@ def test_a_need_is_met_by_a_value_or_by_none() -> None:
     assert Need(text="!a.b=c|d").values == ("c", "d") and Need(text="a.b").values == ()
     (line,) = lines("algorithm.kl_target=0.1")
     assert line == "algorithm.kl_target: 0.1 needs algorithm.kl_coef, which is 0.0; set that, or remove this"
-    (line,) = lines("rollout.max_staleness=2")
-    assert line == (
-        "rollout.max_staleness: 2 needs rollout.source to be 'asynchronous', which is 'synchronous'; set that, or "
-        "remove this"
-    )
-    (line,) = lines("checkpoint.memory=true", "cluster.address=h:1")
-    assert line == "checkpoint.memory: True does not go with cluster.address='h:1'; change that, or remove this"
-    (line,) = lines("roles.reference.ranks=1")
-    assert line.startswith("roles.reference: it needs algorithm.kl_coef")
     assert lines("algorithm.routing_replay=recompute") and not lines("algorithm.routing_replay=engine")
     assert paths("lora.init=gaussian", "lora.path=x") == ["lora.init"]  # of the same table
-
-
-def test_all_contradictions_are_found_together() -> None:
-    found = paths(
-        "model.config={}", "rollout.max_staleness=2", "extensions=[{name='a'},{name='a'}]", "checkpoint.resume=x"
-    )
-    assert set(found) == {"model.path", "rollout.max_staleness", "extensions", "checkpoint.resume"}
 
 
 def test_a_run_that_only_scores_asks_nothing_of_the_algorithm() -> None:
@@ -76,11 +60,6 @@ def test_a_run_that_only_scores_asks_nothing_of_the_algorithm() -> None:
         for mode in ("train", "eval"):  # of gspo and dapo's own defaults, where it trains
             config = config_of(DATA, [*overrides, f"run.mode={mode}"])
             assert contradictions(settle_algorithm(config)) == []
-
-
-def test_a_group_is_not_checked_as_a_run() -> None:
-    config = config_of(DATA, ["rollout.prompts=7", "train.mini_batches=2", 'cluster.offload_kinds=["grad"]'])
-    assert contradictions_of_a_group(config) == [] != contradictions(config)
 
 
 def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,36 +31,23 @@ def test_a_recorded_config_names_variables_without_values() -> None:
         ["cluster.environment={API_KEY = 8675309}"],
         ['cluster.environment={"A=B" = "8675309"}'],
         ['cluster.environment.API_KEY={x = "8675309"}'],
-        ['cluster.environment.API_KEY=["8675309"]'],
-        ["cluster.environment=[8675309]"],
         ["cluster.environment=API_KEY=8675309"],
         ['cluster.environment.API_KEY="x"', "cluster.environment.API_KEY.x=8675309"],
         ["cluster.environment.API KEY=8675309"],
-        ["cluster=environment.API_KEY=8675309"],
         ["cluster={environment = {API_KEY = 8675309}}"],
         ["cluster.environment.API_KEY=8675309867530986753098675309"],
-        ["cluster.environment={API_KEY = [8675309867530986753098675309]}"],
         ["cluster.environment.API_KEY 8675309"],
         ["cluster.'environment'.API_KEY:8675309"],
-        ["cluster.environment 8675309"],
         ["cluster.enviroment.API_KEY=8675309"],
         ["environment.API_KEY=8675309"],
         ["cluster.secret.API_KEY=8675309"],
-        ["cluster={env = 8675309}"],
-        ["cluster.env.T=8675309"],
         ["cluster.env_vars.HF_TOKEN=8675309"],
         ['clustr={environment={T="8675309"}}'],
-        ['Cluster={environment={T="8675309"}}'],
-        ["clustr={environment={T=8675309}}"],
-        ["cluster.vars.T=8675309"],
         ["cluster.vars.T=8675309867530986753098675309"],
-        ["cluster.vars.T 8675309"],
         ["cluster.environment.T 8675309=="],
         ["cluster.address.T=8675309"],
-        ["cluster.secrets=8675309"],
         ["cluster.secrets=[8675309]"],
         ["roles.actor.environment.T=8675309"],
-        ['roles={actor={environment={T="8675309"}}}'],
         ["roles={actor={environment={T=8675309}}}"],
         ['cluster.environment.API_KEY="8675309"', 'cluster.secrets=["API_KEY"]', "cluster.address=x"],
     ],
@@ -71,31 +58,6 @@ def test_a_variable_that_is_amiss_is_told_without_its_value(overrides: list[str]
     except ConfigError as error:
         said = error.message
     assert re.search("clustr|cluster|environment|roles", said, re.IGNORECASE) and "8675309" not in said
-
-
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        (
-            "cluster.environment=API_KEY=x",
-            (
-                'cluster.environment: expected table, got something else; set cluster.environment.NAME="VALUE" '
-                "(override cluster.environment=...)"
-            ),
-        ),
-        (  # as of a shell that has taken the quotes away
-            "cluster.secrets=[API_KEY]",
-            (
-                "cluster.secrets: expected array of strings, got something else; set cluster.secrets='[\"NAME\"]' "
-                "(override cluster.secrets=...)"
-            ),
-        ),
-    ],
-)
-def test_an_environment_of_another_type_is_told_what_to_set(override: str, line: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of({"backend": {"name": "plain"}}, [override])
-    assert caught.value.message == line
 
 
 def test_variables_of_process_start_are_no_secrets(

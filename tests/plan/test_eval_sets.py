@@ -116,13 +116,11 @@ SKIPPED = "all 1 prompts are skipped: 1 of the first 1 prompts are skipped; "
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"reward": {"name": "exact-mach"}}, ".reward.name: unknown reward 'exact-mach'"),
         ({"answer": "json:no_such", "samples": 4}, ".answer: 'json:no_such': module 'json' has no function 'no_such'"),
         ({"stop": ["\u00e4"]}, ".stop: "),
         ({"correct_on": "right"}, f".{NO_PART}"),
         ({"max_tokens": 30}, f": {SKIPPED}"),
         ({"prompt_key": "question"}, ": "),
-        ({"samples": 2, "temperature": 0}, ".temperature: 0 takes the likeliest token"),
     ],
 )
 def test_a_problem_of_a_set_names_the_set(tmp_path: Path, given: dict[str, Any], told: str) -> None:

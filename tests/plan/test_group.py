@@ -12,7 +12,7 @@ from corerl.config.load import as_config
 from corerl.errors import UserError
 from corerl.plan.make import plan_group
 from corerl.plan.plan import GroupPlan
-from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config, make_model, save
+from tests.driver.saved import CRITIC, DATA, TEACHER, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
 
@@ -40,7 +40,9 @@ def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
     recomputed = {"old_logprobs": "recompute", "old_weights": "rollout"}
     adapted = {"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 100}
     for algorithm in (recomputed, adapted):
-        assert planned(rollout={"prompts": 8, "samples": 2}, algorithm=algorithm).role.objective is not None
+        assert (
+            planned(rollout={"prompts": 7}, train={"mini_batches": 2}, algorithm=algorithm).role.objective is not None
+        )
 
 
 def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,33 +74,15 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
     [
         ({"role": "referee"}, ["unknown role 'referee'"]),
         ({"role": "critic"}, ["roles.critic: missing"]),
-        (
-            {"role": "critic", "roles": {"critic": {"ranks": 1}}},
-            ["roles.critic: set, but algorithm.name='grpo' uses no critic"],
-        ),
-        (
-            {"algorithm": {"name": "ppo"}},
-            ["roles.critic: missing, but algorithm.name='ppo' needs a critic"],
-        ),
-        (
-            {"cluster": {"secrets": ["NOT_SET_X"], "resources": {"h200": 1}}, "backend": {"name": "plian"}},
-            [
-                "cluster.resources: {'h200': 1.0} needs cluster.address",
-                "cluster.secrets: 'NOT_SET_X' is not set in the environment of this command",
-                "backend.name: unknown backend 'plian'",
-            ],
-        ),
-        ({"algorithm": {"kl_target": 0.1}}, ["algorithm.kl_target: 0.1 needs algorithm.kl_coef"]),
-        ({"model": {}}, ["model.path: unset, as is model.config"]),
+        ({"cluster": {"resources": {"h200": 1}}, "backend": {"name": "plian"}}, ["cluster.resources", "backend.name"]),
         ({"model": {"path": "/none"}}, ["model.path: no directory '/none'"]),
         ({"resume": "/none/actor"}, ["resume: no directory '/none/actor'"]),
-        ({"train": {"precision": "bfloat16"}}, ["train.precision = 'bfloat16' requires 'bfloat16', which the backend"]),
+        ({"train": {"precision": "bfloat16"}}, ["train.precision = 'bfloat16' requires 'bfloat16'"]),
     ],
 )
 def test_what_cannot_be_is_told_before_a_process_starts(tables: dict[str, Any], expected: list[str]) -> None:
-    found = lines(**tables)
-    assert len(found) == len(expected)
-    assert all(line.startswith(start) for line, start in zip(sorted(found), sorted(expected), strict=True)), found
+    found = sorted(lines(**tables))
+    assert [line.startswith(start) for line, start in zip(found, sorted(expected), strict=True)] == [True] * len(found)
 
 
 def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -110,9 +94,3 @@ def test_a_group_resumes_from_its_part_of_a_checkpoint(tmp_path: Path) -> None:
     wider = {"config": {**DATA["model"]["config"], "intermediate_size": 96}}
     (line,) = lines(resume=part, model=wider)
     assert "mlp" in line and "this run's actor needs [" in line
-
-
-def test_a_group_reads_the_settings_of_a_run(tmp_path: Path) -> None:
-    config = config_in(tmp_path, train={"tokens_per_micro_batch": 77}, rollout={**DATA["rollout"], "max_tokens": 9})
-    plan = plan_group(config, "actor", resume="")
-    assert (plan.role.train.tokens_per_micro_batch, plan.role.max_tokens) == (77, 9)

@@ -9,7 +9,7 @@ import ray
 import torch
 from attrs import evolve
 
-from corerl.config.schema import BackendChoice, ModelConfig, RewardConfig, WeightsConfig
+from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import CheckpointError, ConfigError
 from corerl.models.tokenizer import character_tokenizer
@@ -55,52 +55,6 @@ def test_each_roles_layout_is_chosen_and_explained(tmp_path: Path) -> None:
     assert "1 plain rank, 1 plain rank for the critic (whole), 1 " in plan.title
     (told,) = plan.notices
     assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
-
-
-# ---- several problems ------------------------------------------------------------------------------------------------
-
-
-def test_checks_that_build_on_a_wrong_setting_are_skipped(tmp_path: Path) -> None:
-    checkpoint = str(tmp_path / "no-checkpoint")
-    config = config_in(tmp_path / "run", checkpoint, rollout={"engine": "fake", "prompts": 8, "stop": ["no token"]})
-    with pytest.raises(ConfigError) as caught:
-        make_plan(
-            evolve(
-                config,
-                model=ModelConfig(path="no/model"),
-                backend=BackendChoice(name="plian"),
-                reward=RewardConfig(name="exakt-match"),
-                weights=WeightsConfig(transport="colective"),
-            )
-        )
-    beginnings = [line[:40] for line in caught.value.message.splitlines()]
-    assert sorted(beginnings) == sorted(
-        [
-            "model.path: no directory 'no/model'; set",
-            "checkpoint.resume: no directory '" + checkpoint[:7],
-            "reward.name: unknown reward 'exakt-match",
-            "backend.name: unknown backend 'plian'; i",
-            "weights.transport: unknown transport 'co",
-        ]
-    )
-
-
-def test_a_missing_plugin_hides_no_independent_problem(tmp_path: Path) -> None:
-    actor = {"roles": {"actor": {"ranks": 2}}}  # the plain backend is one process
-    functions = {"name": "grpo", "loss": "cliped", "advantages": "no_such_module:f", "postprocess": "nor_this:f"}
-    for wrong in ({"extensions": [{"name": "jsnol"}]}, {"rollout": {"engine": "fakee"}}):
-        given = {"backends": {"other": {}}, **actor, "algorithm": functions, "engines": {"transformers": {"no": 1}}}
-        with pytest.raises(ConfigError) as caught:
-            make_plan(config_in(tmp_path, **{**given, **wrong}))
-        place = "extensions[0].name" if "extensions" in wrong else "rollout.engine"
-        assert {line.partition(": ")[0].partition(" = ")[0] for line in caught.value.message.splitlines()} == {
-            place,
-            "engines.transformers.no",
-            "roles.actor.ranks",
-            "algorithm.loss",
-            "algorithm.advantages",
-            "algorithm.postprocess",
-        }
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

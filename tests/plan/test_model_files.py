@@ -51,15 +51,8 @@ def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
         require(vocab_size=19)
     with pytest.raises(CheckpointError, match=r"lacks 'lm_head.weight', this run's actor needs \[16, 32\]"):
         require(tie_word_embeddings=False)
-
-
-def test_a_checkpoint_must_hold_every_role(tmp_path: Path) -> None:
-    config = make_config()
-    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
-        require_same_tensors(
-            checkpoint / "critic", "critic", saved_shapes(hf_config(config.model), value_head=True, lora=None)
-        )
+        require_same_tensors(checkpoint / "critic", "critic", {})
 
 
 def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:

@@ -15,13 +15,8 @@ from corerl.plugin.registry import Kind, load
 from tests.driver.saved import CRITIC, config_in, make_config
 
 
-def test_weights_in_a_form_that_the_engine_refuses(tmp_path: Path) -> None:
+def test_weights_in_a_form_that_the_engine_takes(tmp_path: Path) -> None:
     config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
-    with pytest.raises(
-        ConfigError,
-        match=r"^weights.quantize: 'fp8', but the engine '\w+' takes none$",
-    ):
-        make_plan(config)
     engine = load(Kind.ENGINES, config.rollout.engine)
     quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
     require_form(evolve(config, engines={engine.name: None}), quantized)
@@ -52,9 +47,6 @@ def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path
         return config_in(tmp_path / "run", **tables)
 
     assert make_plan(given(8, 2)).processes.roles["actor"].data_parallel == 4
-    with pytest.raises(ConfigError) as caught:
-        make_plan(given(8, 1))
-    assert caught.value.message.startswith("rollout.prompts: 9 x rollout.samples=4 / train.mini_batches=1 makes 36 ")
     with pytest.raises(ConfigError) as caught:
         make_plan(given(16, 2))
     assert "over the 8 data-parallel groups of roles.actor.ranks=16;" in caught.value.message

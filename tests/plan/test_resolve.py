@@ -81,9 +81,6 @@ def test_a_roles_own_table_replaces_the_backends() -> None:
     found = [role_options(given, role, mine) for role in ("actor", "critic")]
     assert found == [mine.spec.config(shards=2), mine.spec.config(shards=7)]
     assert resolve_tables(given) == given
-    wrong = config(roles=RolesConfig(critic=SideRoleChoice(options={"shard": 7})))
-    with pytest.raises(ConfigError, match="^roles.critic.options.shard: unknown key; did you mean 'shards'\\?$"):
-        resolve_tables(wrong)
     cluster, bad = ClusterInfo(device="cpu", ranks=1), mine.spec.config(shards=3)
     given = evolve(given, roles=evolve(given.roles, critic=evolve(critic, options=bad)))
     with pytest.raises(ConfigError, match="^roles.critic.options.shards: 3 is more than 1 ranks$"):
@@ -122,30 +119,10 @@ def test_selected_plugins_are_listed_with_whether_their_code_runs() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_every_wrong_table_is_reported() -> None:
-    given = config(
-        backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
-        roles=RolesConfig(actor=RoleChoice(backend="mine")),  # named twice, and told of once
-        engines={"quick": 3},
-        extensions=(ExtensionChoice(name="wrap", options={"evry": 5}),),
-    )
-    with pytest.raises(ConfigError) as caught:
-        resolve_tables(given)
-    lines = caught.value.message.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "backends.mine.shard",
-        "engines.quick",
-        "extensions[0].options.evry",
-        "backends.other.shards",
-    ]
-    assert lines[0] == "backends.mine.shard: unknown key; did you mean 'shards'?"
-
-
-@pytest.mark.usefixtures("plugins")
 def test_tables_are_checked_although_another_plugin_is_missing() -> None:
     given = config(
         backend=BackendChoice(name="mien"),
-        backends={"mine": {"shard": 2}},
+        backends={"mine": {"shard": 2}, "other": {"shards": "three"}},
         engines={"quick": {"no": 1}},
         extensions=(ExtensionChoice(name="wrpa", options={"evry": 5}), ExtensionChoice(name="wrap", options={"no": 5})),
     )
@@ -158,6 +135,7 @@ def test_tables_are_checked_although_another_plugin_is_missing() -> None:
         "engines.quick.no",
         "extensions[1].options.no",
         "backends.mine.shard",
+        "backends.other.shards",
     }
     assert resolved.extensions == given.extensions and resolved.engines == given.engines
 
@@ -176,17 +154,9 @@ def test_tables_that_nobody_can_check_are_noted() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_table_named_almost_like_a_plugin_is_a_typo(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = config(backends={"mien": {"shards": 2}, "othr": {}, "elsewhere": {}}, engines={"quik": {}})
-    with pytest.raises(ConfigError) as caught:
-        resolve_tables(given)
-    assert caught.value.message.splitlines() == [
-        "backends.mien: no backend 'mien' is installed; did you mean 'mine'? Otherwise install it or remove the table",
-        "backends.othr: no backend 'othr' is installed; did you mean 'other'? Otherwise install it or remove the table",
-        "engines.quik: no engine 'quik' is installed; did you mean 'quick'? Otherwise install it or remove the table",
-    ]
+def test_a_table_of_a_missing_plugin_is_noted_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = config(backends={"elsewhere": {}})
     line = "backends.elsewhere is ignored: no backend 'elsewhere' is installed"
-    assert ignored_tables(given) == [line]
     monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "elsewhere", "pip install it")
     assert ignored_tables(given) == [f"{line}; pip install it"]
 

@@ -27,7 +27,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
-from corerl.errors import ConfigError, Unsupported
+from corerl.errors import Unsupported
 from corerl.models.files import look_at
 from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import plan_algorithm
@@ -132,17 +132,6 @@ def test_experts_and_resharding_are_required_of_the_backend(tmp_path: Path) -> N
     ]
     (tmp_path / index_file(1)).unlink()
     assert len(planned(config, resume=str(tmp_path)).assignments) == 1
-
-
-def test_the_backends_own_check_is_asked_with_the_roles_ranks() -> None:
-    with pytest.raises(ConfigError) as caught:
-        planned(config_for(ranks=3, options={"shards": 2}))
-    assert caught.value.message == f'backends."{FAKE}".shards: 2 does not divide 3 ranks; use a divisor'
-
-
-def test_a_backend_says_how_samples_are_split() -> None:
-    assert planned(config_for(ranks=6, options={"shards": 2})).data_parallel == 3
-    assert planned(config_for(CHOOSY, ranks=6)).data_parallel == 6
 
 
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)

@@ -13,12 +13,11 @@ from corerl.config.load import config_of
 from corerl.config.options import option
 from corerl.config.schema import Config
 from corerl.data.files import Rows
-from corerl.errors import ConfigError, DataError, PluginBroken, UserError
+from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.plan.data import _rows_of
 from corerl.plan.make import make_plan
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem, SamplerSpec
-from corerl.rollout.sampler import PromptSampler
 from tests.driver.saved import config_in
 
 
@@ -72,11 +71,6 @@ def test_a_sampler_may_bring_prompts() -> None:
     assert rows_of("prompts") is None
 
 
-def test_cores_sampler_draws_single_responses(tmp_path: Path) -> None:
-    made = make_plan(config_in(tmp_path / "run")).rollout.sampler
-    assert made.func is PromptSampler  # type: ignore[attr-defined]  # of a partial
-
-
 def evolve_rollout(config: Config, **changed: Any) -> Config:
     return evolve(config, rollout=evolve(config.rollout, **changed))
 
@@ -95,27 +89,19 @@ def test_what_is_no_sampler_is_told_before_anything_starts(tmp_path: Path) -> No
         make_plan(evolve_rollout(config_in(tmp_path / "run"), sampler=f"{__name__}:WITHOUT_CLASS"))
 
 
-def test_a_sampler_that_cannot_tell_its_prompts_is_broken() -> None:
-    with pytest.raises(PluginBroken, match=r"SILENT' has no prompts: IndexError: list index out of range"):
-        rows_of(f"{__name__}:SILENT")
-
-
 def test_what_a_sampler_refuses_is_said_in_its_own_words() -> None:
     with pytest.raises(DataError, match="^no rows for count=3$"):
         rows_of(f"{__name__}:REFUSES")
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("EMPTY", "with these options it returned no row"), ("STREAM", "TypeError: object of type")]
+    ("name", "why"),
+    [
+        ("SILENT", "IndexError: list index out of range"),
+        ("EMPTY", "with these options it returned no row"),
+        ("STREAM", "TypeError: object of type"),
+    ],
 )
 def test_prompts_of_a_sampler_must_be_a_sequence_with_rows(name: str, why: str) -> None:
     with pytest.raises(PluginBroken, match=f"{name}' has no prompts: {why}"):
         rows_of(f"{__name__}:{name}")
-
-
-def test_an_unknown_sampler_is_told_without_complaints_about_prompts(tmp_path: Path) -> None:
-    given = config_in(tmp_path / "run")
-    model = evolve(given.model, tokenizer="characters:ab")
-    with pytest.raises(UserError) as caught:
-        make_plan(evolve_rollout(evolve(given, model=model), sampler="guesss"))
-    assert "unknown sampler 'guesss'" in caught.value.message and "data.source" not in caught.value.message

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.errors import ConfigError
 from corerl.plan import make
 from corerl.plan.algorithm import contradictions
 from corerl.plan.make import make_plan
@@ -86,8 +85,3 @@ def test_ids_that_the_tokenizer_lacks_are_left_out(tmp_path: Path, asked: int, r
     ]
     assert {each.vocabulary for each in given} == {vocabulary}
     assert plan.rollout.vocab_size == (vocabulary or rows)
-
-
-def test_tokens_of_the_tokenizer_cannot_be_left_out(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.vocabulary: 15, but the tokenizer has ids up to 15; set it to at"):
-        make_plan(config_in(tmp_path / "run", model={**DATA["model"], "vocabulary": 15}))

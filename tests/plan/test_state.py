@@ -47,11 +47,9 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
     [
         (lambda state: state.pop("config"), "state lacks 'config'"),
         (lambda state: state.update(config=[]), "state: 'config' is [], wanted an object"),
-        (lambda state: state.pop("rollout_step"), "state lacks 'rollout_step'"),
         (lambda state: state["source"].pop("rollout_step"), "state: source lacks 'rollout_step'"),
         (lambda state: state["source"].update(prompts=1), "source: 'prompts' is 1, wanted an object"),
         (lambda state: state["source"]["prompts"].pop("data"), "source: prompts lacks 'data'"),
-        (lambda state: state.pop("data"), "state lacks 'data'"),
         (lambda state: state["data"]["sources"].append({}), "state: data: sources[1] lacks 'name'"),
         (
             lambda state: state["data"]["sources"][0].update(added=[{"epoch": 1, "rows": -2}]),
@@ -66,10 +64,8 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             lambda state: state.update(schedules={"actor": {**SCHEDULE, "progress": None}}),
             "state: schedules: actor: 'progress' is None, wanted a finite number",
         ),
-        (lambda state: state.update(rollout_step=-1), "state: 'rollout_step' is -1, wanted at least 0"),
         (lambda state: state["source"].update(sampled={}), "source: sampled lacks 'data'"),
         (lambda state: state["source"].update(begun=-1), "source: 'begun' is -1, wanted at least 0"),
-        (lambda state: stand_of(state).update(offset=-5), "prompts: sources[0]: 'offset' is -5, wanted at least 0"),
         (
             lambda state: stand_of(state).update(offset=10**30, prompts=8),
             f"prompts: sources[0]: 'offset' is {10**30}, wanted at most 8, the number of prompts",
@@ -78,13 +74,8 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             lambda state: state["source"]["prompts"].update(returned=[3, "x"]),
             "prompts: returned: '1' is 'x', wanted an integer",
         ),
-        (
-            lambda state: state["source"]["prompts"].update(returned=[-3]),
-            "prompts: returned: '0' is -3, wanted at least 0",
-        ),
         (lambda state: state["source"]["prompts"].update(sources=[{}]), "prompts: sources[0] lacks 'epoch'"),
         (lambda state: state.update(before=[{"prompt": "x"}]), "state: before[0] lacks 'response'"),
-        (lambda state: state.update(kl_coef="big"), "state: 'kl_coef' is 'big', wanted a finite number"),
         *[
             (
                 lambda state, value=value: state.update(kl_coef=value),
@@ -92,10 +83,6 @@ def test_a_whole_state_is_read_as_it_was_written(tmp_path: Path) -> None:
             )
             for value, shown in [(math.nan, "nan"), (-math.inf, "-inf"), (10**400, "1" + 36 * "0" + "...")]
         ],
-        (
-            lambda state: state["data"]["sources"][0].update(weight=10**400),
-            f"state: data: sources[0]: 'weight' is 1{36 * '0'}..., wanted a finite number",
-        ),
     ],
 )
 def test_a_state_that_lacks_something_is_one_line(

@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.schema import ClusterInfo
-from corerl.errors import ConfigError
-from corerl.plan.processes import check_transport, choose_transport, senders
-from corerl.plan.resolve import plugins_of
+from corerl.plan.processes import choose_transport, senders
 from tests.driver.saved import make_config
 
 
@@ -51,14 +46,3 @@ def test_auto_hands_over_memory_where_ranks_and_engines_share_devices(
 ) -> None:
     config = make_config(weights={"transport": transport}, cluster={"placement": placement})
     assert choose_transport(config, sending, by_handle=by_handle) == chosen
-
-
-def test_handing_over_memory_between_devices_is_refused() -> None:
-    for mode, refused in (("train", True), ("train-only", False)):  # where there is no engine
-        config = make_config(weights={"transport": "ipc"}, run={"mode": mode})
-        with (
-            pytest.raises(ConfigError, match="^weights.transport: 'ipc' .* without actor ranks; use 'auto', or ")
-            if refused
-            else nullcontext()
-        ):
-            check_transport(config, plugins_of(config), (), ClusterInfo(device="cpu", ranks=1))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from corerl.config.schema import ModelConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.errors import ContractError
 from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import PluginHost, State
 from corerl.plugin.registry import Kind, Status, installed, load, load_implementation
@@ -78,13 +77,6 @@ MORE = CODE.format(
     forward="self, batch, outputs, weights, dtype=None",
     grad_norm="deadline",
 )
-UNKNOWN = CODE.format(
-    init="self",
-    forward_backward="self, batch, deadline",
-    optimizer_step="self",
-    forward="self, batch",
-    grad_norm="0.5",
-)
 
 
 @pytest.mark.parametrize(("module", "code", "grad_norm"), [("fewer", FEWER, 0.5), ("more", MORE, 7.5)])
@@ -106,18 +98,6 @@ def test_a_backend_with_fewer_or_defaulted_arguments_runs(
     assert host.sleep(kinds=frozenset(MemoryKind)).freed_bytes == 1
     assert host.wake_up(kinds=frozenset(MemoryKind)).restored_bytes == 1
     assert host.state is State.READY
-
-
-def test_an_unknown_argument_without_default_is_refused(install: Install, backend_spec: str) -> None:
-    modules = {"unknown_compat": backend_spec, "unknown_compat_code": UNKNOWN}
-    install("corerl-other", {"backends": {"other": "unknown_compat:SPEC"}}, **modules)
-    implementation = load_implementation(Kind.BACKENDS, load(Kind.BACKENDS, "other"))
-    with pytest.raises(ContractError) as caught:
-        PluginHost(implementation(), name="other", context=CONTEXT)
-    assert caught.value.message == (
-        "backend:other implements forward_backward(batch, deadline) for forward_backward(batch, loss, outputs, last): "
-        "parameter 'deadline' does not exist in the hook; rename it or give it a default"
-    )
 
 
 @pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])

@@ -225,16 +225,6 @@ def test_only_optional_hooks_may_be_unknown() -> None:
         registered(("extension:t", extension(quench=marked(returns))))
 
 
-def test_a_decorated_method_of_the_backend_is_accepted() -> None:
-    class Fine(Backend):
-        @hookimpl
-        @logged
-        def optimizer_step(self, step: Any, scale: Any) -> str:
-            return f"decorated {step}"
-
-    assert registered(backend=Fine()).hook.optimizer_step(step=3, scale=2) == "decorated 3"
-
-
 def test_a_backend_must_implement_each_required_hook_exactly_once() -> None:
     class Forgets(Backend):
         def save(self, path: Any, step: Any, background: Any) -> str:  # overriding loses the mark

@@ -8,7 +8,7 @@ import pytest
 
 from corerl.config.schema import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
-from corerl.plugin.helpers import IN_PIECES, check_library, slow_attention, version_numbers
+from corerl.plugin.helpers import IN_PIECES, check_library, slow_attention
 from corerl.plugin.spec import Finding, Level
 
 
@@ -37,15 +37,6 @@ def test_an_unsupported_version_is_an_error_with_its_reason(installed: str, monk
         why="it splinters",
         fix="plant a tree",
     )
-
-
-def test_a_versions_numbers_end_where_letters_begin() -> None:
-    assert [version_numbers(text) for text in ("2.13.0+cpu", "0.17.0rc1", "3", "2.11.0a0+git1234")] == [
-        (2, 13, 0),
-        (0, 17),
-        (3,),
-        (2, 11),
-    ]
 
 
 @pytest.mark.parametrize("why", list(InPieces))

@@ -23,7 +23,7 @@ from corerl.errors import (
     WeightUpdateError,
     WrongState,
 )
-from corerl.plugin.capabilities import Capability, not_implemented, unsupported
+from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.hookspecs import Context
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
@@ -177,13 +177,6 @@ def test_every_hook_reaches_the_backend_and_returns_its_result() -> None:
         ("update_weights", 3),
         ("save", "somewhere"),
     ]
-
-
-def test_the_first_extension_of_the_list_is_outermost() -> None:
-    log: list[str] = []
-    host, _ = ready(None, ("a", Logs("a", log)), ("b", Logs("b", log)))
-    train(host)
-    assert log == ["a>", "b>", "<b", "<a"]
 
 
 def test_only_an_instance_of_the_base_class_is_accepted() -> None:
@@ -556,12 +549,6 @@ def test_a_foreign_error_becomes_a_picklable_line() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_a_backend_that_calls_exit_fails_its_hook() -> None:
-    host, _ = ready(Fake(forward=SystemExit(3)))
-    with pytest.raises(HookFailed, match="forward failed: SystemExit: 3"):
-        host.forward(BATCH, (), "")
-
-
 def test_other_verbs_are_guarded_as_hooks_are() -> None:
     host, _ = ready()
     host.sleep({MemoryKind.PARAM})
@@ -593,19 +580,6 @@ def test_the_host_says_which_hook_runs() -> None:
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
-
-
-def test_an_observer_in_a_worker_is_refused() -> None:
-    class Hears:
-        @hookimpl
-        def observe(self, event: object) -> None: ...
-
-    with pytest.raises(ContractError) as caught:
-        PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
-    assert caught.value.message == (
-        "extension:a implements observe, but it is called on the driver only; remove it, or move it to a separate "
-        "extension whose spec has process=Process.DRIVER"
-    )
 
 
 def test_shutdown_ends_extensions_before_the_backend_each_once() -> None:
@@ -714,13 +688,3 @@ def test_verbs_without_their_capability_are_refused() -> None:
     host.save(path="p", step=STEP, background=False)
     assert train(host) is STEPPED
     assert [hook for hook, *_ in fake.calls] == ["init", "save", "forward_backward", "optimizer_step"]
-
-
-def test_a_backend_may_require_a_capability_itself() -> None:
-    fake = Fake()
-    PluginHost(fake, name="fake", context=CONTEXT, capabilities={Capability.MOE: unsupported("one expert is enough")})
-    fake.require(Capability.SLEEP, "this test")
-    with pytest.raises(
-        Unsupported, match="^a model with 8 experts requires 'moe', which the backend 'fake' does not support: one"
-    ):
-        fake.require(Capability.MOE, "a model with 8 experts")

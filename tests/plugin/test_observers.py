@@ -12,8 +12,10 @@ from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken, WorkerDied
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.hookspecs import RunControl
+from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
 from corerl.plugin.spec import Process
+from tests.plugin.test_host import CONTEXT, Fake
 
 Install = Callable[..., Path]
 
@@ -167,24 +169,23 @@ def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.Ca
     observers = Observers([("a", Hears("a", log, OSError("disk full"))), ("b", Hears("b", log))])
     observers.shutdown("finished")
     observers.shutdown("finished")
+    observers.emit(Notice(text="late"))
     assert log == ["a finished", "b finished"]
     assert capsys.readouterr().err == "warning: shutdown of extension:a raised OSError: disk full\n"
 
 
-def test_nobody_hears_of_what_happens_after_the_end() -> None:
-    log: list[str] = []
-    observers = Observers([("a", Hears("a", log))])
-    observers.shutdown("finished")
-    observers.emit(Notice(text="late"))
-    assert log == ["a finished"]
-
-
-def test_a_driver_extension_cannot_wrap_hooks_of_workers() -> None:
+def test_hooks_of_another_process_are_refused() -> None:
     class Wraps:
         @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
+    class Hears:
+        @hookimpl
+        def observe(self, event: object) -> None: ...
+
+    with pytest.raises(ContractError, match="^extension:a implements observe, but it is called on the driver only; "):
+        PluginHost(Fake(), name="mine", extensions=[("a", Hears())], context=CONTEXT)
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (

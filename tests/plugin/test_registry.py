@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -205,20 +203,6 @@ def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: I
     (site / "nameless-1.dist-info" / "entry_points.txt").write_text("[corerl.backends]\nno-name = mine_n:SPEC\n")
     assert load(Kind.BACKENDS, "mine").name == "mine"
     assert "no-name" not in installed_names(Kind.BACKENDS)
-
-
-@pytest.mark.processes
-def test_registry_and_specs_import_nothing_heavy() -> None:
-    program = (
-        "import sys\n"
-        "from corerl.plugin.registry import Kind, installed\n"
-        "print(sorted({'importlib.metadata', 'torch', 'ray'} & sys.modules.keys()))\n"
-        "print([kind.value for kind in Kind if installed(kind)])\n"
-        "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    here = [kind.value for kind in Kind if kind is not Kind.TOOL_FORMATS]  # of which only others install some
-    assert finished.stdout.splitlines() == ["[]", str(here), "[]"]
 
 
 def test_a_reinstalled_distribution_is_read_again(install: Install, backend_spec: str) -> None:

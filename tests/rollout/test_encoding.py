@@ -1,8 +1,5 @@
 """Tokens are compared with `apply_chat_template` and the tokenizer called by hand."""
 
-import asyncio
-from typing import Any
-
 import numpy as np
 import pytest
 import tokenizers
@@ -12,12 +9,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.data.chat import ChatPrompts
 from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, split
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.encoding import PromptCheck, check_first, encode, require_encodable
 from corerl_agents.conversation import Conversation, Refused, Renderer
-from tests.rollout.samplers import prompt_sampler
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.
 TEMPLATE = (
@@ -54,26 +50,6 @@ def test_chats_and_texts_are_encoded_as_transformers_does() -> None:
     assert by_hand.count(ours.bos_token_id) == 1
 
 
-def test_the_sampler_asks_the_engine_with_these_tokens() -> None:
-    asked: list[GenerateRequest] = []
-
-    async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        asked.append(request)
-        return Generation(
-            tokens=np.array([5, 2]),
-            offsets=np.array([0, 1, 2]),
-            logprobs=np.zeros(2, dtype=np.float32),
-            versions=np.ones(2, dtype=np.int64),
-            truncated=np.zeros(2, dtype=bool),
-        )
-
-    sampler = prompt_sampler(tokenizer=tokenizer(), generate=generate, seed=0)
-    rollout = asyncio.run(sampler.sample([CHAT, TEXT], rollout_step=0, samples=1, params=SamplingParams()))
-    first, second = encode(tokenizer(), [CHAT, TEXT])
-    assert asked[0].tokens.tolist() == [*first, *second]
-    assert rollout.batch.rows["prompt_length"].tolist() == [len(first), len(second)]
-
-
 def test_a_refused_chat_is_named_with_the_templates_reason() -> None:
     with pytest.raises(
         DataError, match=r"prompt 3: .*template rejects its messages \(TemplateError: no system messages\).*: system$"
@@ -81,9 +57,6 @@ def test_a_refused_chat_is_named_with_the_templates_reason() -> None:
         encode(tokenizer(), [SYSTEM])
     with pytest.raises(DataError, match=r"prompt 2: .*template rejects its messages \(TypeError: .*str.*\); .*user"):
         encode(tokenizer("{{ messages[0].content + 1 }}"), [CHAT])
-
-
-def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(DataError, match="prompt 2 .* has no tokens"):
         encode(tokenizer("{{ '' }}"), [CHAT])
 
@@ -138,13 +111,6 @@ def test_a_text_begins_once_and_is_not_ended(template: str, text: str, ids: list
     assert encode(ours, [evolve(TEXT, text=text), evolve(TEXT, text="3")])[0] == ids
     renderer = Renderer(ours)
     assert renderer.ask(Conversation(), [{"role": "user", "content": text}]).tokens.tolist() == ids
-
-
-def test_a_tokenizer_of_few_characters_begins_a_text() -> None:
-    inner = tokenizers.Tokenizer(models.BPE({"<s>": 0, "x": 1, "y": 2}, []))
-    inner.add_special_tokens(["<s>"])
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    assert encode(PreTrainedTokenizerFast(tokenizer_object=inner), [evolve(TEXT, text="xy")]) == [[0, 1, 2]]
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

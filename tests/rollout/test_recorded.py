@@ -25,7 +25,7 @@ def write(directory: Path, *steps: int) -> None:
 
 
 def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
-    given = scored(3)
+    given = evolve(scored(3), parts={"right": (1.5, 4), "short": (0.25, 3)})
     path = write_rollout(tmp_path / "rollouts", given)
     assert path.name == "step-00000003.npz" and [each.name for each in path.parent.iterdir()] == [path.name]
     found = read_rollout(path)
@@ -40,13 +40,8 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
         for name in expected:
             np.testing.assert_array_equal(arrays[name], expected[name])
             assert arrays[name].dtype == expected[name].dtype
-    assert (found.step, found.exact_match, batch.temperature) == (3, 0.5, 0.7)
+    assert (found.step, found.exact_match, batch.temperature, found.parts) == (3, 0.5, 0.7, given.parts)
     assert (found.rollout.prompts, found.rollout.texts) == (given.rollout.prompts, given.rollout.texts)
-
-
-def test_the_parts_of_its_rewards_come_back_too(tmp_path: Path) -> None:
-    parts = {"right": (1.5, 4), "short": (0.25, 3)}
-    assert read_rollout(write_rollout(tmp_path, evolve(scored(0), parts=parts))).parts == parts
 
 
 def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
@@ -59,12 +54,12 @@ def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
 
 
 def test_files_come_in_step_order_numbered_from_0(tmp_path: Path) -> None:
-    write(tmp_path, 30, 4, 100)
-    (tmp_path / "step-00000001.partial").touch()
-    steps = rest(SavedRollouts(tmp_path, steps=3, vocab_size=200))
+    write(tmp_path / "rollouts", 30, 4, 100)
+    (tmp_path / "rollouts/step-00000001.partial").touch()
+    steps = rest(SavedRollouts(tmp_path, steps=3, vocab_size=200))  # a run's directory, or that in it
     assert [each.step for each in steps] == [0, 1, 2]
     assert [int(each.rollout.batch.tokens[0]) for each in steps] == [4, 30, 100]
-    assert len(rest(SavedRollouts(tmp_path, steps=2, vocab_size=200))) == 2
+    assert len(rest(SavedRollouts(tmp_path / "rollouts", steps=2, vocab_size=200))) == 2
 
 
 def test_a_resumed_run_continues_with_the_next_file(tmp_path: Path) -> None:
@@ -108,8 +103,3 @@ def test_values_that_json_cannot_hold_become_text(tmp_path: Path) -> None:
     prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
     given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))
     assert read_rollout(write_rollout(tmp_path, given)).rollout.prompts[0].fields == {"where": "a/b"}
-
-
-def test_a_runs_directory_stands_for_the_rollouts_in_it(tmp_path: Path) -> None:
-    write(tmp_path / "run/rollouts", 0, 1)
-    assert [each.step for each in rest(SavedRollouts(tmp_path / "run", steps=2, vocab_size=200))] == [0, 1]

@@ -465,25 +465,7 @@ def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
         engines.next(refilled(engines, 0, reward, refill=wrong))
 
 
-def test_a_part_that_earlier_samples_had_may_be_lacking_later() -> None:
-    refill = DynamicSampling(useful=spread, attempts=1, part="right")
-    rewards, right = np.array([0.5, 0.25], np.float32), np.array([1.0, np.nan], np.float32)
-    other = Scores(rewards=rewards, values={"length": rewards})
-    with pytest.raises(RewardError):
-        refill.deciding(other)
-    assert refill.deciding(Scores(rewards=rewards, values={"right": right})).tolist() == [1.0, 0.25]
-    assert refill.deciding(other).tolist() == [0.5, 0.25]
-
-
 # ---- what a step has -------------------------------------------------------------------------------------------------
-
-
-def test_a_chats_prompt_is_shown_whole(engines: Engines) -> None:
-    scored = engines.next(source(engines))
-    user, system = {"role": "user", "content": "3+4?"}, {"role": "system", "content": "Be brief."}
-    chats = tuple(Prompt(index=0, text="3+4?", answer="7", messages=each) for each in ((user,), (system, user), ()))
-    shown = evolve(scored, rollout=evolve(scored.rollout, prompts=chats)).shown()
-    assert [each.prompt for each in shown] == ["3+4?", "system: Be brief.\nuser: 3+4?", "3+4?"]
 
 
 def test_groups_are_taken_in_the_given_order(engines: Engines) -> None:

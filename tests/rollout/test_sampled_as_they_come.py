@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from attrs import evolve
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
-from corerl.errors import CorerlError, EngineFailed
+from corerl.errors import EngineFailed
 from corerl.rollout.recorded import write_rollout
 from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scores
 from corerl.rollout.sampled import DynamicSampling, SampledRollouts
@@ -26,9 +25,7 @@ from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
 from plugins.agents.tests.samplers import episode_sampler
-from tests.end_to_end.command import metrics
 from tests.engines.services import serve
-from tests.in_process import execute_here, small
 from tests.rollout import sampling
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, logprobs, row_of
@@ -426,19 +423,6 @@ def test_an_engines_error_is_raised_at_the_next_call(at: str, use: Use[Engines])
             engines.next(source)
 
 
-def test_dying_replicas_lose_no_prompt(
-    use: Use[Engines],
-) -> None:
-    for deaths, replaced in ((1, []), (2, ["replace 0", "replace 1"])):
-        engines = use(Engines(2, calls=1))
-        engines.deaths = deaths
-        source = asynchronous(engines, steps=2)
-        steps = engines.rest(source)
-        assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(2 * PROMPTS))
-        assert sorted(line for line in engines.log if line.startswith("replace")) == replaced
-        source.close()
-
-
 def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
     class Held(Engines):
         """Replicas that draw when they may."""
@@ -485,106 +469,3 @@ def test_closing_cancels_all_tasks(use: Use[Engines]) -> None:
     engines.die()
     engines.settle()
     assert {task.cancelled() for task in source._sampling.values()} == {True}
-
-
-# ---- the fleet, while other things happen to it ----------------------------------------------------------------------
-
-
-def one_row(key: int) -> GenerateRequest:
-    return GenerateRequest(tokens=np.array([1, 5]), offsets=np.array([0, 2]), noise_keys=np.array([key]), params=PARAMS)
-
-
-def test_a_pause_interrupts_requests_at_any_moment(use: Use[Engines]) -> None:
-    class UntilPaused(Engines):
-        resumed = False
-
-        def draw(self, replica: int, request: GenerateRequest) -> Generation:
-            if self.resumed:
-                return self.drawn(request)
-            self.wait_for_pause()
-            return self.drawn(request, 1)
-
-    async def paused_after(turns: int, engines: UntilPaused) -> Generation:
-        answer = asyncio.ensure_future(engines.fleet.generate(one_row(5)))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await engines.fleet.pause()
-        engines.resumed = True
-        await engines.fleet.resume()
-        return await answer
-
-    for turns in range(9):
-        engines = use(UntilPaused())
-        assert engines.run(paused_after(turns, engines)).tokens.tolist() == row_of(5, 0, 6)
-
-
-def test_requests_wait_when_the_last_replica_has_just_died(use: Use[Engines], monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = use(Engines())
-    fleet, later = engines.fleet, []
-    usual = fleet._require_allowed
-
-    def noted(replica: int, error: CorerlError) -> None:  # in the thread of the call, before the loop hears of it
-        later.append(fleet.loop.begin(fleet.generate(one_row(6))))
-        for _ in range(9):
-            fleet.loop.begin(asyncio.sleep(0)).result(LIMIT)
-        usual(replica, error)
-
-    monkeypatch.setattr(fleet, "_require_allowed", noted)
-    engines.deaths = 1
-
-    def ensure() -> None:
-        monkeypatch.setattr(fleet, "_require_allowed", usual)
-        fleet.replace(fleet.died)
-        engines.take_weights(0)
-
-    assert serve(fleet, fleet.generate(one_row(5)), ensure).tokens.tolist() == row_of(5, 0, 6)
-    assert [each.result(LIMIT).tokens.tolist() for each in later] == [row_of(6, 0, 6)]
-
-
-def test_no_replica_is_called_before_all_have_weights(use: Use[Engines]) -> None:
-    engines = use(Engines(2))
-    fleet = engines.fleet
-
-    def ensure() -> None:
-        nothing: Any = None
-        fleet.replace(fleet.died)
-        receiving = fleet.receive(nothing, 1, nothing)
-        assert list(fleet.received(receiving, 0.0)) == ["engine-0"]
-        for _ in range(9):
-            fleet.loop.run(asyncio.sleep(0))
-        assert engines.asked == []  # the other one may yet fail, and all get the next update
-        assert len(fleet.received(receiving, LIMIT)) == 2
-
-    engines.die()
-    assert serve(fleet, fleet.generate(one_row(5)), ensure).versions.tolist() == [1] * len(row_of(5, 0, 6))
-
-
-# ---- a whole run -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.nightly
-def test_the_quickstarts_task_is_learned_within_the_bound(tmp_path: Path) -> None:
-    settings = [
-        *("rollout.source=asynchronous", "rollout.max_staleness=2", "rollout.save=true", "rollout.replicas=2"),
-        *("rollout.prompts=16", "rollout.samples=8", "train.optimizer.lr=4e-3", "algorithm.entropy_coef=0.02"),
-        *("checkpoint.every=20", "checkpoint.export=false"),
-    ]
-    execute_here(small(tmp_path, *settings, "run.steps=40"))
-    lines = metrics(tmp_path / "run")
-    rewards = [line["rollout/reward"] for line in lines]
-    assert np.mean(rewards[-8:]) > 1.3 * np.mean(rewards[:8])  # 1.7 to 2.3 times were seen
-    stalest = []
-    for step in range(40):
-        with np.load(tmp_path / f"run/rollouts/step-{step:08d}.npz") as file:
-            behind = step - file["columns/versions"][file["columns/loss_mask"]]
-        stalest.append(float(behind.max()))
-        assert lines[step]["rollout/staleness"] == pytest.approx(behind.mean())
-    assert [line["rollout/staleness_max"] for line in lines] == stalest
-    assert 1 <= max(stalest) <= 2
-
-    # Resumed it goes on: the same steps are left, and staleness goes on to be counted from where it stood.
-    resume = f"checkpoint.resume={tmp_path}/run/checkpoints/step-00000020"
-    execute_here(small(tmp_path, *settings, "run.steps=23", f"run.dir={tmp_path}/again", resume))
-    again = metrics(tmp_path / "again")
-    assert [line["step"] for line in again] == [20, 21, 22]
-    assert all(0 <= line["rollout/staleness_max"] <= 2 for line in again)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,7 @@ import ray
 from attrs import evolve
 
 from corerl.calls import Future, wait_all
-from corerl.cluster.arrangement import arrange
 from corerl.cluster.heartbeat import Member, Pending, Watching
-from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
 from corerl.data.packing import pack
@@ -38,7 +36,6 @@ from corerl.trainer import shared
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import share
 from corerl.types import (
-    Compilation,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -60,7 +57,6 @@ from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.saved import DATA
 from tests.machine import paced
-from tests.trainer import fakes
 from tests.trainer.configs import config_for
 from tests.trainer.fakes import MANIFEST
 from tests.trainer.outputs import LOGPROBS, batch_of, result_of
@@ -72,7 +68,6 @@ def planned(config: Config) -> RolePlan:
 
 PLAN = planned(config_for())
 LOSS = LossSpec(name="clipped")
-COMPILED = Compilation(what="forward in modeling.py", seconds=2.0)
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}, "cluster": {"device": "cpu"}}
@@ -304,23 +299,6 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
     assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
     assert [each[2:] for each in processes.calls[0][1:]] == [(LOSS, (), True)] * 2
-
-
-@pytest.mark.usefixtures("given_by_value")
-@pytest.mark.parametrize(
-    ("chosen", "said"),
-    [
-        ([(2, 0, 1), (3,)], "forward_backward returned sample 1 1 times, expected never, as it is not in the plan"),
-        ([(2,), (3,)], "forward_backward returned sample 0 0 times, expected exactly once"),
-        ([(2, 0), (3, 0)], "forward_backward returned sample 0 2 times, expected exactly once"),
-    ],
-)
-def test_outputs_of_foreign_samples_are_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
-    batch = batch_of(5, 2, 7, 3, 1)
-    results = [GradientResult(metrics={}, tokens=1, outputs=result_of(batch, *samples)) for samples in chosen]
-    group, _ = group_with(forward_backward=results)
-    with pytest.raises(ContractError, match=f"^actor: {said}$"):
-        group.forward_backward(batch, PART, LOSS, outputs=LOGPROBS).result()
 
 
 def test_a_step_passes_its_number_and_scale() -> None:
@@ -633,8 +611,14 @@ def test_a_resize_plans_before_it_ends_a_rank(
         return "resized"
 
     monkeypatch.setattr("corerl.plan.settle.with_sizes", with_sizes)
-    plan: Any = SimpleNamespace(placement="a placement", role=AFTER)
-    monkeypatch.setattr("corerl.plan.make.plan_group", lambda config, role, resume: plan)
+
+    def plan_group(config: Any, role: str, resume: str) -> Any:
+        assert not started[0][2].killed  # what cannot be resumed from is refused before
+        [assignment, *_] = AFTER.assignments
+        others = [evolve(assignment, config=evolve(assignment.config, resume=resume))] * 2
+        return SimpleNamespace(placement="a placement", role=evolve(AFTER, assignments=tuple(others)))
+
+    monkeypatch.setattr("corerl.plan.make.plan_group", plan_group)
     found = {"actor": SLOTS}
     pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
     group._config, group._pool = config_for(), pool
@@ -648,18 +632,6 @@ def test_a_resize_plans_before_it_ends_a_rank(
 
 
 # ---- over real processes ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def slots(shared_ray: None) -> Iterator[list[Slot]]:
-    with ray_session(address="", cpus=2):
-        with reserved(arrange({"actor": 2}), timeout=paced(60.0)) as slots:
-            yield slots["actor"]
-
-
-def launched(slots: list[Slot], **options: Any) -> TrainGroup:
-    plan = planned(config_for(options=options))
-    return TrainGroup.launch(evolve(plan, environment={"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}), slots)
 
 
 def training_plan(batch: SampleBatch, dp_size: int = 2) -> StepPlan:
@@ -699,85 +671,3 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
                 one.forward(batch, Output.LOGPROBS)
         assert ray.is_initialized()
     assert heard == []
-
-
-def test_every_verb_reaches_all_ranks_until_one_fails(slots: list[Slot]) -> None:
-    batch = batch_of(5, 2, 7, 3, 1)
-    group = launched(slots, optimizer_steps=[3, 3], fails_at=9)
-    init = group.init().result()
-    assert (init.optimizer_step, init.layout.dp_size) == (3, 2)
-    assert [each.dp_rank for each in group.layouts] == [0, 1]
-
-    both = share(batch)
-    plan = training_plan(batch)
-    trained = group.train(both, plan, LOSS, STEP).result()
-    assert trained.applied
-    assert trained.grad_norm == 0.25
-    assert trained.metrics["weights"].total == pytest.approx(1.0)  # token-mean: the weights of a step sum to one
-    assert trained.metrics["tokens"].total == trained.tokens
-    assert trained.tokens >= 18  # fillers cost tokens too
-
-    first, others = (
-        evolve(
-            plan, **{name: tuple(rank[chosen] for rank in getattr(plan, name)) for name in ("micro_batches", "filler")}
-        )
-        for chosen in (slice(1), slice(1, None))
-    )
-    added = group.forward_backward(both, first, LOSS, outputs=Output.LOGPROBS).result()
-    passed = np.isin(batch.sample_of, first.members)
-    assert 0 < passed.sum() < 18
-    assert added.outputs[Output.LOGPROBS].tolist() == np.where(passed, np.arange(18), 0).tolist()
-    assert added.metrics["weights"].total == pytest.approx(plan.scales[batch.sample_of][passed].sum())
-    group.forward_backward(both, others, LOSS, last=True).result()
-    stepped = group.optimizer_step(STEP, scale=0.5).result()
-    assert (stepped.grad_norm, stepped.tokens) == (0.25 * 0.5, trained.tokens)
-    assert stepped.metrics["weights"].total == pytest.approx(1.0)  # no sum of the loss's
-    assert stepped.metrics["loss"].total == pytest.approx(1.0 * 0.5)
-
-    assert group.forward(batch, LOGPROBS, shared=both).result()[Output.LOGPROBS].tolist() == list(range(18))
-    group.snapshot("reference").load("500").result()
-    group.snapshot("old").create().result()
-    for weights, offset in (("reference", 500), ("old", 1000), ("", 0)):
-        columns = group.forward(batch, LOGPROBS, shared=both, weights=weights).result()
-        assert columns[Output.LOGPROBS].tolist() == [offset + token for token in range(18)]
-
-    assert group.manifest().result() == MANIFEST
-    assert group.update_weights(ADDRESS, 1).result().bytes == 30
-    assert group.save("somewhere", STEP, background=True).result() == 300
-    assert (group.saved().result(), group.saved(wait=True).result()) == (False, True)
-    assert [rank.freed_bytes for rank in group.sleep().result()] == [4 * 1, 4 * 2]
-    assert group.wake_up([MemoryKind.PARAM]).result() == 1 + 2
-    assert group.wake_up().result() == 3 * 1 + 3 * 2
-    group.clear_memory().result()
-
-    def steps(*numbers: int) -> list[Future[TrainResult]]:
-        return [group.train(both, plan, LOSS, evolve(STEP, optimizer_step=number)) for number in numbers]
-
-    async def awaited() -> list[Any]:
-        return await asyncio.gather(*steps(3, 4), group.forward(batch, LOGPROBS, shared=both))
-
-    cancelled(group.clear_memory())  # which does not end the group
-    *results, columns = asyncio.run(awaited())
-    assert [result.tokens for result in results] == [trained.tokens] * 2
-    assert columns[Output.LOGPROBS].tolist() == list(range(18))
-
-    failing, later = steps(9, 10)
-    with pytest.raises(HookFailed) as caught:
-        later.result()  # that of the step in which it happened
-
-    async def failed() -> None:
-        await failing
-
-    with pytest.raises(HookFailed) as awaiting:
-        asyncio.run(failed())
-    assert awaiting.value is caught.value
-    raises = fakes.FakeBackend.optimizer_step.__code__.co_firstlineno + 3
-    assert caught.value.message == (
-        "backend:tests.trainer.fakes:SPEC, actor rank 1: optimizer_step failed at optimizer step 9: ArithmeticError: "
-        f"no luck (tests/trainer/fakes.py:{raises})"
-    )
-    assert (caught.value.hook, caught.value.rank) == ("optimizer_step", 1)
-    assert 'raise ArithmeticError("no luck")' in caught.value.details
-    with pytest.raises(WorkerDied):
-        group.clear_memory()
-    group.shutdown()  # as in a `finally`: it does not hide the error

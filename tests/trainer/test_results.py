@@ -23,17 +23,21 @@ def test_samples_come_back_to_their_places_whoever_computed_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "once", "said"),
     [
-        ([(0, 1)], "forward returned sample 2 0 times, expected exactly once"),
-        ([(0, 1), (2, 1)], "forward returned sample 1 2 times, expected exactly once"),
-        ([(0, 0, 1, 2)], "forward returned sample 0 2 times, expected exactly once"),
+        ([(0, 1)], None, "forward returned sample 2 0 times, expected exactly once"),
+        ([(0, 1), (2, 1)], None, "forward returned sample 1 2 times, expected exactly once"),
+        ([(0, 0, 1, 2)], None, "forward returned sample 0 2 times, expected exactly once"),
+        ([(0, 1), (2,)], [0, 2], "forward returned sample 1 1 times, expected never, as it is not in the plan"),
     ],
 )
-def test_a_missing_or_repeated_sample_is_an_error(chosen: list[tuple[int, ...]], said: str) -> None:
+def test_a_missing_repeated_or_foreign_sample_is_an_error(
+    chosen: list[tuple[int, ...]], once: list[int] | None, said: str
+) -> None:
     batch = batch_of(3, 1, 4)
+    planned = None if once is None else np.array(once)
     with pytest.raises(ContractError) as caught:
-        scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, role="actor")
+        scatter([result_of(batch, *samples) for samples in chosen], LOGPROBS, batch, planned, role="actor")
     assert caught.value.message == f"actor: {said}"
 
 

@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -53,7 +51,6 @@ from corerl.types import (
     FloatArray,
     GradientResult,
     LossSpec,
-    MemoryKind,
     Metric,
     Output,
     ParallelLayout,
@@ -139,42 +136,6 @@ def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArra
 
 def train(worker: Worker, batch: SampleBatch, number: int = 0) -> TrainResult:
     return worker.train(batch, training_share(batch), LOSS, evolve(STEP, optimizer_step=number))
-
-
-def parts_of(share: StepShare, at: int, *, times: float = 1.0) -> list[StepShare]:
-    """The micro-batches before the one with this number, and the others; weights are multiplied."""
-    cut = share.offsets[at]
-    return [
-        StepShare(
-            rows=share.rows[rows],
-            samples=share.samples[rows],
-            scales=share.scales[rows] * np.float32(times),
-            offsets=share.offsets[micro_batches] - share.offsets[micro_batches][0],
-            filler=share.filler[micro_batches][: len(share.offsets[micro_batches]) - 1],
-        )
-        for rows, micro_batches in (
-            (slice(None, cut), slice(None, at + 1)),
-            (slice(cut, None), slice(at, None)),
-        )
-    ]
-
-
-def by_transformers(network: torch.nn.Module, batch: SampleBatch) -> torch.Tensor:
-    """[N] log p(token_t | tokens < t), 0 where a sample starts, with gradients."""
-    columns = []
-    for start, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-        tokens = torch.tensor(batch.tokens[start:end])
-        logits = network(input_ids=tokens[None]).logits[0, :-1] / batch.temperature
-        columns += [torch.zeros(1), torch.log_softmax(logits, dim=-1).gather(-1, tokens[1:, None])[:, 0]]
-    return torch.cat(columns)
-
-
-@pytest.fixture
-def network(model: Path) -> torch.nn.Module:
-    loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    )
-    return loaded
 
 
 # ---- experts that are told -------------------------------------------------------------------------------------------
@@ -283,18 +244,6 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
 # ---- verbs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fresh_worker_starts_at_step_zero(assignment: Assignment) -> None:
-    worker = Worker(assignment)
-    result = worker.init("127.0.0.1", 0)
-    assert (result.optimizer_step, result.weights_version) == (0, 0)
-    assert (result.layout.rank, result.layout.world_size, result.layout.dp_size) == (0, 1, 1)
-    assert dist.get_world_size() == 1
-    worker.shutdown("finished")
-    assert not dist.is_initialized()
-    with pytest.raises(WrongState, match=r"^sleep on actor rank 0 is not allowed in state closed: "):
-        worker.sleep({MemoryKind.PARAM})
-
-
 class Untouched:
     """A column of a rollout batch that nobody may read."""
 
@@ -314,22 +263,6 @@ def test_a_pass_without_loss_reads_no_loss_columns(worker: Worker) -> None:
     assert np.array_equal(logprobs(worker, evolve(batch, columns=columns)), logprobs(worker, batch))
     with pytest.raises(HookFailed, match="nobody asked for this column"):
         train(worker, evolve(batch, columns={**batch.columns, **columns}))
-
-
-def test_train_is_refused_while_gradients_wait(worker: Worker, assignment: Assignment) -> None:
-    batch = make_samples(1)
-    share = training_share(batch)
-    worker.forward_backward(batch, share, LOSS, (), False)
-    with pytest.raises(WrongState) as caught:
-        train(worker, batch)
-    assert caught.value.message == (
-        "train on actor rank 0 was refused: gradients wait for optimizer_step; call it first, or forward_backward for "
-        "these samples too"
-    )
-    other = Worker(assignment)
-    other.init("127.0.0.1", 0)
-    assert worker.optimizer_step(STEP, 1.0) == train(other, batch)
-    other.shutdown("finished")
 
 
 def test_metrics_of_several_calls_are_merged_and_scaled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,34 +368,32 @@ def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> Non
 # ---- refused before a backend is made --------------------------------------------------------------------------------
 
 
-def test_plugins_that_differ_from_the_drivers_are_refused(assignment: Assignment) -> None:
+ON_EVERY_NODE = "so install it on every node$"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"backend": "elsewhere"}, PluginNotFound, f"^unknown backend 'elsewhere'; installed: .*, {ON_EVERY_NODE}"),
+        (
+            {"extensions": (ExtensionChoice(name="elsewhere"),)},
+            PluginNotFound,
+            f"the driver could load this extension, {ON_EVERY_NODE}",
+        ),
+        ({"backend": "not_there.backend:SPEC"}, PluginBroken, f"No module named 'not_there'.*, {ON_EVERY_NODE}"),
+    ],
+)
+def test_a_missing_plugin_must_be_installed_on_every_node(
+    assignment: Assignment, change: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        Worker(evolve(assignment, **change))
+
+
+def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assignment: Assignment) -> None:
     core, backend, *rest = assignment.origins
-    driver = (core, evolve(backend, version="0.0.9"), *rest)
-    with pytest.raises(PluginIncompatible) as caught:
-        Worker(evolve(assignment, origins=driver))
-    assert caught.value.message == (
-        f"backend 'plain' is corerl-testing {backend.version}, but the driver's is corerl-testing 0.0.9; "
-        "install the same corerl and the same plugins on every node"
-    )
-
-
-def test_a_missing_plugin_must_be_installed_on_every_node(assignment: Assignment) -> None:
-    advice = "so install it on every node"
-    with pytest.raises(PluginNotFound) as missing:
-        Worker(evolve(assignment, backend="elsewhere"))
-    assert missing.value.message.startswith("unknown backend 'elsewhere'; installed: ")
-    assert missing.value.message.endswith(f"; the driver could load this backend, {advice}")
-    with pytest.raises(PluginNotFound) as extension:
-        Worker(evolve(assignment, extensions=(ExtensionChoice(name="elsewhere"),)))
-    assert extension.value.message.endswith(f"; the driver could load this extension, {advice}")
-    with pytest.raises(PluginBroken) as module:
-        Worker(evolve(assignment, backend="not_there.backend:SPEC"))
-    assert module.value.message.endswith(f"; the driver could load this backend, {advice}")
-    assert "No module named 'not_there'" in module.value.message
-    assert module.value.message.endswith(advice)
-
-
-def test_options_that_the_backend_here_does_not_know_are_refused(assignment: Assignment) -> None:
+    with pytest.raises(PluginIncompatible, match=r"^backend 'plain' .*, but the driver's is corerl-testing 0\.0\.9; "):
+        Worker(evolve(assignment, origins=(core, evolve(backend, version="0.0.9"), *rest)))
     with pytest.raises(ConfigError, match=r"^backends\.plain\.no_such: unknown key"):
         Worker(evolve(assignment, config=evolve(assignment.config, options={"no_such": 1})))
 

@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_gather.py and test_plain.py."""
+"""What each of two ranks does in test_gather.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from corerl.errors import ContractError
 from corerl.weights.chunks import Chunk
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import build_manifest
-from corerl.weights.plain import gather_plain
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -179,8 +178,3 @@ def report() -> dict[str, Any]:
         "misshapen": refused(misshapen, rank),
         "wrong view": refused(wrong_view, rank),
     }
-
-
-def told_to_all(data: list[Any]) -> list[Any]:
-    """In test_plain.py: each rank says its own."""
-    return gather_plain(data[dist.get_rank()])

@@ -62,13 +62,6 @@ def test_every_single_flipped_bit_changes_the_digest(
 
 
 @pytest.mark.parametrize("digest", [checksum, summed])
-def test_exchanged_words_and_more_zeros_change_the_digest(digest: Callable[[torch.Tensor], int]) -> None:
-    words = torch.tensor([3, 3 - 2**63, 5], dtype=torch.int64)  # the first two differ in their sign bit alone
-    assert len({digest(words), digest(words[[1, 0, 2]]), digest(words[[2, 1, 0]])}) == 3
-    assert digest(torch.zeros(4)) != digest(torch.zeros(5))
-
-
-@pytest.mark.parametrize("digest", [checksum, summed])
 def test_a_view_at_an_odd_offset_has_its_copys_digest(digest: Callable[[torch.Tensor], int]) -> None:
     base = torch.randn(41)
     assert digest(base[1:]) == digest(base[1:].clone())

@@ -40,9 +40,7 @@ def test_receivers_get_every_bucket_bit_for_bit(
         assert (seen["received"], seen["right"]) == (expected, expected)
 
 
-def test_all_ranks_order_tensors_by_first_appearance(
-    reports: list[dict[str, Any]],
-) -> None:
+def test_all_ranks_order_tensors_by_first_appearance(reports: list[dict[str, Any]]) -> None:
     for report in reports:
         assert report["sharded to all"]["order"] == ["embed", "norm", "q", "head", "scale"]
         assert report["staged to all"]["order"] == ["embed", "q", "head", "norm", "scale"]

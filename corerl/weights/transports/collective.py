@@ -44,7 +44,7 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SPIN_SECONDS = 2e-3  # of polling a broadcast without pauses
 PAUSE_SECONDS = 5e-4  # between polls after that
 ASK_SECONDS = 0.25  # between two checks of `closed`, which may be a round trip to the store
-LEAVE_SECONDS = 5.0  # to wait for a group's abort
+LEAVE_SECONDS = 5.0  # to wait for a group's abort, or for the store
 CLOSED = "closed"
 
 
@@ -325,9 +325,16 @@ class CollectiveReceiver(Receiver):
 
 def _close(store: dist.Store, reason: str) -> None:
     """Tell all who wait at the store to stop; the first reason stays."""
-    with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice themselves
-        if not store.check([CLOSED]):
-            store.set(CLOSED, reason)
+
+    def close() -> None:
+        with contextlib.suppress(dist.DistError):  # the store is gone too, which the others notice themselves
+            if not store.check([CLOSED]):
+                store.set(CLOSED, reason)
+
+    # In a thread: if the store's machine is gone, its answer may be awaited for a quarter of an hour.
+    closing = threading.Thread(target=close, daemon=True, name="weights: close")
+    closing.start()
+    closing.join(LEAVE_SECONDS)
 
 
 def _why_closed(store: dist.Store | None) -> str:

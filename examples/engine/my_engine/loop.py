@@ -13,10 +13,10 @@ from corerl.engines import (
     EngineLifecycle,
     GenerateRequest,
     Generation,
+    OnFinished,
     Received,
     SamplingParams,
-    Told,
-    unheard,
+    ignore,
 )
 from corerl.models import hf_config
 from corerl.ops import gumbel
@@ -37,14 +37,14 @@ class LoopEngine(Engine):
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
         with self._serving.generating() as version:  # refuses without weights, and holds them still
             for row, begun, left, key in zip(
                 request.by_row(), request.begun, request.left, request.noise_keys, strict=True
             ):
                 done.append(self._complete(row, int(begun), int(left), int(key), request.params, version))
-                told(int(not done[-1].unfinished[0]))
+                on_finished(int(not done[-1].unfinished[0]))
         return Generation.concatenate(done)
 
     def _complete(

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import ModelConfig
-from corerl.engines import EngineContext, GenerateRequest, Generation, Told
+from corerl.engines import EngineContext, GenerateRequest, Generation, OnFinished
 from corerl.models import load_tokenizer
 from corerl.types import offsets_of
 from corerl_testing import TRANSFORMERS, TransformersEngine
@@ -38,7 +38,7 @@ class ScriptedEngine(TransformersEngine):
         self._tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
 
     @torch.inference_mode()
-    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
         tokens, logprobs, truncated = [], [], []
         rows = zip(request.by_row(), request.noise_keys.tolist(), request.left.tolist(), strict=True)
         for row, key, left in rows:
@@ -51,7 +51,7 @@ class ScriptedEngine(TransformersEngine):
             tokens.append(said)
             logprobs.append(every.gather(1, torch.tensor(said)[:, None])[:, 0].numpy())
         sizes = np.array([len(each) for each in tokens])
-        told(len(sizes))
+        on_finished(len(sizes))
         return Generation(
             tokens=np.concatenate(tokens),
             offsets=offsets_of(sizes),

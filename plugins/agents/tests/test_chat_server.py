@@ -145,19 +145,6 @@ def test_openais_client_reads_a_stream_of_one_chunk_and_the_usage_if_it_asks_for
     assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
 
 
-def test_a_stream_is_events_and_a_refused_one_an_error_like_any_other(front: ChatServer) -> None:
-    url = front.open(Desk()) + "/chat/completions"
-    connection = connected(url)
-    status, kind, content = sent(connection, url, {"messages": [USER], "stream": True})
-    connection.close()
-    assert (status, kind.partition(";")[0]) == (200, "text/event-stream")
-    first, done, rest = content.split("\n\n")
-    assert json.loads(first.removeprefix("data: "))["object"] == "chat.completion.chunk"
-    assert (done, rest) == ("data: [DONE]", "")
-    status, answer = post(url, {"messages": [USER], "stream": True, "n": 2})
-    assert (status, answer["error"]["message"]) == (400, "n: got 2, wanted 1; leave it out")
-
-
 def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(front: ChatServer) -> None:
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)

@@ -7,7 +7,6 @@ import functools
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -16,35 +15,17 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-import torch
 from attrs import evolve, frozen
 
-from corerl.algorithms import LossInputs
 from corerl.config import ModelConfig, RolloutConfig
-from corerl.data import Prompt, plan_steps
 from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
 from corerl.rollout import Reward, Rollout, ScoredRollout
-from corerl.types import ParallelLayout
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
-from corerl_testing import (
-    EvalSet,
-    OutcomeScorer,
-    TransformersConfig,
-    TransformersEngine,
-    Trial,
-    clipped,
-    compute_advantages,
-    evaluate,
-    exact_share,
-    pack,
-    read_rollout,
-    write_rollout,
-)
+from corerl_testing import EvalSet, OutcomeScorer, evaluate, exact_share, read_rollout, write_rollout
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
-from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.in_process import execute_here, small
 from tests.machine import paced
 from tests.rollout.engines import at_once
@@ -65,15 +46,14 @@ def asking(episode: Episode, messages: list[Any], text: str, **parameters: Any) 
 
 
 class Recorded(Oracle):
-    """Remembers each row that it was asked for, and what was drawn for it, by itself or by another engine."""
+    """Remembers each row that it was asked for, and what was drawn for it."""
 
-    def __init__(self, other: Callable[[GenerateRequest], Generation] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.other = other
         self.said: list[tuple[list[int], list[int], int]] = []  # tokens before, tokens drawn, noise key
 
     def __call__(self, request: GenerateRequest) -> Generation:
-        drawn = self.other(request) if self.other else super().__call__(request)
+        drawn = super().__call__(request)
         answers = np.split(drawn.tokens, drawn.offsets[1:-1])
         for before, said, key in zip(request.by_row(), answers, request.noise_keys, strict=True):
             self.said.append((before.tolist(), said.tolist(), int(key)))
@@ -92,9 +72,8 @@ def assert_trained_once(rollout: Rollout, recorded: Recorded) -> None:
     assert sorted(found) == sorted((before, said) for before, said, _ in recorded.said)
     sampled = batch.columns["loss_mask"]
     assert not batch.columns["rollout_logprobs"][~sampled].any() and not batch.columns["versions"][~sampled].any()
-    if recorded.other is None:
-        np.testing.assert_array_equal(batch.columns["rollout_logprobs"][sampled], -batch.tokens[sampled])
-        assert set(batch.columns["versions"][sampled].tolist()) == {3}
+    np.testing.assert_array_equal(batch.columns["rollout_logprobs"][sampled], -batch.tokens[sampled])
+    assert set(batch.columns["versions"][sampled].tolist()) == {3}
 
 
 def texts(rollout: Rollout) -> list[str]:
@@ -143,23 +122,6 @@ def test_a_conversation_that_is_summarized_goes_on_in_a_row_of_its_own(play: Pla
     for row in (1, 3, 5, 7):  # the summary is written whole
         begin = texts(rollout)[row].partition("[")[0]
         assert begin.startswith("1") and rows["prompt_length"][row] == len(TOKENIZER.encode(begin))
-
-
-def test_a_sub_agents_conversation_is_a_row_and_leaves_the_first_one_as_it_is(play: Play) -> None:
-    def calling(episode: Episode, *, sub: bool = True) -> None:
-        messages = asking(episode, [], "21>")
-        if sub:
-            asking(episode, asking(episode, [{"role": "system", "content": "0"}], "5>"), "6>")
-        asking(episode, messages, "9>")
-
-    recorded = Recorded()
-    rollout = play(calling, generate=recorded, samples=1, prompts=ONE, params=LONG)
-    assert_trained_once(rollout, recorded)
-    assert [text.partition("[")[0] for text in texts(rollout)] == ["21>", "05>"]
-    assert rollout.batch.rows["final"].tolist() == [True, False]
-    alone = play(lambda episode: calling(episode, sub=False), samples=1, prompts=ONE, params=LONG)
-    assert texts(rollout)[:1] == texts(alone) and rollout.texts[:1] == alone.texts
-    assert rollout.texts[1] == texts(rollout)[1].rpartition("[")[2].removesuffix("]")
 
 
 def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
@@ -221,44 +183,6 @@ def test_other_tools_begin_a_row_and_so_do_arguments_that_change_what_the_templa
         "tu:5<eos>;a:1<eos>;u:6<eos>;a:3<eos>;u:7<eos>;a:5<eos>",
         "u:5<eos>;a:1<eos>;u:6<eos>;a:2<eos>",
     ]
-
-
-@pytest.mark.parametrize(
-    ("stripped", "rows"),
-    [
-        (False, ["u:5<eos>;a:[<think>1</think>2<eos>];u:6<eos>;a:[<think>3</think>4<eos>];u:7<eos>;a:[5<eos>]"]),
-        (
-            True,  # by a client, whose answers then come back changed
-            [
-                "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:[5<eos>]",
-                "u:5<eos>;a:2<eos>;u:6<eos>;a:[<think>3</think>4<eos>]",
-                "u:5<eos>;a:[<think>1</think>2<eos>]",
-            ],
-        ),
-    ],
-)
-def test_thinking_that_the_template_drops_from_earlier_turns_is_trained_on_as_it_was_sampled(
-    stripped: bool, rows: list[str], tmp_path: Path
-) -> None:
-    tokenizer = load_tokenizer(tokenizer="characters:0123456789uathinkes<>/:;", path="")
-    tokenizer.chat_template = (  # as Qwen3's
-        "{% for m in messages %}{{ m.role[0] }}:"
-        "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<eos>;{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path)
-    model, rollout = ModelConfig(path=str(tmp_path)), RolloutConfig(max_tokens=199)
-    thoughts = ["<think>1</think>2", "<think>3</think>4", "5"]
-    with scripted(ONE[0], thoughts, model=model, rollout=rollout) as script:
-        messages: list[Any] = []
-        for question in ("5", "6", "7"):
-            messages = asking(script.episode, messages, question, max_tokens=99)
-            if stripped:
-                messages[-1] = {**messages[-1], "content": messages[-1]["content"].split("</think>")[-1]}
-    dropped = "u:5<eos>;a:2<eos>;u:6<eos>;a:4<eos>;u:7<eos>;a:5<eos>;"
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == dropped
-    told = ["".join(f"[{text}]" if sampled else text for text, sampled in row) for row in script.rows]
-    assert sorted(told) == rows
 
 
 def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play) -> None:
@@ -396,27 +320,6 @@ def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_ans
 # ---- what rows are worth ---------------------------------------------------------------------------------------------
 
 
-def test_an_episode_is_scored_once_by_its_last_answer(play: Play) -> None:
-    def calling(episode: Episode) -> None:
-        messages = asking(episode, [], "21>")
-        asking(episode, [], "5>")
-        asking(episode, messages, "9>")
-
-    rollout = play(calling, samples=2, params=LONG)
-    seen: list[tuple[str, list[int]]] = []
-
-    def reward(prompt: Prompt, response: str, tokens: Sequence[int]) -> float:
-        seen.append((response, list(tokens)))
-        return float(len(seen))
-
-    scores = OutcomeScorer(Reward(name="r", function=reward), failed_value=0.0).score(rollout)
-    assert scores.rewards.tolist() == [1, 1, 2, 2, 3, 3, 4, 4] and not scores.failed.any()
-    final = rollout.batch.rows["final"]
-    assert [text for text, _ in seen] == [text for text, last in zip(rollout.texts, final, strict=True) if last]
-    for text, tokens in seen:
-        assert TOKENIZER.decode(tokens, skip_special_tokens=True) == text
-
-
 def test_rows_of_an_episode_stay_together_where_samples_are_taken_joined_written_and_shown(
     play: Play, tmp_path: Path
 ) -> None:
@@ -469,67 +372,6 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
     assert [sample.response for sample in found.samples] == [
         rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
     ]
-
-
-def test_the_gradient_of_episodes_of_several_rows_is_that_of_each_sampled_token_once(
-    play: Play, tmp_path: Path
-) -> None:
-    model = random_model(TIED, seed=3)
-    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    assert not update([engine], hf_tensors(model, tmp_path), version=4, path=tmp_path / "weights")[0].error
-    recorded = Recorded(engine.generate)
-    worth = {0: 1.0, 1: -0.5, 2: 0.25}
-    played: list[int] = []
-
-    def three_rows(episode: Episode) -> float:
-        number = len(played)
-        played.append(number)
-        shared = asking(episode, [], "21>")
-        if number:  # the others are one row
-            asking(episode, shared, "9>")
-            asking(episode, shared, "77>")
-            asking(episode, [], "5>")
-        return worth[number]
-
-    rollout = play(three_rows, generate=recorded, samples=3, prompts=ONE, concurrency=1, params=LONG)
-    engine.close()
-    assert_trained_once(rollout, recorded)
-    assert np.bincount(rollout.batch.rows["episode"]).tolist() == [1, 3, 3]
-    rewards = OutcomeScorer(Reward(name="r", function=len), failed_value=0.0).score(rollout).rewards
-    assert rewards.tolist() == [1.0, *[-0.5] * 3, *[0.25] * 3]
-
-    samples = rollout.batch.with_columns(old_logprobs=rollout.batch.columns["rollout_logprobs"])
-    grpo = Trial("grpo")
-    found = compute_advantages(samples, rewards, grpo.plan.estimate, grpo.config.algorithm, kl_coef=0.0, max_tokens=40)
-    layout = ParallelLayout.data_parallel(rank=0, world_size=2)
-    (plan,) = plan_steps(
-        found.samples, layout, tokens_per_micro_batch=24, aggregation="token-mean", max_tokens=40, seed=0
-    )
-    for dp_rank in range(2):
-        for micro in pack(found.samples, plan.share(dp_rank), sequence_multiple=1).micro_batches:
-            rows = np.split(micro.tokens, micro.cu_seqlens[1:-1])
-            columns = {name: torch.from_numpy(column) for name, column in micro.columns.items()}
-            logprobs = torch.cat([logprobs_of(model, row) for row in rows])
-            clipped(LossInputs(logprobs=logprobs, columns=columns)).loss.backward()
-    trained = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    # By hand: GRPO's advantages of three episodes, at each token that the engine drew, in the order of its answers.
-    three = np.array([1.0, -0.5, 0.25])
-    better = np.repeat((three - three.mean()) / (three.std(ddof=1) + 1e-6), [1, 4, 4])
-    tokens = sum(len(said) for _, said, _ in recorded.said)
-    model.zero_grad()
-    for (before, said, _), advantage in zip(recorded.said, better, strict=True):
-        logprobs = logprobs_of(model, np.array(before + said))[len(before) :]
-        (-advantage * logprobs.sum() / tokens).backward()
-    for one, other in zip(trained, [each.grad for each in model.parameters() if each.grad is not None], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-
-
-def logprobs_of(model: Any, tokens: Any) -> torch.Tensor:
-    """[L] of one sequence, 0 at its first token."""
-    row = torch.as_tensor(tokens)
-    logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
-    return torch.cat([torch.zeros(1), torch.log_softmax(logits, -1).gather(-1, row[1:, None])[:, 0]])
 
 
 def branches(episode: Episode) -> float:

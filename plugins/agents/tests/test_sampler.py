@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import string
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.config import ModelConfig
-from corerl.data import Prompt
-from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
-from corerl.errors import EngineFailed, RewardError
+from corerl.engines import GenerateRequest, Generation, Stops
+from corerl.errors import EngineFailed
 from corerl.models import load_tokenizer
-from corerl.rollout import EventLoop, Failure, Judged, Reward, Rollout, Sampler
+from corerl.rollout import EventLoop, Failure, Rollout, Sampler
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
-from corerl_testing import OutcomeScorer, TransformersConfig, TransformersEngine, until_stop
+from corerl_testing import until_stop
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.samplers import episode_sampler
-from tests.engines.models import TIED, context, hf_tensors, plain_logprobs, random_model, update
 from tests.machine import paced
 from tests.rollout.samplers import prompt_sampler
 
@@ -128,21 +122,6 @@ def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(pla
     assert reference.outcomes == [float(len(text)) for text in reference.texts]
 
 
-def test_rows_are_asked_for_in_the_order_of_the_batch_whichever_comes_first(play: Play, loop: EventLoop) -> None:
-    plain, oracle = Oracle(), Oracle()
-    drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(plain), seed=7))
-
-    def last_first(episode: Episode) -> None:
-        time.sleep(0.02 * (episode.prompt.index == PROMPTS[0].index))
-        single(episode)
-
-    play(last_first, generate=oracle)
-    order = plain.requests[0].noise_keys.tolist()
-    asked = [[order.index(key) for key in request.noise_keys.tolist()] for request in oracle.requests]
-    assert sorted(row for call in asked for row in call) == list(range(8))
-    assert all(call == sorted(call) for call in asked)  # of those that came together, which is all, unless time flew
-
-
 def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     rollout = play(two_turns)
     plain = prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)
@@ -177,23 +156,6 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         assert rollout.batch.rows["span"][row] == len(tokens) - len(prompt)
         assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
     assert rollout.batch.rows["turns"].tolist() == [2] * 8
-
-
-def test_the_log_probs_of_all_turns_are_those_of_one_pass_over_the_final_row(play: Play, tmp_path: Path) -> None:
-    model = random_model(TIED, seed=3)
-    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    assert not update([engine], hf_tensors(model, tmp_path), version=4, path=tmp_path / "weights")[0].error
-    rollout = play(two_turns, generate=engine.generate)
-    engine.close()
-    rows = np.split(np.arange(len(rollout.batch.tokens)), rollout.batch.offsets[1:-1])
-    for row in rows:
-        tokens, mask = rollout.batch.tokens[row], rollout.batch.columns["loss_mask"][row]
-        expected = plain_logprobs(model, tokens.tolist())[np.arange(len(row) - 1), tokens[1:]].numpy()
-        np.testing.assert_allclose(
-            rollout.batch.columns["rollout_logprobs"][row][mask], expected[mask[1:]], atol=1e-5, rtol=0
-        )
-    assert set(rollout.batch.columns["versions"].tolist()) == {0, 4}
-    assert rollout.batch.rows["turns"].max() == 2
 
 
 def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode(play: Play) -> None:
@@ -384,58 +346,6 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     assert sum(text[-2:] in stop for text in said) > 8
 
 
-def test_calls_of_tools_are_told_and_come_back_without_changing_a_token(loop: EventLoop, front: ChatServer) -> None:
-    tokenizer = load_tokenizer(tokenizer=f"characters:{string.printable.strip()} ", path="")
-    tokenizer.chat_template = (
-        '{% for tool in tools or [] %}<tool_call>{"name"{% endfor %}'
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    says = ['I add.<tool_call>{"name": "add", "arguments": {"a":2}}</tool_call>', "5"]
-    drawn = [[*tokenizer.encode(text, add_special_tokens=False), 2] for text in says]
-    turns: list[Any] = []
-
-    def generate(request: GenerateRequest) -> Generation:
-        tokens = np.array(drawn[int(request.begun[0] > 0)])
-        return Generation(
-            tokens=tokens,
-            offsets=np.array([0, len(tokens)]),
-            logprobs=-tokens.astype(np.float32),
-            versions=np.full(len(tokens), 3),
-            truncated=np.zeros(1, dtype=np.bool_),
-        )
-
-    def calls(episode: Episode) -> float:
-        tools = [{"type": "function", "function": {"name": "add"}}]
-        messages = episode.messages
-        choice = episode.chat(messages, tools=tools)
-        (call,) = choice["message"]["tool_calls"]
-        again = json.dumps(json.loads(call["function"]["arguments"]), indent=1)  # as a client's own types write it
-        message = {**choice["message"], "tool_calls": [{**call, "function": {"name": "add", "arguments": again}}]}
-        messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "5"}]
-        turns.extend([choice, episode.chat(messages, tools=tools)])
-        return 1.0
-
-    sampler = episode_sampler(
-        tokenizer=tokenizer,
-        generate=engines(generate),
-        seed=7,
-        function=EpisodeFunction(name="mine:play", function=calls),
-        server=front,
-        config=EpisodesConfig(),
-    )
-    params = SamplingParams(max_tokens=200, stop_tokens=(2,))
-    prompt = Prompt(index=1, text="2+3", answer="5")
-    rollout = loop.run(sampler.sample([prompt], rollout_step=0, samples=1, params=params))
-    assert rollout.outcomes == [1.0] and rollout.texts == ["5"]
-    assert [choice["finish_reason"] for choice in turns] == ["tool_calls", "stop"]
-    assert turns[0]["message"]["content"] == "I add." and turns[1]["message"] == {"role": "assistant", "content": "5"}
-    said = ['<tool_call>{"name"u:2+3<eos>a:', f"{says[0]}<eos>", "t:5<eos>a:", "5<eos>"]
-    assert tokenizer.decode(rollout.batch.tokens) == "".join(said)
-    sampled = np.split(rollout.batch.tokens[rollout.batch.columns["loss_mask"]], [len(drawn[0])])
-    assert [part.tolist() for part in sampled] == drawn
-
-
 def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:
     ended: list[str] = []
 
@@ -537,36 +447,3 @@ def test_a_wrong_number_of_rewards_names_both_numbers(play: Play) -> None:
     ):
         outcomes = play(function).outcomes
         assert all(isinstance(each, Failure) and what in each.message for each in outcomes), outcomes
-
-
-def test_functions_say_what_episodes_are_worth_and_the_reward_scores_the_others(play: Play) -> None:
-    rollout = evolve(play(single, samples=2), outcomes=[1.5, None, Failure(kind="raised", message="it raised"), None])
-    texts: list[str] = []
-
-    def reward(prompt: Prompt, response: str) -> float:
-        texts.append(response)
-        if prompt.index == 8:
-            raise ValueError("no")
-        return 4.0
-
-    scorer = OutcomeScorer(Reward(name="r", function=reward, failed_value=-1.0), failed_value=-1.0)
-    scores = scorer.score(rollout)
-    assert scores.rewards.tolist() == [1.5, 4.0, -1.0, -1.0]
-    assert scores.failed.tolist() == [False, False, True, True]
-    assert scores.failures == {"raised": 2} and scores.first == "it raised"
-    assert texts == [rollout.texts[1], rollout.texts[3]]
-    second = evolve(rollout, outcomes=[1.0, 2.0, None, Failure(kind="timeout", message="late")])
-    assert scorer.score(second).first.startswith("reward 'r' raised ValueError: no")
-    assert scorer.score(evolve(rollout, outcomes=[])).rewards.tolist() == [4.0, 4.0, -1.0, -1.0]
-    judged = [Judged(reward=3.0, parts={"right": 1.0, "short": 2.0}), None, Judged(reward=1.0, turns=(0.5, 0.5)), None]
-    parts = Reward(name="r", function=lambda prompt, response: {"right": 0.0, "long": 4.0})
-    scores = OutcomeScorer(parts, failed_value=0.0).score(evolve(rollout, outcomes=judged))
-    assert scores.rewards.tolist() == [3.0, 4.0, 1.0, 4.0]
-    assert scores.parts == {"right": (1.0, 3), "short": (2.0, 1), "long": (8.0, 2)}
-    all_failed = evolve(rollout, outcomes=[Failure(kind="raised", message="it raised")] * 4)
-    with pytest.raises(RewardError, match="^it raised; none of the 4 samples has a reward$"):
-        scorer.score(all_failed)
-    assert scorer.score(all_failed, part=True).rewards.tolist() == [-1.0] * 4
-    taken = rollout.take(np.array([1]))
-    assert taken.outcomes == rollout.outcomes[2:]
-    assert Rollout.concatenate([taken, rollout]).outcomes == [*taken.outcomes, *rollout.outcomes]

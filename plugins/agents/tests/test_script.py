@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from corerl.models import end_tokens, load_tokenizer
 from corerl.rollout import EventLoop
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.script import _drawn, byte_tokenizer, scripted
 from plugins.agents.tests.samplers import episode_sampler
@@ -32,19 +30,6 @@ def test_a_script_answers_one_request_after_the_other_and_records_them() -> None
         with pytest.raises(RuntimeError, match="the script has only 2 answers, but one more was requested"):
             script.episode.chat([*messages, {"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}])
     assert script.asked[:2] == [["2+3="], ["2+3=", "one", "and?"]]
-
-
-def test_a_script_refuses_a_request_that_a_run_would_refuse() -> None:
-    rollout, options = RolloutConfig(max_tokens=99), EpisodesConfig(max_rows=1)
-    with scripted(PROMPT, ["one", "two"], rollout=rollout, options=options) as script:
-        messages = script.episode.messages
-        messages.append(script.episode.chat(messages)["message"])
-        with pytest.raises(RuntimeError, match="got 2, but the episode already has 2, including its last answer; this"):
-            script.episode.chat(messages)
-        changed = [{"role": "user", "content": "2+4="}, messages[1], {"role": "user", "content": "and?"}]
-        with pytest.raises(RuntimeError, match=r"messages\[0\].content: got '2\+4=', but the episode has '2\+3='"):
-            script.episode.chat(changed)
-    assert script.asked == [["2+3="]]
 
 
 @pytest.mark.parametrize(
@@ -140,26 +125,6 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     told = heard[2]["choices"][0]["logprobs"]["content"]
     assert [(each["token"], each["logprob"]) for each in told[-2:]] == [(">", 0.0), ("<|end|>", 0.0)]
     assert int(batch.columns["loss_mask"].sum()) == sum(heard[at]["usage"]["completion_tokens"] for at in (2, 4, 7, 8))
-
-
-def test_the_tokens_and_the_template_are_those_of_the_model_that_is_named(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer="characters:0123456789+=?u:a;", path="")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{{ m.role[0] }}:{{ m.content }}<eos>;{% endfor %}a:{% if brief %}?{% endif %}"
-    )
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, tokenizer.vocab["="]]}))
-    model = ModelConfig(path=str(tmp_path))
-    with scripted(PROMPT, ["5=6"], model=model, template_options={"brief": True}) as script:
-        with pytest.raises(RuntimeError, match="the tokenizer's chat template rejects its messages .*no system"):
-            script.episode.chat([{"role": "system", "content": "1"}, *script.episode.messages])
-        said = post(script.episode, script.episode.messages)
-    assert said["choices"][0]["message"]["content"] == "5"  # "=" ends it, as it ends a run's samples
-    renderer = Renderer(tokenizer, options={"brief": True})
-    asked = renderer.ask(Conversation(), script.episode.messages)
-    assert tokenizer.decode(asked.tokens) == "u:2+3=<eos>;a:?"
-    assert (said["usage"]["prompt_tokens"], said["usage"]["completion_tokens"]) == (len(asked.tokens), 2)
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])

@@ -1,14 +1,14 @@
-"""What ranks do for the tests of this plugin beyond the shared checks, and backends with one fault each."""
+"""What ranks do for the tests of this plugin beyond the shared checks."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,10 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from corerl.backend import StateKey
 from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
-from corerl.plugin import BackendSpec
-from corerl.types import MemoryKind, MicroBatch, PackedBatch, UpdateResult
-from corerl.weights import Chunk, TensorSource, WeightSender
-from corerl_deepspeed import SPEC, native, state
+from corerl.types import MemoryKind, MicroBatch, PackedBatch
+from corerl_deepspeed import native, state
 from corerl_deepspeed.backend import DeepSpeedBackend
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.runtime import calling_deepspeed
@@ -47,31 +45,6 @@ from corerl_testing import (
     train,
 )
 from corerl_testing.scenarios import training
-
-
-class LoadsTheWholeModel(DeepSpeedBackend):
-    """As loaders do that read a checkpoint on each rank and partition it then."""
-
-    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:LoadsTheWholeModel")
-
-    def initial_weights(self, chunks: Sequence[Chunk]) -> TensorSource:
-        whole = [torch.empty(param.ds_shape) for param in self.model.policy.parameters()]
-        source = super().initial_weights(chunks)
-        del whole
-        return source
-
-
-class GathersTheWholeModel(DeepSpeedBackend):
-    """As updates do that ask for a full state dict."""
-
-    spec: ClassVar[BackendSpec] = evolve(SPEC, implementation=f"{__name__}:GathersTheWholeModel")
-
-    def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
-        params = list(self.model.policy.parameters())
-        params[0].all_gather(params)
-        result = super().update_weights(sender, version, adapters)
-        params[0].partition(params)
-        return result
 
 
 def held_after_passes(setup: Setup) -> list[int]:

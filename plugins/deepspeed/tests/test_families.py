@@ -8,52 +8,14 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint import CheckpointSource
 from corerl.config import LoraConfig
-from corerl_testing import WEIGHTS, Runs, assert_follows, drawn_model, smallest_config
-from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
-from tests.pictures import of_pictures, tensors_in, write_pictures
+from corerl_testing import Runs, assert_follows, drawn_model, smallest_config
+from tests.checkpoint.moves import Place
+from tests.pictures import write_pictures
 
 FSDP: Place = ("fsdp", {}, 2)
 ZERO2: Place = ("deepspeed", {"stage": 2}, 1)
 ZERO3: Place = ("deepspeed", {"stage": 3}, 2)
-PLAIN: Place = ("plain", {}, 1)
-PLACES: dict[str, list[Place]] = {
-    "gemma3_text": [FSDP, ZERO2],  # windows
-    "gpt_oss": [ZERO3, PLAIN],  # windows, sinks, experts
-    "glm4_moe": [FSDP, ZERO3],  # weights in buffers
-    "qwen3_5_text": [ZERO3, FSDP],  # gated delta nets
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_type", PLACES)
-def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
-    runs: Runs, tmp_path: Path, model_type: str
-) -> None:
-    model = tmp_path / "model"
-    drawn_model(smallest_config(model_type)).save_pretrained(model)
-    family = Runs(runs.rank_sets, {model_type: model})
-    last = assert_moving_follows_staying(family, tmp_path, model_type, PLACES[model_type])
-    assert_export_is_what_transformers_loads(model, last, tmp_path)
-
-
-OF_TEXT: dict[str, list[Place]] = {  # families that read pictures
-    "qwen3_vl": [FSDP, ZERO3],
-    "qwen3_5": [ZERO3, PLAIN],
-    "gemma3": [ZERO2, FSDP],
-    "mistral3": [FSDP, ZERO2],
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", OF_TEXT)
-def test_the_text_of_a_model_that_reads_pictures_goes_on_elsewhere(runs: Runs, tmp_path: Path, family: str) -> None:
-    family_runs = Runs(runs.rank_sets, {family: write_pictures(family, tmp_path / "model")})
-    last = assert_moving_follows_staying(family_runs, tmp_path, family, OF_TEXT[family])
-    names = tensors_in(tmp_path / "model").keys()
-    for kind in ("exp_avg", *WEIGHTS[:1]):
-        assert CheckpointSource(Path(last), kind).shapes.keys() == {name for name in names if not of_pictures(name)}
 
 
 @pytest.mark.parametrize("place", [FSDP, ZERO2, ZERO3])

@@ -9,22 +9,16 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import Unsupported
-from corerl_testing import BFLOAT16_GRAD_NORM, GRAD_NORM, Runs, Setup, different, grad_norm_of, mean_apart, whole
-from corerl_testing.scenarios import halves, training
+from corerl_testing import GRAD_NORM, Runs, Setup
 from plugins.deepspeed.tests import ranks
 from plugins.deepspeed.tests.ranks import Skip
 
 SUMS = [{"stage": 1}, {"stage": 2}]  # what is missing counts as zeros
 KEEPS = [
-    {"stage": 1, "offload": "optimizer"},
     {"stage": 2, "offload": "optimizer"},
     {"stage": 3},
-    {"stage": 3, "offload": "optimizer"},
 ]
 SKIPS = [Skip(step=1, micro_batches=(0,)), Skip(step=1, micro_batches=(-1,))]
-
-
-EACH = [*SUMS, *KEEPS, {"stage": 3, "offload": "parameters"}]
 
 
 def in_bfloat16(runs: Runs, options: Mapping[str, Any]) -> Setup:
@@ -75,31 +69,6 @@ def test_deepspeed_would_apply_the_step_before_again(runs: Runs, options: Mappin
     wanted = on_one_rank(runs, ranks.train_and_skip, evolve(setup, options=SUMS[1]), skip)
     same = [each == pytest.approx(other, rel=GRAD_NORM.relative) for each, other in zip(found, wanted, strict=True)]
     assert (same[0], same[2]) == (True, False)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", EACH, ids=str)
-def test_in_bfloat16_too_gradients_of_several_calls_add_up_whether_the_last_is_announced_or_not(
-    runs: Runs, options: Mapping[str, Any]
-) -> None:
-    # There DeepSpeed sums them in other memory, and with offload brings them to the host by another way.
-    half, steps = in_bfloat16(runs, options), 3
-    announced, open_ = (runs.rank_sets[2].run(halves.train_in_calls, half, steps, last) for last in (True, False))
-    norms = [[step.grad_norm for step in found[0].results] for found in (announced, open_)]
-    assert norms[0] == norms[1]
-    assert different(*[whole([rank.state for rank in found]) for found in (announced, open_)]) == []
-    wanted = runs.trained_as(1, runs.setup("plain", "qwen3-tied"), steps)
-    assert 0 < mean_apart(norms[0], wanted.grad_norms) < BFLOAT16_GRAD_NORM
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", EACH, ids=str)
-def test_in_bfloat16_too_a_skipped_step_leaves_nothing_to_the_next(runs: Runs, options: Mapping[str, Any]) -> None:
-    half = in_bfloat16(runs, options)
-    skipped = runs.rank_sets[2].run(training.skip_a_step, half)
-    assert [(rank.result.applied, rank.then.applied) for rank in skipped] == [(False, True)] * 2
-    wanted = runs.train(2, half, range(3)).grad_norms[2]
-    assert grad_norm_of([rank.then for rank in skipped]) == pytest.approx(wanted, rel=GRAD_NORM.relative)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

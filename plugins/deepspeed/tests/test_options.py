@@ -14,7 +14,6 @@ from corerl_testing import (
     BFLOAT16_GRAD_NORM,
     BFLOAT16_LOSS,
     Checkpoint,
-    RankPool,
     Runs,
     assert_follows,
     different,
@@ -45,10 +44,8 @@ def test_with_options_a_run_follows_the_plain_backend(runs: Runs, kind: str, opt
     "options",
     [
         {"stage": 1},
-        {"stage": 2},
         {"stage": 2, "offload": "optimizer"},
         {"stage": 3, "offload": "parameters"},
-        {"stage": 3, "node_shard_size": 2},
     ],
     ids=str,
 )
@@ -66,13 +63,3 @@ def test_bfloat16_stays_near_float32_and_resumes_to_the_last_bit(
     assert 0 < mean_apart(found.grad_norms, wanted.grad_norms) < BFLOAT16_GRAD_NORM
     resumed = runs.train(2, half, range(5, 10), resume=checkpoint.complete())
     assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[5:], [])
-
-
-def test_two_nodes_of_two_ranks_train_save_and_resume(runs: Runs, four_ranks: RankPool, tmp_path: Path) -> None:
-    on_four = runs.beside({4: four_ranks})
-    setup, checkpoint = runs.setup("deepspeed", "qwen3-moe"), Checkpoint(begin(tmp_path, 2), 4)
-    in_nodes = evolve(setup, options={"node_shard_size": 2})
-    found = on_four.train(4, in_nodes, STEPS, save_after=1, save_to=checkpoint.role)
-    assert_follows(found, runs.trained_as(1, evolve(setup, backend="plain"), len(STEPS)))
-    resumed = on_four.train(4, in_nodes, STEPS[2:], resume=checkpoint.complete())
-    assert (resumed.losses, different(resumed.state, found.state)) == (found.losses[2:], [])

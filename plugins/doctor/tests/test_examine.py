@@ -23,8 +23,6 @@ from tests.end_to_end.command import write_small
 pytestmark = pytest.mark.processes
 forked = pytest.mark.usefixtures("forked_python")
 
-DYING = "a worker would die silently"
-
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -40,28 +38,6 @@ def amiss(findings: list[Finding]) -> list[Finding]:
         if finding.level is not Level.OK:
             assert finding.why and finding.fix, finding
     return [finding for finding in findings if finding.level is not Level.OK]
-
-
-@pytest.mark.nightly
-@forked
-def test_a_spec_that_aborts_is_reported_with_its_line(site: Path) -> None:
-    distribution(site, "corerl-aborts", "aborts = aborts_spec:SPEC", aborts_spec="import os\nos.abort()\n")
-    distribution(site, "corerl-leaves", "leaves = leaves_spec:SPEC", leaves_spec="import os\nos._exit(3)\n")
-    findings = list(examine())
-    aborts, leaves = amiss(findings)
-    assert aborts.level is leaves.level is Level.ERROR
-    assert aborts.what == (
-        "importing aborts_spec:SPEC, the spec of backend 'aborts' (corerl-aborts 0.1), killed its process with "
-        f"SIGABRT at {site}/aborts_spec.py:2"
-    )
-    assert aborts.why.endswith(DYING)
-    assert aborts.fix == "python -m pip install --force-reinstall corerl-aborts"
-    assert leaves.what.endswith("backend 'leaves' (corerl-leaves 0.1), ended its process with status 3")
-    told = [finding.what for finding in findings]
-    assert any(
-        text.startswith("backend 'fsdp' (corerl-fsdp ") and "loads, written for API 2.0" in text for text in told
-    )
-    assert any(text.startswith("extension 'jsonl' (corerl ") for text in told)
 
 
 def test_without_a_name_no_process_imports_torch(site: Path) -> None:

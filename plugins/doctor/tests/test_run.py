@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from attrs import asdict, evolve
+
+from corerl.cluster.nodes import Answer
+from corerl.cluster.runtime import ray_session
 from corerl.plan.resolve import Selection
+from corerl.plugin.fingerprint import look_for
 from corerl.plugin.registry import Kind
+from corerl.plugin.spec import Level
+from corerl_doctor import run
 from corerl_doctor.run import named_by
+
+FSDP = [(Kind.BACKENDS, "fsdp")]
 
 
 def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
@@ -26,4 +37,31 @@ def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
         (Kind.BACKENDS, "fsdp"),
         (Kind.TRANSPORTS, "delta"),
         (Kind.EXTENSIONS, "nan-guard"),
+    ]
+
+
+@pytest.mark.processes
+def test_a_node_with_the_same_plugins_is_well(shared_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ray_session", lambda **given: ray_session(**given | {"address": ""}))  # joins that
+    (found,) = run._nodes(FSDP, {}, "10.0.0.1:6379")
+    assert found.level is Level.OK
+    assert found.what.endswith(f") has what the driver has: {', '.join(map(str, look_for(FSDP)))}")
+
+
+def test_a_node_with_other_plugins_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, fsdp = look_for(FSDP)
+    there = {"older": evolve(fsdp, version="0.0.9"), "lacking": evolve(fsdp, problem="unknown backend 'fsdp'")}
+    answers = [Answer(node=node, value=[asdict(core), asdict(each)]) for node, each in there.items()]
+    answers.append(Answer(node="bare", error="ModuleNotFoundError: No module named 'corerl'"))
+    monkeypatch.setattr(run, "ray_session", lambda **_: nullcontext())
+    monkeypatch.setattr(run, "ask_each_node", lambda *_, **__: answers)
+    found = list(run._nodes(FSDP, {}, "10.0.0.1:6379"))
+    install = f"there: python -m pip install corerl-fsdp=={fsdp.version}"
+    unlike = "does not have what the driver has"
+    older = f"backend 'fsdp' is corerl-fsdp 0.0.9, but the driver's is corerl-fsdp {fsdp.version}"
+    bare = "there: python -m pip install " + " ".join(each.requirement for each in (core, fsdp))
+    assert [(each.level, each.what, each.fix) for each in found] == [
+        (Level.ERROR, f"node older {unlike}: {older}", install),
+        (Level.ERROR, f"node lacking {unlike}: unknown backend 'fsdp'", install),
+        (Level.ERROR, "node bare cannot report what is installed: ModuleNotFoundError: No module named 'corerl'", bare),
     ]

@@ -65,33 +65,3 @@ def test_ranks_and_engines_are_resized_and_change_backend(tmp_path: Path, undist
         "2 -> 1",
     ]
     assert_same(run_dir, undisturbed)
-
-
-@pytest.mark.nightly
-def test_a_critic_and_a_reference_are_resized_too(tmp_path: Path) -> None:
-    asked = ["algorithm.name=ppo", "algorithm.kl_coef=0.1", "rollout.source=one-step-off"]
-    one_rank, resized = tmp_path / "one rank", tmp_path / "resized"
-    for directory in (one_rank, resized):
-        directory.mkdir()
-    with started(one_rank, *asked, "roles.actor.ranks=1", "roles.critic.ranks=1") as command:
-        assert command.finish() == 0, command.err
-    with started(resized, *asked, "roles.critic.ranks=2", scaler="ranks_down_and_up") as command:
-        assert command.finish() == 0, command.err
-        command.assert_nothing_is_left()
-    assert re.findall(r"note: (\w+: \d) ranks? .*-> (\d)", command.out) == [
-        *(("actor: 2", "1"), ("critic: 2", "1"), ("actor: 1", "2"), ("critic: 1", "2"))
-    ]
-    assert {"train/kl", "critic/loss"} <= numbers(resized / "run")[-2].keys()
-    assert_same(resized / "run", one_rank / "run")
-
-
-@pytest.mark.nightly
-def test_a_resized_run_that_samples_ahead_restarts_from_memory(tmp_path: Path, undisturbed: Path) -> None:
-    killed = fault("optimizer_step", "kill", step=4, once=True)
-    more = ["rollout.source=streamed", "checkpoint.memory=true", "checkpoint.every=0"]
-    with started(tmp_path, *killed, *more, scaler="ranks_down_and_up") as command:
-        assert command.finish() == 0, command.err
-        command.assert_nothing_is_left()
-    assert len(re.findall(r"note: actor: \d ranks? .*-> \d", command.out)) == 2
-    assert re.search("restarting all ranks from in-memory checkpoint step [34]", command.out)
-    assert_same(tmp_path / "run", undisturbed)

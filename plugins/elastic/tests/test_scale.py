@@ -77,14 +77,6 @@ def test_a_rejected_resize_exits_with_status_2(run_dir: Path, capsys: pytest.Cap
     assert err == f"{TOLD}corerl: error: roles.actor.ranks: no\ncorerl: error: rollout.prompts: nor\n"
 
 
-def test_a_run_that_ends_instead_is_one_line_and_status_2(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(run_dir, None) as taken:
-        assert main(["scale", str(run_dir), "rollout.replicas=1"]) == 2
-    assert len(taken) == 1
-    line = f"{run_dir}: the run has ended before it could change its sizes"
-    assert capsys.readouterr() == ("", f"{TOLD}corerl: error: {line}\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -122,11 +114,3 @@ def test_a_directory_without_a_run_is_one_line(run_dir: Path, capsys: pytest.Cap
     line = f"{run_dir.parent}/empty is not a run's directory: it has no config.toml"
     assert capsys.readouterr() == ("", f"corerl: error: {line}\n")
     assert err.count("\n") == 1 and not (run_dir / "nowhere").exists()
-
-
-def test_a_second_request_is_refused_while_one_waits(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with occupied(run_dir):  # by a run in a long step
-        (run_dir / REQUEST).write_text('{"id": "first", "overrides": []}')
-        assert main(["scale", str(run_dir), "rollout.replicas=2"]) == 2
-    line = f"{run_dir}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
-    assert capsys.readouterr() == ("", f"corerl: error: {line}\n")

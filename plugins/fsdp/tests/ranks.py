@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,24 +168,6 @@ def collectives_of_a_step(setup: Setup) -> tuple[int, int, Counter[str]]:
         with Collectives() as found:
             train(worker, setup, 1)
         return units, micro_batches, found.counts
-
-
-def compiled(setup: Setup, steps: int) -> tuple[list[list[TrainResult]], list[int]]:
-    """The results of some steps, without recomputed layers and with them, and the graphs that were compiled until the
-    end of each. What inductor would make of them takes a minute; which there are, and that they are right, shows
-    without it."""
-    results: list[list[TrainResult]] = []
-    graphs = []
-    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        for recompute in ("none", "full"):
-            results.append([])
-            with running(evolve(setup, train=evolve(setup.train, recompute=recompute))) as worker:
-                for number in range(steps):
-                    results[-1].append(train(worker, setup, number))
-                    graphs.append(counters["stats"]["unique_graphs"])
-    torch._dynamo.reset()
-    counters.clear()
-    return results, graphs
 
 
 def traced(scenario: Callable[..., T], *arguments: Any) -> T:

@@ -15,7 +15,10 @@ from plugins.fsdp.tests import ranks
 
 
 # On one rank where they are compiled: each takes ten seconds. `test_options.py` has compiled layers on two.
-@pytest.mark.parametrize(("compiled", "world_size"), [(False, 2), (True, 1)], ids=["traced by nobody", "compiled"])
+@pytest.mark.parametrize(
+    ("compiled", "world_size"),
+    [pytest.param(False, 2, id="traced by nobody"), pytest.param(True, 1, id="compiled", marks=pytest.mark.nightly)],
+)
 def test_recomputed_layers_go_through_the_experts_that_they_were_told(
     runs: Runs, compiled: bool, world_size: int
 ) -> None:

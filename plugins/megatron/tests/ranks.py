@@ -44,7 +44,6 @@ from corerl_testing import (
     Setup,
     State,
     Trained,
-    Worker,
     error_of,
     forward,
     packed_for_training,
@@ -85,28 +84,6 @@ def explained_alone(setup: Setup, alone: int) -> tuple[str, list[float]]:
             )
         norms.append(train(worker, setup, 1).grad_norm)
         return told, norms
-
-
-def steps_in_calls(setup: Setup, steps: int) -> Trained:
-    """Train the first steps in several calls each, with a scale. Gradients of even steps are reduced with the last
-    call, and weights are read before the step is taken; those of odd steps in the optimizer's half, after a sleep."""
-    worker, init = start(setup)
-    worker.create_snapshot("start")
-    at_start, results = state_of(worker), []
-    for number in range(steps):
-        announced = number % 2 == 0
-        visit = halves.pass_through if announced else halves.doze
-
-        def between(worker: Worker, call: int, visit: halves.Between = visit) -> None:
-            if call:  # the first is without samples, and the passes of the second are to gather the parameters
-                visit(worker, call)
-
-        results.append(halves.take_step(worker, setup, number, announced=announced, unit=1.0, between=between))
-    report = Trained(
-        init=init, at_start=at_start, results=results, state=state_of(worker), adam_step=worker.backend.adam_step
-    )
-    worker.shutdown("the test is done")
-    return report
 
 
 def refused_with_balance(setup: Setup) -> str:
@@ -224,7 +201,7 @@ def saves_that_one_rank_fails(setup: Setup, directory: str, alone: int) -> list[
         train(worker, setup, 0)
         for number in range(3):
             cannot = number == 0 and torch.distributed.get_rank() == alone
-            with mock.patch("corerl.backend.base.write", side_effect=SaveFailed("full")) if cannot else nullcontext():
+            with mock.patch("corerl.backend.state.write", side_effect=SaveFailed("full")) if cannot else nullcontext():
                 said.append(error_of(lambda path=f"{directory}/{number}": worker.save(path, step_at(1), False)))
     return said
 

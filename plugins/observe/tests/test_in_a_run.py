@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from corerl_observe import specs
 from tests.end_to_end.command import Command, metrics, write_small
@@ -21,9 +20,7 @@ EXTENSIONS = """extensions=[
     {name="jsonl"},
     {name="nan-guard", options={parameters=true}},
     {name="memory"},
-    {name="profiler", options={steps="1:5:4", ranks=[1]}},
     {name="wandb", options={mode="offline", project="sorting"}},
-    {name="mlflow", options={experiment="sorting"}},
 ]"""
 HALVES = ["forward_backward", "optimizer_step"]  # of a step
 SHORT = [EXTENSIONS, "eval.every=0", "checkpoint.every=2", "checkpoint.export=false"]
@@ -47,15 +44,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.nightly
-def test_the_profile_is_of_the_chosen_steps_and_rank(run_dir: Path) -> None:
-    names = sorted(path.name for path in (run_dir / "profile").iterdir())
-    assert names == [f"actor-1-step-{step}.{kind}" for step in (1, 5) for kind in ("json", "txt")]
-    events = json.loads((run_dir / "profile/actor-1-step-5.json").read_text())["traceEvents"]
-    names_of = {event.get("name", "") for event in events}
-    assert "aten::mm" in names_of and any(name.startswith("gloo:") for name in names_of)
-
-
 def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric(run_dir: Path) -> None:
     told = [lines(run_dir / f"memory/actor-{rank}.jsonl") for rank in range(RANKS)]
     for records in told:
@@ -76,17 +64,6 @@ def test_each_ranks_memory_is_told_call_by_call_and_the_largest_peak_is_a_metric
 def test_a_healthy_run_has_no_findings(run_dir: Path) -> None:
     assert [line["train/nonfinite"] for line in metrics(run_dir)] == [0.0] * STEPS
     assert not (run_dir / "nan-guard").exists()
-
-
-def test_mlflow_has_the_numbers_of_metrics_jsonl_in_one_run(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    client = MlflowClient(tracking_uri=(run_dir / "mlruns").as_uri())
-    experiment = client.get_experiment_by_name("sorting")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED" and run.data.params["train.optimizer.lr"] == "0.002"
-    for name in ("train/loss", "rollout/reward", "time/step"):
-        points = sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
-        assert points == [(line["step"], line[name]) for line in metrics(run_dir)]
 
 
 def test_wandb_has_both_runs_under_one_id(run_dir: Path) -> None:

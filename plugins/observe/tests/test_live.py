@@ -107,7 +107,7 @@ def test_the_display_counts_what_the_phase_counts() -> None:
         state.update(PhaseStarted(name=name, step=0))
         clock.now += 2.0
         state.update(PhaseProgress(name="rollout", step=0, seconds=2.0, unit="samples generated", done=37, of=512))
-        assert screen(state)[1].endswith("rollout 2.0 s 37/512 drawn" if name == "rollout" else "eval 2.0 s")
+        assert screen(state)[1].endswith("rollout 2.0 s 37/512 generated" if name == "rollout" else "eval 2.0 s")
 
 
 def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are() -> None:

@@ -54,19 +54,6 @@ def test_each_optimizer_step_lies_in_a_train_phase_of_the_driver(events: Events)
     assert sorted(asked) == [f"train at optimizer step {step}" for step in range(STEPS * MINI_BATCHES)]
 
 
-def test_in_each_step_micro_batches_follow_one_another_and_the_optimizer_comes_last(events: Events) -> None:
-    steps = of(events, "actor rank 0", "calls", "train")
-    micro_batches = of(events, "actor rank 0", "calls", "micro-batch")
-    optimizers = of(events, "actor rank 0", "calls", "optimizer")
-    assert len(micro_batches) > len(steps)
-    assert sorted(steps.index(holder(each, steps)) for each in optimizers) == list(range(len(steps)))
-    for optimizer in optimizers:
-        step = holder(optimizer, steps)
-        parts = sorted(each for each in micro_batches if step.begin <= each.begin < step.end)
-        times = [time for each in [*parts, optimizer] for time in (each.begin, each.end)]
-        assert times == sorted(times)
-
-
 def test_weights_are_sent_and_received_in_the_same_phase(events: Events) -> None:
     phases = of(events, "driver", "phases", "update_weights")
     sent = of(events, "actor rank 0", "calls", "update_weights")
@@ -77,17 +64,6 @@ def test_weights_are_sent_and_received_in_the_same_phase(events: Events) -> None
         assert [phases.index(holder(each, phases)) for each in sent] == list(range(1 + STEPS))
     for part in ("meet engines", "gather", "send", "wait for engines"):
         assert {holder(each, sent) for each in of(events, "actor rank 0", "calls", part)} == set(sent)
-
-
-def test_what_engines_draw_lies_in_rollout_phases_but_for_what_is_compared_before_them(events: Events) -> None:
-    phases = [each for name in ("rollout", "compare") for each in of(events, "driver", "phases", name)]
-    for engine in ("engine-0", "engine-1"):
-        drawn = of(events, engine, "calls", "generate")
-        assert len(drawn) > STEPS
-        assert [holder(each, phases).name for each in sorted(drawn, key=lambda each: each.begin)] == [
-            "compare",
-            *["rollout"] * (len(drawn) - 1),
-        ]
 
 
 def test_nobody_is_idle_while_it_works_and_ranks_wait_for_the_samples_that_engines_draw(events: Events) -> None:

@@ -55,15 +55,14 @@ def crash(why: str) -> None:
 class Rank:
     """One rank's model, whose `load_weights` takes any part of a checkpoint and passes over names that are not its."""
 
-    def __init__(self, model_path: str, dtype: str, damage: str, lora: Mapping[str, Any]) -> None:
-        """`damage`: a tensor that it loads wrongly. `lora`: rank and targets of adapters, if it has any."""
+    def __init__(self, model_path: str, dtype: str, lora: Mapping[str, Any]) -> None:
+        """`lora`: rank and targets of adapters, if it has any."""
         import torch
         import transformers
 
         from corerl.engines import named_views
         from corerl.models import routers
 
-        self.damage = damage
         config = transformers.AutoConfig.from_pretrained(model_path)
         form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks
         self.stops = {config.eos_token_id} - {None}
@@ -116,8 +115,6 @@ class Rank:
                 print(f"Parameter {name} not found in params_dict", flush=True)
                 continue
             held.copy_(tensor)
-            if name == self.damage:
-                held.view(-1)[-1] += 1.0
 
     def put_together(self) -> None:
         """What the model computes with, of the blocks that it holds."""
@@ -153,12 +150,9 @@ class Server:
         self.arguments = arguments
         self.misbehave = arguments.get("stand_in", {})
         self.vocabulary = arguments.get(VOCABULARY)
-        damage = self.misbehave.get("damage", "")
         names = ("max_lora_rank", "lora_target_modules")
         lora = {name: arguments[name] for name in names} if arguments.get("enable_lora") else {}
-        self.ranks = [
-            Rank(arguments["model_path"], arguments["dtype"], damage, lora) for _ in range(arguments["tp_size"])
-        ]
+        self.ranks = [Rank(arguments["model_path"], arguments["dtype"], lora) for _ in range(arguments["tp_size"])]
         self.loaded: dict[str, tuple[dict[str, Any], float]] = {}  # adapters and their scale, by name
         self.version = "default"
         self.asleep: set[str] = set()
@@ -241,7 +235,6 @@ class Server:
         reason: dict[str, Any] | None = None
         chosen: list[Any] = []
         while reason is None:
-            time.sleep(self.misbehave.get("token_seconds", 0.0))
             if len(tokens) == self.misbehave.get("held_at") and not self.interrupted:
                 self.holding += 1
                 self.aborted.wait()

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import GenerateRequest, Generation, Received, SamplingParams, named_views
+from corerl.engines import GenerateRequest, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, look_at, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
@@ -35,18 +35,13 @@ from corerl_sglang.read import Cut
 from corerl_sglang.targets import misfits
 from corerl_testing import (
     Sending,
-    Stops,
     TransformersConfig,
     TransformersEngine,
-    character_tokenizer,
-    difference,
     open_sender,
     quantize,
     to_blocks,
-    until_stop,
 )
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
-from tests.engines.stopping import assert_cut_at
 
 pytestmark = pytest.mark.processes
 
@@ -427,35 +422,6 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_sums_show_what_a_rank_loads_wrongly(start: Start, tmp_path: Path) -> None:
-    norm, experts = "model.norm.weight", "model.layers.1.mlp.experts.2.down_proj.weight"
-    engine = start(MOE, ranks=2, health_timeout=3.0, stand_in={"damage": norm, "held_at": 3})
-    tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
-    for version in (0, 1):  # its parts are seen once, and read each time
-        tensors = {name: tensor + version for name, tensor in tensors.items()}
-        received = push(engine, tensors, version, on_disk(tmp_path / "weights", 2))
-        assert received.error == ""  # it does not know
-        sums, sent = engine.weight_sums("float32"), bit_sums(tensors)
-        assert sums is not None and experts in sums
-        assert {name for name in sent if sums[name] != sent[name]} == {norm}
-        assert difference(sent, sums).startswith(f"{norm!r}, whose bits sum to ")
-
-    # Stopped while it generates it lives and says nothing: a dead replica too.
-    def stop() -> None:
-        await_holding(engine)
-        os.kill(engine._server.pid, signal.SIGSTOP)
-
-    thread = threading.Thread(target=stop)
-    thread.start()
-    with pytest.raises(WorkerDied, match="engine-0: its server did not respond for 3 s .* and was killed; its log"):
-        engine.generate(REQUEST)
-    thread.join()
-    assert not engine._server.alive
-    with pytest.raises(WorkerDied, match="its server did not respond"):
-        engine.weight_sums("float32")
-
-
-@pytest.mark.nightly
 def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
     """Twice, with blocks that are whole and blocks that are not; one kind of layer stays as it is."""
     weights = WeightsConfig(quantize="fp8", unquantized=("o_proj",))
@@ -492,19 +458,6 @@ def test_fp8_weights_are_loaded_as_sent(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_it_closes_at_once_while_it_generates(start: Start, tmp_path: Path) -> None:
-    engine = start(TIED, stand_in={"held_at": 3})
-    received = push(engine, hf_tensors(random_model(TIED, seed=1), tmp_path / "model"), 0, on_disk(tmp_path / "w"))
-    assert received.error == ""
-    with ThreadPoolExecutor(1) as others:
-        call = others.submit(engine.generate, REQUEST)
-        await_holding(engine)
-        engine.close()
-        with pytest.raises(WorkerDied, match="engine-0: its server was killed by SIGKILL"):
-            call.result()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("aborts", "what"),
     [
@@ -532,23 +485,6 @@ def one_token(token: int) -> dict[str, Any]:
     return {"tokens": np.array([token]), "offsets": np.array([0, 1])}
 
 
-def responses(drawn: Generation) -> list[list[int]]:
-    return [row.tolist() for row in np.split(drawn.tokens, drawn.offsets[1:-1])]
-
-
-def continuing(request: GenerateRequest, cut: Generation) -> GenerateRequest:
-    """The rows that were cut, with what there is of their responses."""
-    rows = np.flatnonzero(cut.unfinished)
-    tokens = [[*request.by_row()[row].tolist(), *responses(cut)[row]] for row in rows]
-    return evolve(
-        request,
-        tokens=np.concatenate([np.array(row) for row in tokens]),
-        offsets=np.cumsum([0, *map(len, tokens)]),
-        noise_keys=request.noise_keys[rows],
-        begun=np.array([len(responses(cut)[row]) for row in rows]),
-    )
-
-
 def push_to(engine: TransformersEngine, tensors: Mapping[str, torch.Tensor], path: Path, version: int = 0) -> None:
     received = push(engine, tensors, version, on_disk(path))  # type: ignore[arg-type]
     assert received.error == ""
@@ -563,65 +499,20 @@ def check_greedy(model: Any, drawn: Any) -> None:
 
 
 @pytest.mark.nightly
-def test_each_rank_receives_and_a_killed_server_is_dead(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = start(MOE, ranks=2, routed_experts=True, stand_in={"held_at": 3, "never_frozen": True})
+def test_experts_are_told_as_transformers_chooses_them(start: Start, tmp_path: Path) -> None:
+    engine = start(MOE, ranks=2, routed_experts=True, stand_in={"never_frozen": True})
     assert said(engine)["stand_in"]["log"] == []  # it serves all the same
-    model = random_model(MOE, seed=4)
-    tensors = hf_tensors(model, tmp_path / "model")
-    for version, address in enumerate([by_collective(2), on_disk(tmp_path / "weights", 2)]):
-        received = push(engine, tensors, version, address)
-        assert received.error == ""
-        assert engine.weight_sums("float32") == bit_sums(tensors)  # each tensor once, though both ranks hold it
-    request = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
-
-    # Interrupted, and continued with the same weights, rows end as if nothing had been.
-    cuts: list[Generation] = []
-    thread = threading.Thread(target=lambda: cuts.append(engine.generate(request)))
-    thread.start()
-    await_holding(engine)
-    engine.pause()
-    thread.join()
-    engine.resume()
-    (cut,) = cuts
-    assert cut.unfinished.any() and len(cut.tokens)
-    rest = engine.generate(continuing(request, cut))
-    drawn = engine.generate(request)
-    check_greedy(model, drawn)
-    assert responses(drawn) == [
-        begun + (responses(rest)[list(np.flatnonzero(cut.unfinished)).index(row)] if cut.unfinished[row] else [])
-        for row, begun in enumerate(responses(cut))
-    ]
-    # A text may end a row too: the server is asked for a part of each row at a time.
-    tokenizer = character_tokenizer("0123456789>s")
-    longest = max(responses(drawn), key=len)
-    stop = (tokenizer.decode(longest[1:3]),)
-    monkeypatch.setattr("corerl.engines.stops.PART", 2)
-    asked = evolve(request, params=evolve(request.params, stop=stop))
-    ended = until_stop(engine.generate, asked, Stops(tokenizer, stop))
-    assert any(assert_cut_at(stop, ended, drawn, tokenizer))
-    assert rest.truncated.tolist() == drawn.truncated[cut.unfinished].tolist()
-    assert not rest.unfinished.any()
+    tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
+    assert push(engine, tensors, 0, by_collective(2)).error == ""
+    assert engine.weight_sums("float32") == bit_sums(tensors)  # each tensor once, though both ranks hold it
     reference = TransformersEngine(ModelConfig(config=MOE), TransformersConfig(), context())
     push_to(reference, tensors, tmp_path / "reference")
-    expected = reference.generate(request)
+    request = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
+    drawn, expected = engine.generate(request), reference.generate(request)
+    assert drawn.tokens.tolist() == expected.tokens.tolist()
     assert drawn.routed_experts is not None and expected.routed_experts is not None
-    assert drawn.routed_experts.shape == expected.routed_experts.shape
     # In what order a token's experts stand is no one's promise.
     assert np.array_equal(np.sort(drawn.routed_experts), np.sort(expected.routed_experts))
-
-    # Killed in the middle of an update, the replica is dead.
-    def killed(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        if bucket.index == 1:
-            os.kill(engine._server.pid, signal.SIGKILL)
-        return flat
-
-    received = push(engine, tensors, 2, by_collective(2), sent=killed)
-    assert "engine-0: its server was killed by SIGKILL; its log " in received.error
-    assert received.died
-    with pytest.raises(WorkerDied, match="engine-0: its server was killed by SIGKILL"):
-        engine.generate(request)
 
 
 def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Path) -> None:

@@ -22,11 +22,10 @@ from benchmarks.runs import sglang
 from corerl.config import ModelConfig
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from tests.end_to_end.command import Command, metrics
+from tests.end_to_end.command import metrics
 from tests.engines.models import context
 from tests.pictures import FAMILIES, of_pictures, tensors_in, write_pictures
 
-STAND_IN = "plugins.sglang.tests.stand_in"
 # Sizes for which SGLang's kernels are made.
 TEXT = {
     "vocab_size": 64,
@@ -153,7 +152,7 @@ def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> 
     attention = os.environ.get("ATTENTION", "triton")
     write_larger(family, tmp_path / "model")
     engine = sglang(attention_backend=attention)
-    train_two_steps(tmp_path, "cluster.device=cuda", "backend.name=fsdp", *engine, apart=0.02, own_ray=True)
+    train_two_steps(tmp_path, "cluster.device=cuda", "backend.name=fsdp", *engine, apart=0.02)
     export = tmp_path / "run/model"
     prompts = [[7, 4, 9, 5, 3, 14, 3, 4, 5, 7, 9, 2], list(range(3, 15))]
     asked = json.dumps({"model": str(export), "prompts": prompts, "attention": attention})
@@ -172,24 +171,12 @@ def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> 
         assert apart.mean() < 0.05, f"{apart.tolist()}"  # bfloat16 beside float32
 
 
-@pytest.mark.nightly
-@pytest.mark.processes
-def test_a_run_trains_the_text_with_a_server(tmp_path: Path) -> None:
-    write_pictures("gemma3", tmp_path / "model")
-    train_two_steps(tmp_path, "cluster.device=cpu", "backend.name=plain", *sglang(launcher=STAND_IN), apart=1e-4)
-
-
-def train_two_steps(directory: Path, *settings: str, apart: float, own_ray: bool = False) -> None:
+def train_two_steps(directory: Path, *settings: str, apart: float) -> None:
     """Train the model in a directory; engine and trainer agree, and the export is the start but for its text."""
     (directory / "run.toml").write_text(RUN)
-    words = ["train", directory / "run.toml", *settings]
-    if own_ray:  # as users start it: the tests' fork server has no GPU
-        call = [sys.executable, "-m", "corerl", *map(str, words)]
-        done = subprocess.run(call, cwd=directory, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr[-4000:]
-    else:
-        with Command(*words, logs=directory, directory=directory) as command:
-            assert command.finish(within=500) == 0, command.err
+    call = [sys.executable, "-m", "corerl", "train", str(directory / "run.toml"), *settings]
+    done = subprocess.run(call, cwd=directory, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
     steps = [line for line in metrics(directory / "run") if "train/loss" in line]
     assert len(steps) == 2
     assert all(step["rollout/logprob_diff"] < apart for step in steps)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.types import ForwardResult, Output, TrainResult
+from corerl.types import Output, TrainResult
 from corerl_testing.compare import (
     BEFORE_A_STEP,
     Trajectory,
@@ -19,7 +19,6 @@ from corerl_testing.compare import (
     assert_resumes,
     different,
     grad_norm_of,
-    in_order,
     reference,
     weights_apart,
 )
@@ -106,18 +105,7 @@ def test_outputs_of_another_token_or_sample_are_reported(found: np.ndarray, said
     assert said in str(caught.value)
 
 
-def test_samples_that_two_ranks_return_are_reported() -> None:
-    given = ForwardResult(samples=np.arange(len(SAMPLES)), offsets=SAMPLES.offsets, outputs={Output.LOGPROBS: RIGHT})
-    assert (
-        in_order([given, ForwardResult.empty([Output.LOGPROBS])], SAMPLES, Output.LOGPROBS).tolist() == RIGHT.tolist()
-    )
-    with pytest.raises(
-        AssertionError, match="^logprobs of sample 0 came twice, .*; of ranks that share samples one sets"
-    ):
-        in_order([given, given], SAMPLES, Output.LOGPROBS)
-
-
-# ---- what a difference points to -------------------------------------------------------------------------------------
+# ---- what a difference points to, beside what the broken backends show ----------------------------------------------
 
 RNG = np.random.default_rng(0)
 SHAPES = {"embed": (7, 4), "up": (4, 4), "down": (4, 4), "norm": (4,)}
@@ -126,12 +114,9 @@ START, GRADIENTS = (
 )
 
 
-def trained(
-    gradients: dict[str, np.ndarray] = GRADIENTS, *, decayed: float = 0.0, losses: tuple[float, ...] = (1.0, 2.0)
-) -> Trajectory:
-    """A run whose first step goes along the signs of its gradients, with norms decayed by a share of themselves."""
+def trained(gradients: dict[str, np.ndarray] = GRADIENTS, *, losses: tuple[float, ...] = (1.0, 2.0)) -> Trajectory:
+    """A run whose first step goes along the signs of its gradients."""
     masters = {name: START[name] - 1e-3 * np.sign(values) for name, values in gradients.items()}
-    masters["norm"] = masters["norm"] - np.float32(decayed) * START["norm"]
     norm = float(np.sqrt(sum((values**2).sum() for values in gradients.values())))
     return evolve(
         RUN,
@@ -146,28 +131,8 @@ def trained(
     ("found", "said"),
     [
         (
-            trained({name: 2 * values for name, values in GRADIENTS.items()}),
-            "the gradients of the first step are 2 times what they must be in 4 of 4 tensors, such as embed",
-        ),
-        (
-            trained({**GRADIENTS, "up": 0 * GRADIENTS["up"]}),
-            "the gradients of the first step are 0 times what they must be in 1 of 4 tensors, such as up: none gets",
-        ),
-        (
             trained({**GRADIENTS, "up": GRADIENTS["down"], "down": 1.01 * GRADIENTS["up"]}),
             "in the first step up has the gradient of down: names are swapped",
-        ),
-        (
-            trained({**GRADIENTS, "embed": np.roll(GRADIENTS["embed"], 1, axis=0), "norm": 1.5 * GRADIENTS["norm"]}),
-            "the gradients of the first step differ in 2 of 4 tensors, such as embed: samples or calls may be left out",
-        ),
-        (
-            trained(decayed=1e-4, losses=(1.0, 2.5)),
-            "the gradients of the first step agree, but not the weights after it, in 1 of 4 tensors, such as norm",
-        ),
-        (
-            trained(losses=(1.0, 2.5)),
-            "gradients and weights of the first step agree: check that gradients are cleared after each step",
         ),
         (
             evolve(
@@ -178,29 +143,11 @@ def trained(
             "the gradients of the first step, once clipped, are 2 to 5 times, each by a factor of its own, what they",
         ),
         (
-            evolve(
-                trained({name: 2 * values for name, values in GRADIENTS.items()}),
-                grad_norms=trained().grad_norms,
-                losses=[1.0, 2.5],
-            ),
-            "the gradients of the first step, once clipped, are 2 times what they must be in 4 of 4 tensors",
-        ),
-        (
-            evolve(trained(), grad_norms=[3 * trained().grad_norms[0], 0.0]),
-            "clipped, the gradients agree: before, they are 3 times what they must be",
+            trained(losses=(1.0, 2.5)),
+            "gradients and weights of the first step agree: check that gradients are cleared after each step",
         ),
     ],
-    ids=[
-        "a factor",
-        "none",
-        "swapped names",
-        "shifted rows",
-        "weight decay",
-        "not cleared",
-        "clipped by tensor",
-        "clipped wrongly",
-        "a factor that is clipped",
-    ],
+    ids=["swapped names", "clipped by tensor", "not cleared"],
 )
 def test_a_difference_points_to_its_cause(found: Trajectory, said: str) -> None:
     with pytest.raises(AssertionError) as caught:

@@ -113,10 +113,6 @@ def test_its_quickstart_is_ours_on_the_new_backend(tmp_path: Path) -> None:
     assert evolve(theirs, backend=ours.backend, backends=ours.backends) == ours
 
 
-def test_the_backend_is_short_enough_to_be_read_as_a_tutorial() -> None:
-    assert len((TEMPLATE / "src/corerl_mine/backend.py").read_text().splitlines()) <= 155
-
-
 def test_the_next_commands_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,11 +128,6 @@ def test_the_next_commands_are_told(
         "  corerl train two-words/quickstart.toml",
     ]
     assert (tmp_path / "two-words/pyproject.toml").is_file()
-
-
-def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    assert texts(generated("mine", tmp_path / "empty")) == texts(TEMPLATE)
 
 
 @pytest.mark.parametrize("name", ["a", NAME, "x" * LONGEST])

@@ -11,7 +11,7 @@ from corerl_testing import algorithm_suite, suite
 from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
-from corerl_testing.suite import CHECKS, test_forward, test_halves, test_memory, test_routing, test_training
+from corerl_testing.suite import CHECKS, test_forward, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:
@@ -78,26 +78,6 @@ def test_a_gradient_left_by_a_skipped_step_is_reported(runs: Runs, tmp_path: Pat
         AssertionError, match="the gradient norm of step [1-9] is .*check that gradients are cleared after each step"
     ):
         test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied", "packed")
-
-
-def test_a_learning_rate_that_stays_is_told_as_that(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("corerl_testing.broken:KEEPS_FIRST_RATE", runs, tmp_path)
-    with pytest.raises(
-        AssertionError, match="gradients and weights of the first step agree: .* the learning rate of later ones"
-    ):
-        test_training.test_training_follows_the_plain_backend(subject, "qwen3-tied-deep", "packed")
-
-
-def test_a_wrong_step_in_several_calls_is_reported(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("corerl_testing.broken:IGNORES_SCALE", runs, tmp_path)
-    with pytest.raises(AssertionError, match="clipped, the gradients agree: before, they are [0-9.]+ times what they"):
-        test_halves.test_a_steps_scale_multiplies_its_gradients_before_they_are_clipped(subject)
-    subject = subject_of("corerl_testing.broken:CLEARS_TOO_EARLY", runs, tmp_path)
-    with pytest.raises(AssertionError, match="the gradients of the first step are 0 times what they must be in 25 of"):
-        test_halves.test_passes_and_weight_updates_between_the_calls_leave_gradients_alone(subject)
-    subject = subject_of("corerl_testing.broken:STEPS_IN_EVERY_CALL", runs, tmp_path)
-    with pytest.raises(AssertionError, match=r"^forward_backward moved model\.embed_tokens\.weight, and 23 others"):
-        test_halves.test_the_gradients_of_several_calls_are_those_of_one(subject, "qwen3-tied", False)
 
 
 def test_a_leak_in_bfloat16_alone_is_seen(runs: Runs, tmp_path: Path) -> None:

@@ -105,19 +105,6 @@ def test_an_algorithm_is_verified_with_its_settings(tmp_path: Path) -> None:
     assert "give TensorMetric the sum over tokens and their number, not their mean" in line
 
 
-@pytest.mark.usefixtures("forked_python")
-def test_expected_failures_are_strict(tmp_path: Path) -> None:
-    file = tmp_path / "expected.toml"
-    file.write_text("C08 = 'it cannot be pickled, see our tracker'\n")
-    done = verify("plain", "--level", "0", "--expected-failures", str(file))
-    assert done.returncode == 1
-    assert "C08 passed, but the expected failures name it (it cannot be pickled, see our tracker)" in done.stdout
-    file.write_text("C99 = 'no such thing'\n")
-    done = verify("plain", "--level", "0", "--expected-failures", str(file))
-    assert done.returncode == 2
-    assert "expected failures name checks that do not exist: C99; remove them from" in done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

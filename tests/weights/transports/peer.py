@@ -1,14 +1,12 @@
 """An engine in a process of its own: `python peer.py ADDRESS_JSON INDEX small|large ACT...`, an act for each update.
 
-Acts: load, die (end at the first bucket), stop (hang there, as a peer that NCCL has lost). It prints a JSON line after
-each update: {"error": ..., "sums": bit sums by tensor}.
+Acts: load, die (end at the first bucket). After each update it prints a JSON line: {"error": ..., "sums": by tensor}.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 
 import torch
@@ -32,8 +30,6 @@ def main() -> None:
         def load(bucket: Bucket, flat: torch.Tensor, act: str = act, sums: dict[str, int] = sums) -> None:
             if act == "die":
                 os._exit(1)
-            if act == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
             sums |= bit_sums(bucket.views(flat))
 
         try:

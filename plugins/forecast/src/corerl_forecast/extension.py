@@ -19,7 +19,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import SlowPath
 
 Choice: TypeAlias = Literal["none", "full"]
-# Of whole steps, of `python -m benchmarks.slow_paths` on an H100: docs/models.md has the table of all.
+# Of whole steps, of `python -m benchmarks.train_step` on an H100: docs/models.md has the table of all.
 FLOAT32 = "a step takes twice as long"
 
 

@@ -21,11 +21,11 @@ from corerl.engines import (
     EngineLifecycle,
     GenerateRequest,
     Generation,
+    OnFinished,
     Received,
     SamplingParams,
-    Told,
+    ignore,
     shape_mismatch,
-    unheard,
 )
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.messages import message_of
@@ -108,14 +108,14 @@ class SglangEngine(Engine):
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest, told: Told = unheard) -> Generation:
+    def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         try:
-            return self._spread(request, told)
+            return self._spread(request, on_finished)
         except WorkerDied:
             self._server.stop()  # with all its ranks: this engine's replacement starts its own server
             raise
 
-    def _spread(self, request: GenerateRequest, told: Told) -> Generation:
+    def _spread(self, request: GenerateRequest, on_finished: OnFinished) -> Generation:
         self._server.require_alive("generate")
         if request.params.routed_experts and not self._options.routed_experts:
             raise ConfigError(
@@ -131,7 +131,7 @@ class SglangEngine(Engine):
             parts = request.parts(min(self._options.requests, max(1, len(request) // ROWS)))
             known = self._failure
             with ThreadPoolExecutor(len(parts)) as threads:
-                futures = [threads.submit(self._generate, part, version, told) for part in parts]
+                futures = [threads.submit(self._generate, part, version, on_finished) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.
@@ -160,7 +160,7 @@ class SglangEngine(Engine):
                 return EngineFailed(message_of(self._failure))
             return failure
 
-    def _generate(self, request: GenerateRequest, version: int, told: Told) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
         body = {
             "input_ids": [prompt.tolist() for prompt in request.by_row()],
             "sampling_params": [
@@ -181,7 +181,7 @@ class SglangEngine(Engine):
                 raise Cut(refused.message) from refused
             return self._reader.nothing(request)
         drawn = self._reader.generation(answer, request, version, paused=self._serving.paused)
-        told(len(drawn) - int(drawn.unfinished.sum()))
+        on_finished(len(drawn) - int(drawn.unfinished.sum()))
         return drawn
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
