@@ -126,6 +126,8 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
                 yield run
             _close(run)
     except BaseException as error:
+        if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
+            error.add_note(f"the run ended in step {progress.step + 1}")
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         lost = start.resume if isinstance(error, CheckpointDamaged) else None
         if lost in damaged and start.resumed is not None and latest(start.resumed, damaged=damaged) is not None:

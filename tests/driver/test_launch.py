@@ -286,6 +286,17 @@ def test_the_time_of_an_evaluation_includes_its_start(tmp_path: Path, monkeypatc
 # ---- the end by a failure --------------------------------------------------------------------------------------------
 
 
+def test_a_death_that_ends_the_run_comes_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(plan: object, progress: Progress, *_: Any) -> None:
+        progress.step = 4
+        raise WorkerDied("engine-0: its process died during generate")
+
+    monkeypatch.setattr(driver, "_start", dies)
+    with pytest.raises(WorkerDied) as raised:
+        execute_here(small(tmp_path))
+    assert raised.value.__notes__ == ["the run ended in step 5"]
+
+
 class Saves:
     """A checkpoint in flight, which can be rescued or not."""
 
