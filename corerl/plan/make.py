@@ -137,7 +137,7 @@ def _plan_run(config: Config, damaged: Faults, before: Answers, *, starting: boo
     listed = len(config.chosen_extensions)
     config, plugins = _settled(with_extensions(config), problems)
     _check(contradictions(config), config, plugins, problems)
-    models: Mapping[str, RoleModel] = load_models(config, list(config.chosen_roles), plugins, problems)
+    models = load_models(config, list(config.chosen_roles), plugins, problems)
     tokenizer = load_tokens(config.model, models, problems)
     if ACTOR in models:
         problems.add(*against_replay(config.algorithm.routing_replay, models[ACTOR]))
