@@ -49,6 +49,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
+        "the argument `told` of an engine's `generate`": "`on_finished`",
         "the commands `corerl backends`, `engines`, `extensions` and `algorithms`": "`corerl plugins KIND`",
         "the settings `cluster.scaler` and `cluster.spare_timeout`": (
             "options of the extension `elastic`, which pip install 'corerl[elastic]' brings"
