@@ -73,7 +73,7 @@ def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
             start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in reported))
             reported.update(start.lost)
             try:
-                run = stack.enter_context(_launched(evolve(plan, start=start), damaged, began))
+                run = stack.enter_context(_in_its_directory(evolve(plan, start=start), damaged, began))
             except CheckpointDamaged:
                 if start.resume not in damaged:
                     raise
@@ -84,12 +84,12 @@ def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
 
 
 @contextlib.contextmanager
-def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+def _in_its_directory(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     with occupied(plan.start.run_dir):
-        yield from _started(plan, damaged, began)
+        yield from _reported(plan, damaged, began)
 
 
-def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+def _reported(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
@@ -117,7 +117,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
             stack.enter_context(progress.beating())
             stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
             try:
-                run = _start(plan, progress, stop, stack)
+                run = _assemble(plan, progress, stop, stack)
             except CheckpointDamaged as error:
                 if start.resume is not None and start.resumed is not None:
                     damaged[start.resume] = error.message
@@ -174,7 +174,7 @@ def _close(run: Run) -> None:
         run.updates.fleet.close()
 
 
-def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
+def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.ExitStack) -> Run:
     start, trains = plan.start, plan.run.trains
     loop = EventLoop("rollout")
     stack.callback(loop.close)
@@ -292,7 +292,7 @@ def _start_processes(
         stack.callback(fleet.end)
     restarts = processes.roles[ACTOR].train.restarts
     in_turns = bool(processes.sharing)
-    started = start_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
+    started = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return groups, fleet, started, room
 
 
@@ -343,7 +343,7 @@ def _counted(slots: Mapping[str, Sequence[Slot]]) -> str:
     return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
 
 
-def start_all(
+def load_all(
     groups: Mapping[str, TrainGroup],
     fleet: EngineFleet | None,
     progress: Progress,

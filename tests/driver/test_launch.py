@@ -19,8 +19,8 @@ from corerl.driver import launch as driver
 from corerl.driver.launch import (
     emit_call,
     launch,
+    load_all,
     make_fleet,
-    start_all,
 )
 from corerl.driver.progress import Progress
 from corerl.errors import (
@@ -162,12 +162,12 @@ def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns
         group.construct = lambda: Future(object(), lambda timeout: True, lambda: None)
     ears, fleet = Ears(), cast(Any, Starts(3))
     fleet.sleep = lambda: None
-    results = start_all(groups, fleet, progress(ears), in_turns=in_turns, restarts=2)
+    results = load_all(groups, fleet, progress(ears), in_turns=in_turns, restarts=2)
     assert results == {"critic": "restart is done", "actor": "restart is done"}
     assert told(ears) == ["actor rank 1: its process died during init; restarting all ranks"] * 2
     groups = {"actor": DiesAtFirst(2)}
     with pytest.raises(WorkerDied, match="^actor rank 1: its process died during init$"):
-        start_all(groups, None, progress(), in_turns=False, restarts=1)
+        load_all(groups, None, progress(), in_turns=False, restarts=1)
 
 
 def test_a_run_that_has_finished_needs_no_in_memory_checkpoint() -> None:
@@ -193,7 +193,7 @@ def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))
     fleet: Any = Starts(1_000_000)
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
-        start_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
+        load_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
 
 
@@ -201,14 +201,14 @@ def test_an_engine_that_cannot_start_ends_the_start_first() -> None:
     ranks: Any = Starts(0)
     fleet: Any = Starts(2, EngineFailed("engine-0: no memory"))
     with pytest.raises(EngineFailed, match="no memory"):
-        start_all({"actor": ranks}, fleet, progress(), in_turns=True)
+        load_all({"actor": ranks}, fleet, progress(), in_turns=True)
     assert (ranks.asked, fleet.asked) == (["construct"], ["construct"])
 
 
 def test_in_turns_engines_sleep_before_ranks_load() -> None:
     hears, ranks, fleet = Ears(), Starts(0), Starts(2)
     telling = Progress(Observers([("hears", hears)]), 0)
-    found: Any = start_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
+    found: Any = load_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
     assert found == {"actor": "init is done"}
     assert (ranks.asked, fleet.asked) == (["construct", "init"], ["construct", "sleep"])
     assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [
@@ -291,7 +291,7 @@ def test_a_death_that_ends_the_run_comes_with_its_step(tmp_path: Path, monkeypat
         progress.step = 4
         raise WorkerDied("engine-0: its process died during generate")
 
-    monkeypatch.setattr(driver, "_start", dies)
+    monkeypatch.setattr(driver, "_assemble", dies)
     with pytest.raises(WorkerDied) as raised:
         execute_here(small(tmp_path))
     assert raised.value.__notes__ == ["the run ended in step 5"]
@@ -341,7 +341,7 @@ def test_a_failure_rescues_the_save_in_flight_and_stays_the_error(
     notices: list[str],
 ) -> None:
     run = FakeRun(lost)
-    monkeypatch.setattr(driver, "_start", lambda *_: run)
+    monkeypatch.setattr(driver, "_assemble", lambda *_: run)
     config = make_config(run={"dir": str(tmp_path / "run")}, cluster={"device": "cpu"})
     with pytest.raises(type(failure), match="^a fault$"):
         with launch(functools.partial(make_plan, config)):
