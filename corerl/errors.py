@@ -3,7 +3,7 @@
     CorerlError                     a failure of the run                    exit status 1
       HookFailed                      a hook of a backend, on one rank, or of an extension raised
       WorkerDied                      a worker or engine process is gone
-      NoPlaces                        there is no place for the processes of a machine that is gone
+      InsufficientResources           no resources to replace a lost machine
       ContractError                   a plugin violated the hook contract
       WrongState                      a verb was called in a state that does not allow it
         NotResident                     memory that the verb needs is asleep
@@ -57,10 +57,10 @@ class WorkerDied(CorerlError):
     """A process ended without answering."""
 
 
-class NoPlaces(CorerlError):
-    """Processes of a machine that is gone have no other places; the message says why."""
+class InsufficientResources(CorerlError):
+    """No resources are left to replace the processes of a lost machine; the message says which."""
 
-    def told_with(self, death: CorerlError) -> WorkerDied:
+    def with_cause(self, death: CorerlError) -> WorkerDied:
         """The error of the process whose death led to that."""
         died = WorkerDied(f"{death.message}; a machine is gone, and its processes have no other places: {self.message}")
         died.details = death.details

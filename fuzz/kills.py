@@ -1,200 +1,198 @@
-"""`python -m fuzz.kills --trials 5 --seed 0`: kill or stop random processes of a small run, and check how it ends.
+"""`python -m fuzz.kills --trials 24 --seed 0`: kill or stop random processes of small runs, and check how they end.
 
-Each trial sends SIGKILL or SIGSTOP to a rank, an engine, the driver or a reward worker at a random moment of a step, a
-save or an update. The run must recover or end within a bound, and name the process; what its newest checkpoint resumes
-must give the metrics of an unharmed run to the last digit. Prints a line for each trial, and a table.
+A trial sends SIGKILL or SIGSTOP to a process at a random moment of the start, a step with its save and update, or a
+resize. The run must recover or end within a bound and name the process and the step; it, or what resumes its newest
+checkpoint, must have the metrics of an unharmed run to the last digit. Prints a line for each trial, then a table.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import define, field
 
-from corerl.checkpoint.commit import latest
+from corerl.checkpoint.commit import latest, read_state
+from corerl.errors import ConfigError
+from corerl.observability.notices import read_notices
+from corerl_elastic.scaling import ask
+from tests.end_to_end import command
+from tests.forks.client import DIRECTORY, OWNER, connect
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 6
-HEALTH_SECONDS = 30.0  # without a heartbeat; fewer may be missing on a busy machine
-BOUND_SECONDS = 240.0  # for a run to recover and finish, or to end
-GONE_SECONDS = 60.0  # for its other processes to end after it
-STOPPED_SECONDS = 5.0  # for which the driver is stopped
+BOUND_SECONDS, WORKERS_SECONDS = 240.0, 30.0  # for a run to end, recovered or not, and then for all but Ray's agents
+RAY_SECONDS = 90.0  # for these, which hold no device: they look for the GCS of a driver that was killed for 60 s
 VICTIMS = ("actor rank 0", "actor rank 1", "engine-0", "engine-1", "driver", "reward worker")
 SETTINGS = [
-    *(f"run.steps={STEPS}", "eval.every=0", "extensions=[{name='jsonl'}]", "algorithm.on_mismatch=off"),
-    *("rollout.prompts=8", "rollout.samples=4", "rollout.restarts=2", "train.restarts=2"),
+    *(f"run.steps={STEPS}", "eval.every=0", "extensions=[{name='jsonl'},{name='elastic'}]", "train.schedule.steps=6"),
+    *("rollout.prompts=8", "rollout.samples=4", "rollout.restarts=2", "train.restarts=2", "algorithm.on_mismatch=off"),
     *("reward.processes=1", "reward.timeout=20", "checkpoint.every=1", "checkpoint.keep=0"),
-    *("cluster.watchdog=5", f"cluster.health_timeout={HEALTH_SECONDS}", "train.schedule.steps=6"),
+    # On a busy machine a healthy process may send no heartbeat for long.
+    *("cluster.watchdog=10", "cluster.health_timeout=25", "cluster.start_timeout=90"),
 ]
 # The driver writes its processes' ids, by name, into a directory.
-DRIVER = """
-import sys
-from pathlib import Path
+BEFORE = """
 from corerl.cluster.heartbeat import Member
-directory, receive = Path(sys.argv.pop(1)), Member.receive
+receive = Member.receive
 def recorded(self, beat):
     receive(self, beat)
-    (directory / self.name).write_text(str(beat.pid))
+    open({directory!r} + "/" + self.name, "w").write(str(beat.pid))
 Member.receive = recorded
-from corerl.cli.main import main
-sys.exit(main())
 """
 
 
-@frozen
+@define
 class Trial:
     victim: str
     signal: signal.Signals
     step: int  # steps done before
-    fraction: float  # of a step's time, after which the signal is sent
+    fraction: float  # of the time of a step, a start or a resize, after which the signal is sent
+    resize: bool
+    result: str = "not sent"
+    seconds: float = 0.0  # until the run has ended
+    wrong: list[str] = field(factory=list)
 
 
 def numbers(run_dir: Path) -> dict[int, Mapping[str, Any]]:
-    """The metrics of each step, the last time that it was done, without what a clock measured."""
-    file = run_dir / "metrics.jsonl"
-    lines = [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
-    measured = ("time/", "perf/", "idle/", "memory/")
-    return {
-        line["step"]: {name: value for name, value in line.items() if not name.startswith(measured)}
-        for line in lines
-        if "train/loss" in line
-    }
+    """The metrics of each step, the last time that it was done."""
+    return {line["step"]: line for line in command.numbers(run_dir) if "train/loss" in line}
 
 
-class Driver:
-    """A run in a session of its own, with its output in files."""
+def differences(found: Path, wanted: Path, resized: int) -> Iterator[str]:
+    """Of two run directories. From the step `resized` on, one rank rounds otherwise than two did."""
+    for step, metrics in numbers(wanted).items():
+        own, within = numbers(found).get(step, {}), 1e-4 if step >= resized else 0.0
+        far = [n for n, v in metrics.items() if n not in own or abs(own[n] - v) > within * abs(v) + within / 10]
+        if far:
+            yield f"step {step + 1}: {len(far)} metrics differ, such as {far[-1]}: {own.get(far[-1])}"
+
+
+class Run(command.Command):
+    """A run with a Ray of its own, whose processes are forked from one that has imported their modules."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         self.run_dir, self.members = directory / "run", directory / "members"
         self.members.mkdir(parents=True, exist_ok=True)
-        self.output = directory / f"output-{len(list(directory.glob('output-*')))}"
-        with self.output.open("w") as output:
-            arguments = [str(self.members), "train", str(ROOT / "examples/quickstart.toml"), *SETTINGS, *settings]
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", DRIVER, *arguments, f"run.dir={self.run_dir}"],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                cwd=ROOT,
-            )
-
-    def left(self) -> dict[int, str]:
-        """The processes of the session that run, with their command lines."""
-        found = {}
-        for directory in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                state, _, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(session) == self.process.pid and state != "Z":
-                    line = (directory / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(directory.name)] = line.decode(errors="replace")
-        return found
+        config = str(command.ROOT / "examples/quickstart.toml")
+        words = ["train", config, *SETTINGS, *settings, f"run.dir={self.run_dir}"]
+        super().__init__(*words, logs=directory, before=BEFORE.format(directory=str(self.members)), own_ray=True)
+        (self.members / "driver").write_text(str(self.process.pid))
 
     def pid(self, victim: str) -> int | None:
-        if victim == "driver":
-            return self.process.pid
-        if victim == "reward worker":
-            return next((pid for pid, line in self.left().items() if "spawn_main" in line), None)
-        file = self.members / victim
-        return int(file.read_text() or 0) or None if file.exists() else None
+        left, file = self.processes(), self.members / victim
+        known = file.read_text() if file.exists() else "--multiprocessing-fork" * (victim == "reward worker")
+        return next((pid for pid, line in left.items() if known and known in (str(pid), *line.split())), None)
 
-    def wait_for(self, steps: int) -> None:
-        deadline = time.monotonic() + BOUND_SECONDS
-        while len(numbers(self.run_dir)) < steps and self.process.poll() is None and time.monotonic() < deadline:
+    def resize(self) -> None:
+        with contextlib.suppress(ConfigError):  # the run has ended before
+            ask(self.run_dir, ["roles.actor.ranks=1"], runs=lambda: self.process.poll() is None, told=lambda line: None)
+
+    def status(self, steps: int = STEPS + 1) -> int | None:
+        """Wait until the run has done these steps or ended; its exit status. None if it has not within the bound."""
+        until = time.monotonic() + BOUND_SECONDS
+        while self.process.poll() is None and len(numbers(self.run_dir)) < steps and time.monotonic() < until:
             time.sleep(0.02)
-
-    def finish(self) -> int | None:
-        """The exit status; None if it has not ended within the bound."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(BOUND_SECONDS)
         return self.process.returncode
 
-    def seconds_until_gone(self) -> float:
-        """Until no process of the session is left; those that stay for too long are killed."""
-        began = time.monotonic()
-        while self.left() and time.monotonic() - began < GONE_SECONDS:
-            time.sleep(0.1)
-        seconds = time.monotonic() - began
-        for pid in self.left():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return seconds
+    def seconds_until_gone(self) -> tuple[float, float]:
+        """Until the run's processes, and until Ray's too, are gone; those that stay for too long are killed."""
+        began, workers = time.monotonic(), 0.0
+        while (left := self.processes()) and time.monotonic() - began < RAY_SECONDS:
+            if not all("Agent" in line for line in left.values()):
+                workers = time.monotonic() - began
+            time.sleep(0.2)
+        self.__exit__()
+        return workers, time.monotonic() - began
+
+    def naming(self, victim: str) -> str:
+        """The notice with its step, or the lines of the error, that name the victim and a cause; "" if none do."""
+        texts = [*(f"step {each.step + 1}: {each.text}" for each in read_notices(self.run_dir)), " ".join(self.errors)]
+        cause = f"{victim.removesuffix(' worker')}.*(died|was killed|SIGKILL|longer than)"
+        return next((text for text in texts if re.search(cause, text)), "")
 
 
-def faults(trial: Trial, directory: Path, step_seconds: float, wanted: Mapping[int, Any]) -> Iterator[str]:
-    """Carry out a trial; yields what is wrong, after one line of what happened."""
-    driver = Driver(directory)
-    driver.wait_for(trial.step)
-    time.sleep(trial.fraction * step_seconds)
-    sent = False
-    if (pid := driver.pid(trial.victim)) is not None and driver.process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
+def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str:
+    """Returns what happened. `start` is the seconds until the first step of the unharmed run had ended."""
+    run, to_driver = Run(directory), trial.victim == "driver"
+    run.status(trial.step)
+    if trial.resize:  # which starts ranks
+        threading.Thread(target=run.resize, daemon=True).start()
+    until = time.monotonic() + trial.fraction * (start / 3 if trial.resize else 0.5 if trial.step else start)
+    while time.monotonic() < until and len(numbers(run.run_dir)) < min(trial.step + 2, STEPS - 1):
+        time.sleep(0.01)
+    while not (pid := run.pid(trial.victim)) and run.process.poll() is None:
+        time.sleep(0.01)
+    sent, done = time.monotonic(), len(numbers(run.run_dir))
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        if pid:
             os.kill(pid, trial.signal)
-            sent = True
-    began = time.monotonic()
-    if trial.victim == "driver" and trial.signal == signal.SIGSTOP:
-        time.sleep(STOPPED_SECONDS)
-        os.kill(driver.process.pid, signal.SIGCONT)
-    status = driver.finish()
-    ended, gone = time.monotonic() - began, driver.seconds_until_gone()
-    text = driver.output.read_text()
-    named = sent and re.search(rf"{trial.victim}\b.*(during|optimizer step)", text) is not None
-    result = "not sent" if not sent else "recovered" if status == 0 else f"ended with {status}"
-    yield f"{result} after {ended:.0f} s, processes gone after {gone:.0f} s{', named' if named else ''}"
-    if status is None:
-        yield f"not ended within {BOUND_SECONDS:g} s"
-    if gone >= GONE_SECONDS:
-        yield f"processes outlived the run for {GONE_SECONDS:g} s"
-    if sent and trial.victim.startswith(("actor", "engine")) and status != 0 and not named:
-        yield f"{trial.victim} is not named: {text.splitlines()[-1:]}"
-    if status != 0:
-        newest = latest(driver.run_dir) if driver.run_dir.exists() else None
-        again = Driver(directory, "checkpoint.resume=auto")
-        if again.finish() != 0:
-            yield f"does not resume from {newest}: {again.output.read_text().splitlines()[-1:]}"
-        again.seconds_until_gone()
-    if (found := numbers(driver.run_dir)) != wanted:
-        yield f"metrics differ at steps {[step for step in wanted if found.get(step) != wanted[step]]}"
+            trial.result = ""
+        if pid and to_driver and trial.signal == signal.SIGSTOP:
+            time.sleep(8.0)
+            os.kill(pid, signal.SIGCONT)
+    status, named = run.status(), run.naming(trial.victim)
+    trial.seconds = time.monotonic() - sent
+    trial.result = trial.result or ("recovered" if status == 0 else "ended")
+    resumed = None if status == 0 else Run(directory, "checkpoint.resume=auto")  # at once, as a user would
+    workers, agents = run.seconds_until_gone()
+    again, newest = 0 if resumed is None else resumed.status(), latest(run.run_dir)
+    checks = {
+        f"has not ended after {BOUND_SECONDS:g} s": status is not None,
+        "processes outlive the run": workers < WORKERS_SECONDS and agents < RAY_SECONDS,
+        f"not named: {run.err[-300:]}": status == 0 or to_driver or named,
+        f"not resumed: {resumed and resumed.err[-300:]}": again == 0,
+        f"the newest checkpoint is {newest}": newest is not None and read_state(newest)["rollout_step"] == STEPS,
+    }
+    trial.wrong = [text for text, right in checks.items() if not right]
+    if "samples failed" not in named:  # one that a stopped reward worker was at has reward.failed_value
+        trial.wrong += differences(run.run_dir, unharmed.run_dir, trial.step if trial.resize else STEPS)
+    what = f"{trial.victim}, {trial.signal.name} after {done} steps{', resize' * trial.resize}: {trial.result}"
+    gone = f"workers gone after {workers:.0f} s, Ray after {agents:.0f} s"
+    return "\n   WRONG: ".join([f"{what} in {trial.seconds:.0f} s; {gone}; {named}", *trial.wrong])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fuzz.kills", description="Kill processes of runs at random.")
-    parser.add_argument("--trials", type=int, default=5)
+    parser = argparse.ArgumentParser(prog="python -m fuzz.kills")
+    parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    chosen, table = random.Random(args.seed), Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="corerl-kills-") as place:
-        unharmed = Driver(Path(place) / "unharmed")
-        unharmed.wait_for(1)
-        began = time.monotonic()
-        if unharmed.finish() != 0:
-            print(unharmed.output.read_text())
-            return 1
-        step_seconds, wanted = (time.monotonic() - began) / (STEPS - 1), numbers(unharmed.run_dir)
-        for number in range(args.trials):
-            kind = chosen.choice([signal.SIGKILL, signal.SIGSTOP])
-            trial = Trial(chosen.choice(VICTIMS), kind, chosen.randrange(STEPS), chosen.random())
-            what = f"{trial.signal.name} to {trial.victim}"
-            happened, *wrong = faults(trial, Path(place) / str(number), step_seconds, wanted)
-            moment = f"in step {trial.step + 1} at {trial.fraction:.0%}"
-            print(f"{number}: {what} {moment}: {happened}{''.join(f'; WRONG: {each}' for each in wrong)}", flush=True)
-            table[f"{what}: {'wrong' if wrong else happened.partition(' after')[0]}"] += 1
-    for result, times in sorted(table.items()):
-        print(f"{times:4} {result}")
-    return int(any(result.endswith(": wrong") for result in table))
+    parser.add_argument("--at-once", type=int, default=1, help="trials that go on at the same time")
+    args, settings = parser.parse_known_args()
+    SETTINGS.extend(settings)  # others are settings of all runs, such as rollout.source=one-step-off
+    chosen, trials = random.Random(args.seed), []
+    kinds = chosen.sample([*itertools.product(VICTIMS, (signal.SIGKILL, signal.SIGSTOP))], 2 * len(VICTIMS))
+    for number in range(args.trials):
+        resize = chosen.random() < 0.25
+        step, kind = chosen.randrange(resize, STEPS - resize), kinds[number % len(kinds)]
+        trials.append(Trial(*kind, step, chosen.random(), resize))
+    with tempfile.TemporaryDirectory(prefix="corerl-") as name, ThreadPoolExecutor(args.at_once) as pool:
+        os.environ |= {DIRECTORY: name, OWNER: str(os.getpid())}
+        connect().close()  # once what it forks has been imported
+        began, unharmed = time.monotonic(), Run(Path(name) / "unharmed")
+        unharmed.status(1)
+        start = time.monotonic() - began
+        unharmed.finish()
+        running = [pool.submit(carry_out, each, Path(name) / str(n), start, unharmed) for n, each in enumerate(trials)]
+        for future in as_completed(running):
+            print(future.result(), flush=True)
+    for kind in sorted(kinds):
+        same = [each for each in trials if (each.victim, each.signal) == kind]
+        results = Counter("wrong" if each.wrong else each.result for each in same)
+        print(f"{kind[0]}, {kind[1].name}: {dict(results)}, seconds: {sorted(round(each.seconds) for each in same)}")
+    return int(any(trial.wrong for trial in trials))
 
 
 if __name__ == "__main__":

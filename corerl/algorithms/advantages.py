@@ -155,7 +155,7 @@ def spread(rewards: FloatArray, groups: IntArray) -> BoolArray:
     """[G] whether the rewards of each group differ by more than rounding; rewards and groups are [B], groups are
     numbered 0..G-1.
 
-    If they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling draws another group in
+    If they do not, every advantage of the group is 0 and it teaches nothing. Dynamic sampling takes another group in
     its place (Yu et al. 2025, "DAPO", section 3.2).
     """
     return _differing(np.asarray(rewards, dtype=np.float64), groups)

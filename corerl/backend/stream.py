@@ -33,12 +33,13 @@ class WeightStream(Primitives):
             build_manifest, dtype=dtype, bucket_bytes=weights.bucket_bytes, senders=self._gather_plan.senders
         )
         adapters = [each for each in shapes if is_adapter(each[0])]
-        apart = weights.lora == "adapter"
-        self._alone = cut(adapters) if adapters and apart else None
+        separate = weights.lora == "adapter"
+        self._alone = cut(adapters) if adapters and separate else None
         # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
-        merged = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize) if adapters and not apart else None
+        merges = adapters and not separate
+        merged = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize) if merges else None
         self._merged = () if merged is None else merged.buckets
-        self.manifest: Manifest = cut([each for each in shapes if apart or not is_adapter(each[0])])
+        self.manifest: Manifest = cut([each for each in shapes if separate or not is_adapter(each[0])])
 
     @hookimpl
     def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
@@ -89,8 +90,8 @@ class WeightStream(Primitives):
             return self.manifest
         if self._alone is None:
             raise Unsupported(
-                f"the {self.context.role} sends no adapters apart from its weights; set [lora] and "
-                "weights.lora='adapter', or send all weights"
+                f"the {self.context.role} sends no separate adapters; set [lora] and weights.lora='adapter', or "
+                "send all weights"
             )
         return self._alone
 

@@ -75,7 +75,7 @@ def _failure(error: BaseException) -> tuple[int, list[str]] | None:
             what = printable(str(error.filename)) if error.filename else "cannot read or write"
             where = "" if error.filename else place(error, lambda frame: True)
             return 1, [f"{what}: {error.strerror or one_line(error)}{where}"]
-    # The innermost line that is no library's: of the user's code or a plugin's, such as a sampler's `draw`, or core's.
+    # The innermost line that is no library's: of the user's code, a plugin's or core's.
     if (where := place(error, _is_no_library)) and where != place(error, _is_core):
         return 1, [f"{one_line(error)}{where}; --debug shows the traceback"]
     return None

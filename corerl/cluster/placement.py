@@ -154,7 +154,7 @@ class ResourcePool(Mapping[str, Sequence[Slot]]):
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Find out which machines are gone, and where the cluster has put their bundles. Slots move with them, or are
         `lost`, also where the new GPU does not answer."""
         self._gone |= nodes.gone({bundle.node for bundle in self._bundles if not bundle.lost})

@@ -88,7 +88,7 @@ class ClusterConfig:
     )
     offload_kinds: tuple[str, ...] = option(
         "what of their memory these ranks put to sleep; kinds that are left out stay on the device: param (what passes "
-        "read), master (float32 copies, where a backend has them apart), grad, optimizer (moments)",
+        "read), master (float32 copies, where a backend keeps separate ones), grad, optimizer (moments)",
         default=KINDS,
         validator=some_of(KINDS),
         needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
@@ -250,7 +250,7 @@ class TrainConfig:
 
 @frozen(kw_only=True)
 class LoraConfig:
-    """Low-rank adapters beside a role's weights, which stay as they are (Hu et al. 2022, "LoRA: Low-Rank Adaptation of
+    """Low-rank adapters on top of a role's weights, which stay frozen (Hu et al. 2022, "LoRA: Low-Rank Adaptation of
     Large Language Models"): a linear layer gives W x + scale B (A x)."""
 
     rank: int | None = option(
@@ -316,7 +316,7 @@ class RoleChoice:
 
 @frozen(kw_only=True)
 class SideRoleChoice(RoleChoice):
-    """A role beside the actor."""
+    """A role other than the actor."""
 
     devices: Literal["shared", "own"] = option(
         "shared: the role runs on the actor's devices and shares their memory; own: it has devices of its own",
@@ -328,7 +328,7 @@ class SideRoleChoice(RoleChoice):
         default=None,
     )
     lora: LoraConfig | None = option(
-        "train low-rank adapters of this role in place of its weights; a critic's value head is trained beside them",
+        "train low-rank adapters of this role in place of its weights; a critic's value head is trained too",
         default=None,
     )
 
@@ -501,6 +501,7 @@ class AlgorithmConfig:
         "reward.functions, or a name under which the function returns a value, such as 'right'; empty: the reward "
         "itself, the sum of all parts",
         default="",
+        needs="algorithm.dynamic_sampling",
     )
     overlong: Literal["keep", "mask", "penalty"] | None = option(
         "what to do with samples at or near rollout.max_tokens; keep: train on them unchanged; mask: leave out "

@@ -106,13 +106,13 @@ class Checkpoints:
         for line in retain(self.run_dir, self.config.keep, committed=self.newest):
             self.progress.notice(f"old checkpoints: {line}")
         if not self.in_memory:
-            self.progress.tell(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
+            self.progress.emit(CheckpointSaved(step=state["rollout_step"], path=str(self.newest)))
 
 
 @define
 class MemoryCheckpoints(Checkpoints):
     """In-memory checkpoints (/dev/shm), one after each step: failed ranks restart from the newest. They end with the
-    run, and observers do not hear of them."""
+    run, and observers get no event for them."""
 
     in_memory: ClassVar[bool] = True
 

@@ -10,7 +10,7 @@ from attrs import define, field
 from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
 from corerl.driver.stop import StopRequest
-from corerl.errors import NoPlaces
+from corerl.errors import InsufficientResources
 from corerl.plan.plan import Plan
 from corerl.plugin.hookspecs import Failure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
@@ -72,9 +72,9 @@ class Control:
         return self.groups.changed
 
     def failed(self, message: str, *, ranks: bool) -> None:
-        """Ask the extensions how to go on after all ranks, or engines alone, have ended. Raises
-        NoPlaces if a machine is gone and nobody has found other places, and WorkerDied if ranks have to end too."""
-        self.groups.room.look()
+        """Ask the extensions how to go on after all ranks, or engines alone, have ended. Raises InsufficientResources
+        if a lost machine cannot be replaced, and WorkerDied if ranks have to end too."""
+        self.groups.room.poll()
         if not ranks:
             self.groups.require_ranks()
         self._failure = Failure(message=message, ranks=ranks, lost=self.groups.lost)
@@ -84,7 +84,7 @@ class Control:
             self._failure = None
         if lost := self.groups.lost:
             counts = ", ".join(f"{count} of {name}" for name, count in lost.items())
-            raise NoPlaces(
+            raise InsufficientResources(
                 f"processes without a place: {counts}; to go on with spare machines, or in smaller groups: "
                 f"{INSTALL_HINTS[Kind.EXTENSIONS]['elastic']}"
             )

@@ -101,7 +101,7 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
         began=began,
     )
     try:
-        progress.tell(
+        progress.emit(
             RunStarted(
                 run_dir=str(start.run_dir),
                 steps=plan.run.steps,
@@ -126,13 +126,15 @@ def _started(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run
                 yield run
             _close(run)
     except BaseException as error:
+        if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
+            error.add_note(f"the run ended in step {progress.step + 1}")
         reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         lost = start.resume if isinstance(error, CheckpointDamaged) else None
         if lost in damaged and start.resumed is not None and latest(start.resumed, damaged=damaged) is not None:
             progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
             progress.observers.shutdown("restarted")
             raise
-        progress.tell(
+        progress.emit(
             RunFinished(
                 reason=reason,
                 steps_done=progress.step,
@@ -195,8 +197,8 @@ def _start(plan: Plan, progress: Progress, stop: StopRequest, stack: contextlib.
             group=groups[ACTOR],
             fleet=fleet,
             manifest=groups[ACTOR].manifest().result(),
-            adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.adapters_apart else None,
-            address=groups[ACTOR].meeting(address(plan.processes, fleet.receivers)),
+            adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.separate_adapters else None,
+            address=groups[ACTOR].rendezvous(address(plan.processes, fleet.receivers)),
             version=inits[ACTOR].weights_version,
             residency=residency,
             progress=progress,
@@ -277,7 +279,7 @@ def _start_processes(
         watchdog=plan.cluster.watchdog,
         health_timeout=plan.cluster.health_timeout,
         start_timeout=plan.cluster.start_timeout,
-        on_answer=functools.partial(tell_of, progress) if traced(plan.extensions) else None,
+        on_answer=functools.partial(emit_call, progress) if traced(plan.extensions) else None,
     )
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
@@ -299,7 +301,7 @@ def _end(group: TrainGroup) -> None:
 
 
 def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
-    """The address of weight updates, without the meeting point, which `TrainGroup.meeting` adds."""
+    """The address of weight updates, without the rendezvous, which `TrainGroup.rendezvous` adds."""
     # Two processes on one GPU cannot share an NCCL group.
     own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
     return Address(
@@ -314,9 +316,9 @@ def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, 
     )
 
 
-def tell_of(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
+def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
     """Report a call that `process` has answered."""
-    progress.tell(
+    progress.emit(
         CallFinished(
             process=process,
             verb=result.method,

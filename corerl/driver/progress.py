@@ -54,19 +54,19 @@ class Progress:
         """Seconds since the run was launched."""
         return self.clock() - self.began
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         if isinstance(event, RunFinished):
             self._current = None
         self.observers.emit(event)
 
     def notice(self, text: str) -> None:
         """Report a sentence that the user should read."""
-        self.tell(Notice(text=text, step=self.step))
+        self.emit(Notice(text=text, step=self.step))
 
     def begin(self, name: str) -> None:
         """Announce the start of something that takes a while."""
         self._current = Current(name, began=self.clock())
-        self.tell(PhaseStarted(name=name, step=self.step))
+        self.emit(PhaseStarted(name=name, step=self.step))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Progress:
         if current is None:
             return
         now = self.clock()
-        self.tell(
+        self.emit(
             PhaseProgress(
                 name=current.name,
                 step=self.step,

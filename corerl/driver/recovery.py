@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
-from corerl.errors import CheckpointError, CorerlError, NoPlaces, WorkerDied
+from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
 
@@ -67,8 +67,8 @@ class Recovery:
                 died.append(error)
             except CheckpointError as unusable:  # such as of a directory that somebody has removed
                 raise type(unusable)(f"{died[-1].message}; ranks cannot restart: {unusable.message}") from unusable
-            except NoPlaces as refused:
-                raise refused.told_with(died[-1]) from refused
+            except InsufficientResources as refused:
+                raise refused.with_cause(died[-1]) from refused
 
     def step_done(self) -> None:
         if self.control.step > self._furthest:

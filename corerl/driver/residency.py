@@ -55,12 +55,12 @@ class Residency:
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
         of the others the actor goes last, since its parameters are needed next."""
-        apart = [role for role in roles if role not in self.groups]
+        separate = [role for role in roles if role not in self.groups]
         taking = sorted((role for role in roles if role in self.groups), key=lambda role: role == ACTOR)
         if not taking:
-            return {TRAIN: apart}
+            return {TRAIN: separate}
         first, *others = taking
-        return {training(first): [first, *apart], **{training(role): [role] for role in others}}
+        return {training(first): [first, *separate], **{training(role): [role] for role in others}}
 
     def enter(self, name: str) -> None:
         """Make exactly the stage's memory resident. What goes to sleep does so before anything wakes up."""

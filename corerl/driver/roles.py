@@ -22,7 +22,7 @@ from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBa
 
 
 @frozen(kw_only=True)
-class ScheduleStand:
+class ScheduleState:
     """How far a learning-rate schedule was when a resume changed the number of optimizer steps per rollout batch."""
 
     optimizer_step: int
@@ -42,7 +42,7 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
-    stand: ScheduleStand | None = None  # where the schedule continues
+    schedule_state: ScheduleState | None = None  # where the schedule continues
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -55,14 +55,14 @@ class Role:
 
     def _place(self, optimizer_step: int) -> dict[str, Any]:
         """Where an optimizer step is in the schedule."""
-        stand = self.stand or ScheduleStand(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
-        left = max(self.rollout_steps - stand.rollout_step, 0) * self.steps_of_batch
+        schedule = self.schedule_state or ScheduleState(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
+        left = max(self.rollout_steps - schedule.rollout_step, 0) * self.steps_of_batch
         return {
             "warmup_steps": self.train.schedule.warmup_steps,
             "step": optimizer_step,
-            "total_steps": stand.optimizer_step + left,
-            "start": stand.optimizer_step,
-            "progress": stand.progress,
+            "total_steps": schedule.optimizer_step + left,
+            "start": schedule.optimizer_step,
+            "progress": schedule.progress,
         }
 
     def go_on(self, before: TrainConfig, rollout_step: int) -> None:
@@ -71,7 +71,9 @@ class Role:
         earlier = evolve(self, train=evolve(self.train, mini_batches=before.mini_batches, epochs=before.epochs))
         if earlier.steps_of_batch != self.steps_of_batch and self.optimizer_step:
             progress = decayed(**earlier._place(self.optimizer_step))
-            self.stand = ScheduleStand(optimizer_step=self.optimizer_step, rollout_step=rollout_step, progress=progress)
+            self.schedule_state = ScheduleState(
+                optimizer_step=self.optimizer_step, rollout_step=rollout_step, progress=progress
+            )
 
     @property
     def steps_of_batch(self) -> int:
@@ -171,7 +173,7 @@ def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[
     another learning rate than by the checkpoint's config."""
     for role in roles:
         if (found := state.get("schedules", {}).get(role.name)) is not None:
-            role.stand = ScheduleStand(**{each.name: found[each.name] for each in fields(ScheduleStand)})
+            role.schedule_state = ScheduleState(**{each.name: found[each.name] for each in fields(ScheduleState)})
     try:
         old = config_of(state["config"])
     except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with

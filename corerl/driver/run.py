@@ -180,7 +180,7 @@ class Run:
         fleet, future = self.updates.fleet, self.sampling.loop.begin(work)
         try:
             while not fleet.wait(future):
-                with fleet.renewing():
+                with fleet.replacing():
                     self.ensure_serving(force=True)
             return future.result()
         except BaseException:
@@ -348,14 +348,14 @@ class Run:
         self.sampling.source.close()
         self._streamed, self._pushed_at = None, None
         self.progress.step = point.step
-        self.progress.tell(RunRewound(step=point.step))
+        self.progress.emit(RunRewound(step=point.step))
         self._begin_snapshots(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
             self.sampling.source.renumber(self.updates.version - point.version)
-            self.updates.meet()  # the old ranks are still part of what was built at the old address
-            self.sampling.loop.run(self.updates.fleet.begin_anew())
+            self.updates.new_rendezvous()  # the old ranks are still part of what was built at the old address
+            self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
 
@@ -468,7 +468,7 @@ class Run:
         for line in self.notices.of(scored, batch, results):
             self.progress.notice(line)
         self._step_started = now
-        self.progress.tell(
+        self.progress.emit(
             StepFinished(
                 step=scored.step,
                 metrics=metrics,
@@ -500,7 +500,7 @@ class Run:
                 self._after = shown
             metrics = {name: value for each in found for name, value in each.metrics.items()}
             self._evaluation = metrics
-            self.progress.tell(
+            self.progress.emit(
                 Evaluated(
                     step=self.progress.step,
                     metrics=metrics,
@@ -540,14 +540,16 @@ class Run:
             memory.give_up()
 
     def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
-        stands = {name: asdict(role.stand) for name, role in self.roles.items() if role.stand is not None}
+        schedules = {
+            name: asdict(role.schedule_state) for name, role in self.roles.items() if role.schedule_state is not None
+        }
         state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
-            **({"schedules": stands} if stands else {}),
+            **({"schedules": schedules} if schedules else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [asdict(shown) for shown in self._before],
@@ -575,7 +577,7 @@ class Run:
             artifacts["to go on"] = (
                 f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
             )
-        self.progress.tell(
+        self.progress.emit(
             RunFinished(
                 reason=reason,
                 steps_done=self.progress.step,

@@ -52,7 +52,7 @@ def start_rewards(
 
 
 def rows_of_a_call(rollout: RolloutConfig, *, replicas: int, calls: int) -> int:
-    """The most rows of several requests that an engine gets in one call: where samples are drawn ahead, an even share
+    """The most rows of several requests that an engine gets in one call: where steps are sampled ahead, an even share
     of a batch, so that its groups are not held up by those of later batches; where training begins with those that are
     there, as few as let the calls that it answers at once hold its whole share of the batch."""
     share = rollout.prompts / replicas

@@ -101,7 +101,7 @@ class StepNotices:
         )
 
     def _of_parts(self, scored: ScoredRollout) -> dict[str, str]:
-        """What dynamic sampling goes by, as far as a config does not tell: lines by names."""
+        """Notices about the part of the reward that dynamic sampling reads, by name."""
         settings, parts, lines = self.algorithm.settings, scored.parts, dict[str, str]()
         part, missing = settings.dynamic_sampling_on, scored.counts.get("groups_missing", 0)
         if not settings.dynamic_sampling or not self.samples:

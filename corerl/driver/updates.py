@@ -19,7 +19,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.engines.base import Received
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import CorerlError, NoPlaces, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.plugin.transports import abandon
 from corerl.rollout.source import Source
@@ -113,7 +113,7 @@ class WeightUpdates:
         if missed:
             return self._to_replace(missed, causes, sent)
         if incomplete:  # engines have all they need, but their senders do not know
-            self.meet()
+            self.new_rendezvous()
         if sent.sums:
             self._require_loaded(sent.sums, version)
         return {}
@@ -161,33 +161,33 @@ class WeightUpdates:
         with self.progress.phase("replace"):
             try:
                 control.failed("; ".join(error.message for error in failed.values()), ranks=False)
-            except NoPlaces as refused:
-                raise refused.told_with(next(iter(failed.values()))) from refused
+            except InsufficientResources as refused:
+                raise refused.with_cause(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
         self._served -= failed.keys()
-        self.meet()
+        self.new_rendezvous()
 
-    # ---- where ranks and engines meet -------------------------------------------------------------------------------
+    # ---- rendezvous of ranks and engines ----------------------------------------------------------------------------
 
     def ranks_ended(self) -> None:
         """Note that the ranks have ended, maybe in an update: engines must not wait for them."""
         abandon(self.address)
 
-    def meet(self) -> None:
-        """Let other ranks or engines meet at an address of their own."""
+    def new_rendezvous(self) -> None:
+        """Give the next update an address of its own, for the current ranks and engines."""
         if self._address_of is None:
-            self.address = self.group.meeting(self.address)
+            self.address = self.group.rendezvous(self.address)
             return
         self.manifest = self.group.manifest().result()
         if self.adapters is not None:
             self.adapters = self.group.manifest(adapters=True).result()
-        self.address = self.group.meeting(self._address_of(self.fleet.receivers))
+        self.address = self.group.rendezvous(self._address_of(self.fleet.receivers))
 
     def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
         self.meets_at(address_of)  # first: if ranks die now, those that are started in their place meet there
-        self.meet()
+        self.new_rendezvous()
 
     def meets_at(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """The same, of ranks that are yet to start."""

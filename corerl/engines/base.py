@@ -28,7 +28,7 @@ def ignore(rows: int) -> None:
 
 @frozen(kw_only=True)
 class SamplingParams:
-    """The distribution that tokens are drawn from, and where responses end."""
+    """The distribution that tokens are sampled from, and where responses end."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # only the likeliest tokens that together have this probability, of all tokens
@@ -185,7 +185,7 @@ class EngineContext:
     devices: tuple[str, ...] = ()  # their GPUs, as CUDA_VISIBLE_DEVICES takes them; the process itself sees the first
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
-    lora: LoraConfig | None = None  # of adapters that arrive apart from the weights, and alone once these are there
+    lora: LoraConfig | None = None  # of adapters that arrive separately, and alone once an engine has the weights
     begun: Begun | None = None  # what `EngineSpec.begin` has returned, for this engine to go on with
 
     @property
@@ -233,7 +233,7 @@ class Engine(ABC):
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came
         in their own dtypes): `corerl.weights.verify.bit_sums`, added over the parts of a tensor stored separately.
-        Tensors left out are not compared with what was sent; None if the engine cannot tell. Called after an
+        Tensors left out are not compared with what was sent; None if the engine cannot report them. Called after an
         update, before weights sleep."""
         return None
 

@@ -93,7 +93,7 @@ class Batcher:
     def _send(self) -> None:
         while self._waiting and not self._held and len(self._sending) < self._calls:
             taken = self._taken()
-            task = asyncio.create_task(settle([each.answer for each in taken], partial(self._drawn, taken)))
+            task = asyncio.create_task(settle([each.answer for each in taken], partial(self._generate, taken)))
             self._sending.add(task)
             self._idle.clear()
             task.add_done_callback(self._ended)
@@ -107,7 +107,7 @@ class Batcher:
             self._on_idle()
 
     def _taken(self) -> list[_Waiting]:
-        """The first request and others that fit beside it; fewer if other calls could begin too."""
+        """The first request and others that fit into the same call; fewer if other calls could begin too."""
         free = self._calls - len(self._sending)
         room = min(self.width, -(-sum(len(each.request) for each in self._waiting) // free))
         first = self._waiting[0]
@@ -121,12 +121,12 @@ class Batcher:
         self._waiting = [each for each in self._waiting if each not in gone]
         return taken
 
-    async def _drawn(self, taken: list[_Waiting]) -> Sequence[Generation | None]:
+    async def _generate(self, taken: list[_Waiting]) -> Sequence[Generation | None]:
         if len(taken) == 1:
             return [await self._call(taken[0].request, taken[0].counted)]
         requests = [each.request for each in taken]
-        drawn = await self._call(GenerateRequest.concatenate(requests), None)
-        return [None] * len(taken) if drawn is None else split(drawn, requests)
+        generated = await self._call(GenerateRequest.concatenate(requests), None)
+        return [None] * len(taken) if generated is None else split(generated, requests)
 
 
 async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awaitable[Sequence[T]]]) -> None:

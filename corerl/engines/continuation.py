@@ -64,7 +64,7 @@ def split(generation: Generation, requests: list[GenerateRequest]) -> list[Gener
     for request in requests:
         low, high = generation.offsets[row], generation.offsets[row + len(request)]
         routed = generation.routed_experts
-        on_finished = len(request.tokens) + int(high - low)
+        count = len(request.tokens) + int(high - low)
         parts.append(
             Generation(
                 tokens=generation.tokens[low:high],
@@ -73,10 +73,10 @@ def split(generation: Generation, requests: list[GenerateRequest]) -> list[Gener
                 versions=generation.versions[low:high],
                 truncated=generation.truncated[row : row + len(request)],
                 unfinished=generation.unfinished[row : row + len(request)],
-                routed_experts=None if routed is None else routed[token : token + on_finished],
+                routed_experts=None if routed is None else routed[token : token + count],
             )
         )
-        row, token = row + len(request), token + on_finished
+        row, token = row + len(request), token + count
     return parts
 
 

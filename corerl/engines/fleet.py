@@ -26,7 +26,7 @@ from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-STARTING_SECONDS = 1.0  # between two looks whether replicas have started
+STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
@@ -66,11 +66,11 @@ class _Replica:
 
 
 class EngineFleet:
-    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that drew it.
+    """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
 
-    If a replica's process dies while sampling, the others draw its share from the same noise, so the samples are the
+    If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
-    processes in their place, and an update has brought weights; `until` tells of that. The same holds for replicas that
+    processes in their place, and an update has brought weights; `until` reports that. The same holds for replicas that
     `resize` ends, of which there are then fewer.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
@@ -98,13 +98,13 @@ class EngineFleet:
         self._calls, self._width = calls, width
         self._allowed = restarts
         self._changing = threading.Condition()
-        self._asking = 0  # calls in progress
+        self._calls_in_progress = 0
         self._router = PrefixRouter()
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
         self._paused = False
-        self._renewing = False  # while True, no engine is called
-        self._drawing = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
+        self._replacing = False  # while True, no engine is called
+        self._serving_replicas = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
         self._replicas = [_Replica(batcher=self._batcher(replica), serves=True) for replica in range(len(self))]
@@ -188,10 +188,10 @@ class EngineFleet:
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
             await self._serving.wait()
-        rows = self._router.divide(request, self._drawing)
+        rows = self._router.divide(request, self._serving_replicas)
         ended = dict.fromkeys(rows, 0)
 
-        async def drawn_by(replica: int, own: IntArray, over: Callable[[int], None]) -> Generation:
+        async def generate_on(replica: int, own: IntArray, over: Callable[[int], None]) -> Generation:
             share = request.take(own) if len(rows) > 1 else request
 
             def counted(done: int) -> None:
@@ -199,48 +199,48 @@ class EngineFleet:
                 if on_progress is not None:
                     on_progress(sum(ended.values()), len(request))
 
-            drawn = await self._replicas[replica].batcher.generate(
+            generated = await self._replicas[replica].batcher.generate(
                 share, number=number, counted=None if on_progress is None else counted
             )
             over(replica)
-            if drawn is None:  # it died: others draw the same
+            if generated is None:  # it died: others sample the same
                 return await self._divided(share, number, None, on_tokens)
-            counted(len(share) - int(drawn.unfinished.sum()))
+            counted(len(share) - int(generated.unfinished.sum()))
             if len(self) > 1:
-                self._router.drew(replica, share, drawn)
+                self._router.remember(replica, share, generated)
             if on_tokens is not None:
-                on_tokens(drawn)
-            if not drawn.unfinished.any():
-                return drawn
-            return append(share, drawn, await self._divided(continued(share, drawn), number, None, on_tokens))
+                on_tokens(generated)
+            if not generated.unfinished.any():
+                return generated
+            return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
-        with self._router.drawing({replica: len(own) for replica, own in rows.items()}) as over:
-            parts = await asyncio.gather(*(drawn_by(replica, own, over) for replica, own in rows.items()))
+        with self._router.counted({replica: len(own) for replica, own in rows.items()}) as over:
+            parts = await asyncio.gather(*(generate_on(replica, own, over) for replica, own in rows.items()))
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
     async def _call(self, replica: int, request: GenerateRequest, counted: Count | None) -> Generation | None:
         """One call of a replica; None if it died."""
 
-        def heard(counts: Mapping[int, int | None]) -> None:
+        def on_counts(counts: Mapping[int, int | None]) -> None:
             if counted is not None and (ended := counts.get(replica)) is not None:
                 counted(ended)
 
         known = self._replicas[replica]
         started = known.started
-        counts = None if counted is None else heard
+        counts = None if counted is None else on_counts
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts, {replica: started})
         ended = self._pauses - self._paused  # pauses; any other interrupts this call
         try:
             if not known.serves:  # lost while the request waited; a new process may be there, without weights
                 return None
             with self._noted(self.names[replica]):
-                drawn: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
+                generated: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
         finally:
             self._changed()
-        if drawn is not None and ended == self._pauses and started == known.started:
-            require_finished(drawn)
-        return drawn
+        if generated is not None and ended == self._pauses and started == known.started:
+            require_finished(generated)
+        return generated
 
     def serves(self, replica: int) -> bool:
         """Whether the replica is alive and has weights, as far as is known."""
@@ -262,15 +262,15 @@ class EngineFleet:
         return self.loop.run(self.until(_done(work)))
 
     @contextlib.contextmanager
-    def renewing(self) -> Iterator[None]:
+    def replacing(self) -> Iterator[None]:
         """A context in which dead replicas are replaced and all get weights. None is called before it ends: an update
         may yet fail at another one, and is then repeated."""
-        self._renewing = True
+        self._replacing = True
         try:
             yield
         finally:
-            self._renewing = False
-        self._tell()
+            self._replacing = False
+        self._apply_changes()
 
     async def pause(self) -> None:
         """Stop generating until `resume`; returns when nothing is being generated. Each process needs a thread for this
@@ -287,37 +287,40 @@ class EngineFleet:
         self._paused = False
         self._changed()
 
-    async def begin_anew(self) -> None:
-        """What is being generated, nobody waits for any more: interrupt it. Resume, if whoever paused is gone."""
+    async def reset(self) -> None:
+        """Interrupt all generation, whose callers are gone, and resume if the fleet is paused."""
         if not self._paused and any(each.batcher.calling for each in self._replicas):
             await self.pause()
         if self._paused:
             await self.resume()
 
     def _relieve(self) -> None:
-        """A replica has nothing to do: let the router decide anew on what waits longest for the busiest one."""
+        """A replica has nothing to do: route the request that waits longest for the busiest one again."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
-        if not (self._paused or self._renewing):
+        if not (self._paused or self._replacing):
             busiest.give_up_first()
 
     def _changed(self) -> None:
         """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
-        before, self._drawing = self._drawing, [replica for replica, each in enumerate(self._there) if each.serves]
-        more = not set(before).issuperset(self._drawing)  # what waits is divided among them too
-        held = self._paused or self._renewing
+        before, self._serving_replicas = (
+            self._serving_replicas,
+            [replica for replica, each in enumerate(self._there) if each.serves],
+        )
+        more = not set(before).issuperset(self._serving_replicas)  # what waits is divided among them too
+        held = self._paused or self._replacing
         for replica, each in enumerate(self._replicas):
-            if more or replica not in self._drawing:
+            if more or replica not in self._serving_replicas:
                 each.batcher.abandon()
             if held:
                 each.batcher.hold()
             else:
                 each.batcher.go_on()
-        _set(self._serving, bool(self._drawing))
-        _set(self._lost, not self._drawing)
+        _set(self._serving, bool(self._serving_replicas))
+        _set(self._lost, not self._serving_replicas)
 
-    def _tell(self, forget: bool = False) -> None:
-        """Like `_changed`, from the thread that updates weights; `forget` what replicas have read. Returns once it has
-        been done."""
+    def _apply_changes(self, forget: bool = False) -> None:
+        """Run `_changed` in the event loop, from the thread that updates weights, and wait for it. `forget` drops the
+        prefixes that replicas have read."""
 
         async def changed() -> None:
             if forget:
@@ -355,13 +358,13 @@ class EngineFleet:
         for replica, error in replicas.items():
             self._require_allowed(replica, error)
         for replica, error in replicas.items():
-            failure = self._start_anew(replica, error)
+            failure = self._restart(replica, error)
             while failure is not None:
                 self._require_allowed(replica, failure)
-                failure = self._start_anew(replica, failure)
-        self._tell()
+                failure = self._restart(replica, failure)
+        self._apply_changes()
 
-    def _start_anew(self, replica: int, died_of: CorerlError) -> CorerlError | None:
+    def _restart(self, replica: int, died_of: CorerlError) -> CorerlError | None:
         """Start a new process in place of a replica's; returns why it did not start, or None."""
         known = self._replicas[replica]
         with self._changing:
@@ -398,7 +401,7 @@ class EngineFleet:
                     each.serves = each.whole = False
                 elif whole:
                     each.whole = True
-        self._tell()
+        self._apply_changes()
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
@@ -432,7 +435,7 @@ class EngineFleet:
         `started` so many are not asked, and how those fail that have gone since is no matter."""
         try:
             with self._changing:
-                self._asking += 1
+                self._calls_in_progress += 1
                 asked = started or {replica: self._replicas[replica].started for replica in arguments}
                 there = {each: own for each, own in arguments.items() if self._replicas[each].started == asked[each]}
                 pending = self.processes.start_some(method, there)
@@ -441,7 +444,7 @@ class EngineFleet:
             raise self._failure or gone from None
         finally:
             with self._changing:
-                self._asking -= 1
+                self._calls_in_progress -= 1
                 self._changing.notify_all()
         failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
         for replica, error in failed.items():
@@ -469,8 +472,8 @@ class EngineFleet:
         Those that stay keep their assignments, and may be sampling meanwhile.
 
         New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
-        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others go on with what they
-        were drawing, and the samples are the same."""
+        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others continue their
+        rows, and the samples are the same."""
         _require_same(self.assignments, assignments)
         if len(assignments) > len(self):
             self._add(assignments[len(self) :], slots[len(self) :])
@@ -478,8 +481,8 @@ class EngineFleet:
             self._end_last(len(self) - len(assignments))
 
     def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
-        """Let processes whose machine is gone, and which `replace` is to start anew, be in other slots, with other
-        assignments; those that live keep theirs. Of more than are given the last ones end, as in `resize`."""
+        """Give processes of a lost machine, which `replace` restarts, other slots and assignments; those that live
+        keep theirs. Of more than are given the last ones end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:
@@ -512,7 +515,7 @@ class EngineFleet:
             for each in self._there[rest:]:
                 each.started += 1  # from now on they get no calls, and their deaths are none
                 each.serves, each.whole, each.died_of, each.restarts = False, False, None, 0
-        self._tell()
+        self._apply_changes()
         try:
             self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
         except WorkerDied as gone:  # all have
@@ -525,7 +528,7 @@ class EngineFleet:
     def _resized(self) -> None:
         for each in self._replicas:
             each.batcher.width = self._width(len(self))
-        self._tell()
+        self._apply_changes()
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -535,7 +538,7 @@ class EngineFleet:
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:
         """The results of the engines that answered within `timeout` seconds; a death counts as an answer."""
-        return self._fared(self.processes.answered(pending, timeout))
+        return self._note_received(self.processes.answered(pending, timeout))
 
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
         """Each live engine's `Engine.weight_sums`, by name."""
@@ -570,9 +573,9 @@ class EngineFleet:
         """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
         self.processes.kill()
         with self._changing:
-            self._changing.wait_for(lambda: not self._asking, END_SECONDS)
+            self._changing.wait_for(lambda: not self._calls_in_progress, END_SECONDS)
 
-    def _fared(self, answers: Mapping[int, Any]) -> dict[str, Received]:
+    def _note_received(self, answers: Mapping[int, Any]) -> dict[str, Received]:
         fared = {replica: _received(answer) for replica, answer in answers.items()}
         with self._changing:
             for replica, each in fared.items():
@@ -580,7 +583,7 @@ class EngineFleet:
                 known.serves = not each.error
                 if not each.error:
                     known.died_of = None  # a death reported for an earlier process
-        self._tell(forget=True)
+        self._apply_changes(forget=True)
         return {self.names[replica]: each for replica, each in fared.items()}
 
 

@@ -22,16 +22,16 @@ MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its po
 
 
 class PrefixRouter:
-    """Decides which replica draws which rows. For one thread.
+    """Decides which replica samples which rows. For one thread.
 
-    A replica caches the keys and values of what it has read and drawn until its weights change. Hence rows of one
+    A replica caches the keys and values of what it has read and generated until its weights change. Hence rows of one
     prompt stay together if shares then stay even to within a prompt; and a row that starts with a prompt, or a prompt
     and its response, that a replica has seen goes there again, such as the next turn of a conversation. Evenness is
-    counted in rows, including those still being drawn.
+    counted in rows, including those still being generated.
     """
 
     def __init__(self) -> None:
-        self._busy: Counter[int] = Counter()  # rows that each replica is drawing
+        self._busy: Counter[int] = Counter()  # rows in progress on each replica
         self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
         self._lengths: list[int] = []  # of these prefixes, ascending, each once
 
@@ -65,8 +65,8 @@ class PrefixRouter:
         return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
 
     @contextmanager
-    def drawing(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
-        """Count these rows per replica as being drawn while inside; what this yields ends that for one, earlier."""
+    def counted(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
+        """Count these rows per replica as in progress; yields a function that ends that for one replica early."""
         left = dict(rows)
         self._busy.update(left)
         try:
@@ -75,7 +75,7 @@ class PrefixRouter:
             self._busy.subtract(left)
             left.clear()
 
-    def drew(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
+    def remember(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
         prompts = np.diff(request.offsets)
         prompt = np.diff(_sums(request.tokens, request.offsets)[request.offsets])

@@ -22,7 +22,7 @@ class TransformersConfig:
 
 @frozen(kw_only=True)
 class FakeConfig:
-    vocab_size: int = option("tokens are drawn from [0, vocab_size)", default=16, validator=at_least(1))
+    vocab_size: int = option("tokens are sampled from [0, vocab_size)", default=16, validator=at_least(1))
 
 
 TRANSFORMERS = EngineSpec(

@@ -1,4 +1,4 @@
-"""End samples at texts: engines know only tokens, so what they draw is looked through part by part."""
+"""End samples at texts: engines know only tokens, so what they generate is searched part by part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from corerl.types import IntArray, offsets_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens of each row that are drawn before they are looked through, and tokens of a response for one more of them: what
+# Tokens of each row that are generated before they are searched, and tokens of a response for one more of them: what
 # follows a stop text is wasted, but each part waits for all rows and sends them again.
 PART = 64
 GROWTH = 8
@@ -124,31 +124,31 @@ def until_stop(
     on_finished: OnFinished = ignore,
 ) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
-    which grows with the response; an engine's noise does not depend on that, so these are the tokens that it would draw
-    at once."""
+    which grows with the response; an engine's noise does not depend on that, so these are the tokens of one whole
+    request."""
     done = Generation.nothing(request)
     while True:
         rest = continued(request, done)
         part = np.maximum(PART, rest.answered // GROWTH)
-        drawn = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
-        interrupted = bool(drawn.unfinished.any())  # the engine was paused
-        done = append(request, done, _ended(rest, drawn, stops))
+        generated = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
+        interrupted = bool(generated.unfinished.any())  # the engine was paused
+        done = append(request, done, _ended(rest, generated, stops))
         on_finished(len(rest) - int(done.unfinished.sum()))
         if interrupted or not done.unfinished.any():
             return done
 
 
-def _ended(request: GenerateRequest, drawn: Generation, stops: Stops) -> Generation:
-    """What was drawn for a part of each row: cut behind a stop text, or unfinished if only the part has ended."""
-    sizes = np.diff(drawn.offsets)
+def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Generation:
+    """The generated part of each row: cut behind a stop text, or unfinished if only the part has ended."""
+    sizes = np.diff(generated.offsets)
     kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
-    responses = np.split(drawn.tokens, drawn.offsets[1:-1])
+    responses = np.split(generated.tokens, generated.offsets[1:-1])
     for row, (tokens, answered, said) in enumerate(zip(request.by_row(), request.answered, responses, strict=True)):
         before = tokens[len(tokens) - answered :]
         if (end := stops.end([*before.tolist(), *said.tolist()], int(answered))) is not None:
             kept[row], stopped[row] = end - answered, True
-    goes_on = drawn.truncated & ~stopped & (sizes < request.left)
-    experts = drawn.routed_experts
+    goes_on = generated.truncated & ~stopped & (sizes < request.left)
+    experts = generated.routed_experts
     if experts is not None:
         prompts = np.diff(request.offsets)
         experts = experts[_first(prompts + sizes, prompts + kept)]
@@ -156,13 +156,13 @@ def _ended(request: GenerateRequest, drawn: Generation, stops: Stops) -> Generat
         experts[ends] = -1  # as of a row's last token, which no pass has read
     chosen = _first(sizes, kept)
     return evolve(
-        drawn,
-        tokens=drawn.tokens[chosen],
+        generated,
+        tokens=generated.tokens[chosen],
         offsets=offsets_of(kept),
-        logprobs=drawn.logprobs[chosen],
-        versions=drawn.versions[chosen],
-        truncated=drawn.truncated & ~stopped & ~goes_on,
-        unfinished=(drawn.unfinished & ~stopped) | goes_on,
+        logprobs=generated.logprobs[chosen],
+        versions=generated.versions[chosen],
+        truncated=generated.truncated & ~stopped & ~goes_on,
+        unfinished=(generated.unfinished & ~stopped) | goes_on,
         routed_experts=experts,
     )
 

@@ -316,7 +316,7 @@ class Draw(LogitsProcessor):
         self._begun = begun  # [R] response tokens that exist already
         self._params = params
         self._vocabulary = vocabulary
-        self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the drawn token, of logits / temperature
+        self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the sampled token, of logits / temperature
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """[R, length so far], [R, V] -> [R, V]"""
@@ -329,8 +329,8 @@ class Draw(LogitsProcessor):
             perturbed = keep_likeliest(logprobs, self._params.top_p, self._params.top_k)
             # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
             perturbed = perturbed + gumbel(self._keys, self._begun + len(self.logprobs), scores.shape[-1])
-        drawn = perturbed.argmax(dim=-1, keepdim=True)
-        self.logprobs.append(logprobs.gather(1, drawn)[:, 0])
+        sampled = perturbed.argmax(dim=-1, keepdim=True)
+        self.logprobs.append(logprobs.gather(1, sampled)[:, 0])
         return perturbed
 
 

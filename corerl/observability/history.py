@@ -85,7 +85,7 @@ class History:
         return [f"means of {few} steps" if few > 1 else "", "start", "end"], ends
 
     def recent(self, name: str, steps: int) -> float:
-        """The average of a metric per step, over the last `steps` steps that ended. `time/step` tells which ended, and
+        """The average of a metric per step, over the last `steps` steps that ended. `time/step` says which ended, and
         only those that this history knows count."""
         ended, _ = self.series("time/step")
         if not ended:

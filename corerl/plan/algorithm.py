@@ -218,8 +218,6 @@ def notices_of_sampling(config: Config) -> Iterator[str]:
     rollout, reward, part = config.rollout, config.reward, config.algorithm.dynamic_sampling_on
     if config.algorithm.dynamic_sampling and has_several_parts(reward) and not part:
         yield f"algorithm.dynamic_sampling: {BY_ALL_PARTS}"
-    if part and config.run.trains and not config.algorithm.dynamic_sampling:
-        yield f"algorithm.dynamic_sampling_on: {part!r}, but algorithm.dynamic_sampling=0 drops no groups"
     cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
     if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
         yield (

@@ -49,9 +49,11 @@ def unmet(config: Config) -> Iterator[str]:
         if not _is_set(attribute, value) or path.startswith(unread):
             continue
         shown = "it" if attrs.has(type(value)) else short_repr(value)
+        # What is unset may be a number that the algorithm has set.
+        off = "set this to 0" if attribute.default is None and isinstance(value, int) else "remove this"
         for need in attribute.metadata.get("needs", ()):
             if need.value in (None, value) and (why := _unmet(need, path, config)):
-                yield f"{path}: {shown} {why}"
+                yield f"{path}: {shown} {why}, or {off}"
 
 
 def _unmet(need: Need, path: str, config: Config) -> str:
@@ -63,10 +65,10 @@ def _unmet(need: Need, path: str, config: Config) -> str:
         return ""
     given = f"{other}={short_repr(value)}" if not attrs.has(type(value)) else other
     if need.unwanted:
-        return f"does not go with {given}; change that, or remove this"
+        return f"does not go with {given}; change that"
     now = "unset" if value is None else short_repr(value)
     wanted = f"{other} to be {' or '.join(map(repr, need.values))}" if need.values else other
-    return f"needs {wanted}, which is {now}; set that, or remove this"
+    return f"needs {wanted}, which is {now}; set that"
 
 
 def _settings(table: Any, path: str = "") -> Iterator[tuple[str, attrs.Attribute[Any], Any]]:

@@ -137,7 +137,7 @@ def _plan_run(config: Config, damaged: Faults, before: Answers, *, starting: boo
     listed = len(config.chosen_extensions)
     config, plugins = _settled(with_extensions(config), problems)
     _check(contradictions(config), config, plugins, problems)
-    models: Mapping[str, RoleModel] = load_models(config, list(config.chosen_roles), plugins, problems)
+    models = load_models(config, list(config.chosen_roles), plugins, problems)
     tokenizer = load_tokens(config.model, models, problems)
     if ACTOR in models:
         problems.add(*against_replay(config.algorithm.routing_replay, models[ACTOR]))
@@ -296,9 +296,7 @@ def _check(lines: Iterable[str], config: Config, plugins: Plugins, problems: Pro
         problems.add(*against_algorithm(config, plugins))
 
 
-def _built(
-    models: Mapping[str, RoleModel], config: Config, plugins: Plugins, problems: Problems
-) -> Mapping[str, RoleModel]:
+def _built(models: dict[str, RoleModel], config: Config, plugins: Plugins, problems: Problems) -> dict[str, RoleModel]:
     """The models on meta, unless it is not known what they are for."""
     if not _is_known(config, plugins):
         return models
@@ -402,7 +400,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
 
 
 # Of an algorithm's settings, those that a whole run alone has a use for: with engines, or with the samples of a step.
-OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling")
+OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling", "dynamic_sampling_on")
 
 
 def _alone(config: Config) -> Config:

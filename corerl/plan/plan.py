@@ -50,11 +50,11 @@ class RolloutPlan:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     template_options: Mapping[str, Any]  # of the tokenizer's chat template
-    check: PromptCheck | None  # of each prompt that is drawn; None if the run draws none
+    check: PromptCheck | None  # of each prompt that is sampled; None if the run samples none
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     reward: Reward
     params: SamplingParams
-    attempts: int  # batches drawn at most to replace groups of equal rewards; 0: they are kept
+    attempts: int  # batches sampled at most to replace groups of equal rewards; 0: they are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
     sampler: MakeSampler
     postprocess: Callable[[ScoredRollout], Any] | None

@@ -53,7 +53,7 @@ class ProcessPlan:
     device: str  # cpu or cuda
     roles: Mapping[str, RolePlan]  # the actor first
     engine: EnginePlan | None  # None if nothing is sampled
-    adapters_apart: bool  # the engines hold the actor's adapters beside its weights
+    separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
     transport: str  # for weight updates
@@ -124,7 +124,7 @@ def plan_processes(
         return None
     return ProcessPlan(
         device=device,
-        adapters_apart=adapters_apart(config),
+        separate_adapters=separate_adapters(config),
         roles=plans,
         engine=engine_plan,
         sharing=offloaded(config, device),
@@ -200,7 +200,7 @@ def engine_context(config: Config, *, device: str, context_length: int, bundles:
         bundles=bundles,
         run_dir=str(run_dir),
         weights=config.weights,
-        lora=config.lora if adapters_apart(config) else None,
+        lora=config.lora if separate_adapters(config) else None,
     )
 
 
@@ -241,14 +241,14 @@ def require_form(config: Config, engine: Loaded) -> None:
     sent, taken = config.weights.quantize, engine.spec.quantized
     if sent not in taken:
         raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
-    if adapters_apart(config) and not engine.spec.adapters:
+    if separate_adapters(config) and not engine.spec.adapters:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
             "it to 'merged'"
         )
 
 
-def adapters_apart(config: Config) -> bool:
+def separate_adapters(config: Config) -> bool:
     return config.lora is not None and config.weights.lora == "adapter"
 
 

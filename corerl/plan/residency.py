@@ -83,8 +83,8 @@ def residency_plan(
 def offloaded(config: Config, device: str) -> tuple[str, ...]:
     """The roles that share devices with engines and take turns with them in device memory."""
     offload = config.cluster.offload
-    apart = config.cluster.placement != "colocated" or not config.run.samples
-    if apart or offload == "never" or (offload == "auto" and device != "cuda"):
+    separate = config.cluster.placement != "colocated" or not config.run.samples
+    if separate or offload == "never" or (offload == "auto" and device != "cuda"):
         return ()
     return tuple(role for role in config.chosen_roles if role not in config.own_devices)
 

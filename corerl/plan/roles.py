@@ -49,7 +49,7 @@ class RolePlan:
     backend: Loaded
     assignments: tuple[Assignment, ...]  # one per rank
     data_parallel: int  # number of data-parallel groups, according to the backend's spec
-    cluster: ClusterInfo = field(repr=False)  # what the spec was told
+    cluster: ClusterInfo = field(repr=False)  # what the spec's check was given
     environment: Mapping[str, str] = field(repr=False)  # of its processes, before they import anything
     resources: Resources  # per rank
     objective: Objective | None = CLIPPED  # as the run's algorithm says; None for a frozen role

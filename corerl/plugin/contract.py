@@ -13,7 +13,7 @@ from typing import Any
 
 import pluggy
 
-from corerl.errors import ContractError, CorerlError, HookFailed, NoPlaces, WorkerDied
+from corerl.errors import ContractError, CorerlError, HookFailed, InsufficientResources, WorkerDied
 from corerl.messages import nearest, one_line
 from corerl.plugin import hooktrace
 from corerl.plugin.hookspecs import REQUIRED, Hooks
@@ -128,7 +128,7 @@ def ask_each(
             continue
         try:
             answer = _call(manager, hook, impl, arguments)
-        except (WorkerDied, NoPlaces):
+        except (WorkerDied, InsufficientResources):
             raise
         except CorerlError as error:
             error.add_note(f"raised in {hook} of {impl.plugin_name}")

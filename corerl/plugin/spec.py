@@ -193,7 +193,7 @@ class BackendSpec(Spec):
     # The number of data-parallel shares of a step's samples, every rank's `ParallelLayout.dp_size`: fewer than ranks
     # if several share one (tensor, pipeline or context parallelism). Called only if `check` finds no problem.
     data_parallel: Callable[[Any, ClusterInfo], int] = all_ranks
-    # What a rank needs on its device; None if the backend cannot tell. Called only if `check` finds no problem.
+    # What a rank needs on its device; None if unknown. Called only if `check` finds no problem.
     memory: Callable[[Any, ClusterInfo, ModelSize], RankMemory] | None = None
     # The slow paths that a role takes; called by `corerl-forecast`, only on GPUs, and if `check` finds no problem.
     # `slow_attention` yields those of `corerl.ops.packed_attention`.
@@ -224,8 +224,8 @@ class EngineSpec(Spec):
     probe: Callable[[], Iterable[Finding]] = nothing
     # The values of `weights.quantize` that it takes. "fp8" means the tensors of `corerl.weights.quantize`.
     quantized: tuple[str, ...] = ("none",)
-    # Whether it holds adapters apart from the weights, by the names of `corerl.weights.adapters`: in one update with
-    # these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
+    # Whether it holds adapters separately from the weights, by the names of `corerl.weights.adapters`: in one update
+    # with these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
     # Called in the engine's process with the options and the EngineContext, before the implementation and what that
     # needs are imported: begins what takes long by itself, such as a server, and returns it for `EngineContext.begun`.

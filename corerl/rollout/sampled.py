@@ -123,7 +123,7 @@ class SampledRollouts(Source):
     # Since the last step was handed out:
     _scores: list[Scores] = field(factory=list, init=False)
     _waited: float = field(default=0.0, init=False)  # seconds
-    _dull: int = field(default=0, init=False)  # tasks that were set aside
+    _useless: int = field(default=0, init=False)  # tasks that were set aside
     _stale_samples: int = field(default=0, init=False)
     _stale_tokens: int = field(default=0, init=False)
 
@@ -146,7 +146,11 @@ class SampledRollouts(Source):
         self._complete, self._waited = None, 0.0
         self._step += 1
         if self.in_order and self.max_staleness and self._step < self.steps:
-            self._start_step(ahead=True)
+            try:
+                self._start_step(ahead=True)
+            except CorerlError as error:  # of one of its prompts: this step can be trained on all the same
+                self._failure = self._failure or error
+                self.stream.restore(self._begins)
         return evolve(scored, seconds=seconds)
 
     async def arrived(self) -> Arrived | None:
@@ -260,7 +264,7 @@ class SampledRollouts(Source):
             return
         if not self.in_order and not task.useful.all():
             self._set_aside.append(task)
-            self._dull += 1
+            self._useless += 1
             del self._in_flight[task.number]  # another one is started in its place
             return
         self._ready.append(task)
@@ -289,7 +293,7 @@ class SampledRollouts(Source):
         if self.in_order:
             return len(self._ready) == len(self._in_flight)
         ready = len(self._ready)
-        if self.refill is not None and self._dull + ready >= (1 + self.refill.attempts) * self.prompts:
+        if self.refill is not None and self._useless + ready >= (1 + self.refill.attempts) * self.prompts:
             ready += len(self._set_aside)
         return ready >= self.prompts and (not self.waits or self._others_in_time)
 
@@ -342,7 +346,7 @@ class SampledRollouts(Source):
             self._in_flight.pop(task.number, None)
         self._ready = self._ready[len(tasks) :]
         self._set_aside, self._scores = [], []
-        self._arrived = self._dull = self._stale_samples = self._stale_tokens = 0
+        self._arrived = self._useless = self._stale_samples = self._stale_tokens = 0
         return scored
 
     def _seconds(self, tasks: list[PromptTask]) -> dict[str, float]:
@@ -357,11 +361,11 @@ class SampledRollouts(Source):
             counts = {"stale_samples": self._stale_samples, "stale_tokens": self._stale_tokens}
         if self.refill is None:
             return counts
-        useful, dull = sum(int(task.useful.sum()) for task in tasks), self._dull
+        useful, useless = sum(int(task.useful.sum()) for task in tasks), self._useless
         if self.in_order:
-            dull = sum(len(task.prompts) for task in tasks) - useful
+            useless = sum(len(task.prompts) for task in tasks) - useful
             counts = {"attempts": len(tasks)}
-        counts["groups_set_aside"] = dull
+        counts["groups_set_aside"] = useless
         if self.in_order:
             counts["groups_unused"] = max(useful - self.prompts, 0)
         return {**counts, "groups_missing": max(self.prompts - useful, 0)}

@@ -129,7 +129,7 @@ class SamplerContext:
 
 
 class Sampler(ABC):
-    """Turns prompts into samples. A run makes one in its driver, with the options of its table; `draw` runs in the
+    """Turns prompts into samples. A run makes one in its driver, with the options of its table; `generate` runs in the
     event loop of the engines, for as many batches side by side as the run's source asks for."""
 
     def __init__(self, options: Any, context: SamplerContext) -> None:
@@ -137,7 +137,7 @@ class Sampler(ABC):
         self.options, self.context = options, context
 
     @abstractmethod
-    async def draw(
+    async def generate(
         self,
         prompts: Sequence[Prompt],
         request: GenerateRequest,
@@ -145,7 +145,7 @@ class Sampler(ABC):
         ahead: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        """Draw what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
+        """Sample what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
         sample. `ahead`: nobody waits for it yet. `on_tokens` gets all that is generated, piece by piece. Cancelled when
         the run ends, or drops these prompts."""
 
@@ -162,8 +162,8 @@ class Sampler(ABC):
         attempt: int = 0,
         ahead: bool = False,
     ) -> Rollout:
-        """Draw `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt and
-        the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
+        """Sample `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt
+        and the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
@@ -179,10 +179,10 @@ class Sampler(ABC):
         ahead: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        """What `draw` returns, checked. Raises PluginBroken if that is no rollout of these prompts and this request."""
-        rollout = await self.draw(prompts, request, ahead=ahead, on_tokens=on_tokens)
+        """Call `generate`, and raise PluginBroken if it returns no rollout of these prompts and this request."""
+        rollout = await self.generate(prompts, request, ahead=ahead, on_tokens=on_tokens)
         if fault := _fault(rollout, len(prompts), request):
-            raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.draw returned {fault}")
+            raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.generate returned {fault}")
         return rollout
 
     def request(
@@ -241,7 +241,7 @@ class PromptSampler(Sampler):
         super().__init__(options, context)
         self._openings = Openings(context.tokenizer)
 
-    async def draw(
+    async def generate(
         self,
         prompts: Sequence[Prompt],
         request: GenerateRequest,

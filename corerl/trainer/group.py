@@ -310,9 +310,9 @@ class TrainGroup:
         ContractError if ranks disagree, and Unsupported if the role sends no adapters."""
         return self._add(self._start("manifest", adapters), partial(common_manifest, role=self.role))
 
-    def meeting(self, address: Address) -> Address:
-        """The address of an update with a fresh meeting point, of which an unguessable token is part; and a socket in
-        the first rank if the transport joins senders and receivers in a group."""
+    def rendezvous(self, address: Address) -> Address:
+        """The address of an update with a fresh rendezvous: an unguessable token, and a socket in the first rank if the
+        transport joins senders and receivers in a group."""
         address = evolve(address, token=secrets.token_hex(16))
         if not transport_named(address.transport).joins or not address.engines:
             return address
@@ -324,8 +324,8 @@ class TrainGroup:
     ) -> Future[UpdateResult]:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
-        in `engines`, and after that the next update needs another `meeting`; with `verify`, `sums` has the bit sums of
-        each sent tensor (`corerl.weights.verify`). With `adapters`, these alone are sent, to engines that hold all
+        in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
+        of each sent tensor (`corerl.weights.verify`). With `adapters`, these alone are sent, to engines that hold all
         other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters), updated)
@@ -342,7 +342,7 @@ class TrainGroup:
 
     def save(self, path: str, step: Step, *, background: bool = False) -> Future[int]:
         """Write this role's part into the directory `path`; returns bytes. In the background it is copied to the host
-        first, and `saved` tells when it is complete; one to disk and one to memory (/dev/shm) may be in flight."""
+        first, and `saved` returns whether it is complete; one to disk and one to memory (/dev/shm) may be in flight."""
         self._require_trained("save")
         self._require_step("save", step)
         saving = self._start("save", path, step, background, at=_at(step))

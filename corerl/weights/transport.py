@@ -3,7 +3,7 @@
 The driver controls an update, and the transport carries its data:
 
     driver    starts `TrainGroup.update_weights` and `Engine.receive` at once, both with the same Address; their results
-              say how the update ended; meanwhile it tells ranks which engines have failed (`TrainGroup.engine_failed`)
+              say how the update ended; meanwhile it reports failed engines to the ranks (`TrainGroup.engine_failed`)
     rank      sender.open(manifest, version); for each bucket gather into sender.acquire_buffer(...) and
               sender.send(bucket, flat); sender.finish()
     engine    for bucket, flat in receiver.buckets(manifest, version): load

@@ -286,7 +286,7 @@ def test_slots_of_a_lost_machine_follow_their_bundles(
     room.begin({"actor": 4, "engines": 2})
     before = {name: list(slots) for name, slots in room.items()}
     on(moves, ["node 2", "node 3", "node 1", "node 1"])
-    room.look()
+    room.poll()
     assert [(slot.node, slot.devices, slot.neighbors) for slot in room["actor"]] == [
         *(("node 2", ("7",), 1), ("node 3", ("7",), 1)),
         *(("node 1", ("0",), 2), ("node 1", ("1",), 2)),
@@ -300,7 +300,7 @@ def test_smaller_groups_fit_on_what_is_left(moves: dict[tuple[str, int], str], m
     room = rooms_of(monkeypatch, 2)
     room.begin({"actor": 4, "engines": 2})
     on(moves, ["", "node 0", "node 1", "node 1"])  # of one, Ray has not said yet that it is no more
-    room.look()
+    room.poll()
     assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
     assert [slot.lost for slot in room["engines"]] == [True, False]
     living = room["engines"][1]
@@ -369,7 +369,7 @@ def test_a_bundle_with_a_silent_gpu_is_lost(moves: dict[tuple[str, int], str], m
     room = rooms_of(monkeypatch, 2)
     room.begin({"actor": 3})
     on(moves, ["node 8", "node 9", "node 1"])
-    room.look()
+    room.poll()
     assert [(slot.node, slot.lost) for slot in room["actor"]] == [
         *(("node 0", True), ("node 9", False), ("node 1", False))
     ]
@@ -380,5 +380,5 @@ def test_a_bundle_with_a_silent_gpu_is_lost(moves: dict[tuple[str, int], str], m
     assert room.reserved == [3, 1]  # as the silent one is not used
     assert probed == [{0: "node 8", 1: "node 9"}]  # not twice, which may take long
     on(moves, ["node 5", "node 9", "node 1"])
-    room.look()
+    room.poll()
     assert probed[1:] == [{0: "node 5"}] and room.count({"GPU": 1.0}) == (4, 2, 0)

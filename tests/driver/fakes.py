@@ -119,7 +119,7 @@ class Group:
         self.waited = timeout
         return self.fared if self.answers else {}
 
-    def meeting(self, address: Address) -> Address:
+    def rendezvous(self, address: Address) -> Address:
         return evolve(address, token="another")
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:

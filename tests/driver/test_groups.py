@@ -18,7 +18,15 @@ from corerl.driver.control import Control
 from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
 from corerl.driver.updates import WeightUpdates
-from corerl.errors import ConfigError, CorerlError, HookFailed, NoPlaces, ResizeFailed, UserError, WorkerDied
+from corerl.errors import (
+    ConfigError,
+    CorerlError,
+    HookFailed,
+    InsufficientResources,
+    ResizeFailed,
+    UserError,
+    WorkerDied,
+)
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ProcessPlan
@@ -67,7 +75,7 @@ class Ranks(Group):
     def manifest(self) -> Future[Any]:
         return Future(self, lambda timeout: True, lambda: f"manifest of {len(self.layouts)} ranks")
 
-    def meeting(self, address: Address) -> Address:
+    def rendezvous(self, address: Address) -> Address:
         return evolve(address, token=f"met by {len(self.layouts)} ranks")
 
 
@@ -127,7 +135,7 @@ class Rooms(Mapping[str, Sequence[Slot]]):
     def __len__(self) -> int:
         return len(self.slots)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.log.append("look")
         if not self.gone:
             return
@@ -422,7 +430,7 @@ def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None
     case.control.failed("a rank has died", ranks=True)  # on a machine that is there
     assert [failure.lost for failure in silent.heard] == [{}] and told(case.ears) == []
     case.room.gone = {0}
-    with pytest.raises(NoPlaces) as caught:
+    with pytest.raises(InsufficientResources) as caught:
         case.control.failed("a rank has died", ranks=True)
     assert caught.value.message == (
         "processes without a place: 1 of actor, 1 of critic, 1 of engines; to go on with spare machines, or in smaller "

@@ -17,10 +17,10 @@ from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.cluster.process import CallResult
 from corerl.driver import launch as driver
 from corerl.driver.launch import (
+    emit_call,
     launch,
     make_fleet,
     start_all,
-    tell_of,
 )
 from corerl.driver.progress import Progress
 from corerl.errors import (
@@ -92,12 +92,12 @@ def test_a_finished_call_is_reported_with_both_sides_times() -> None:
     spans = (Span(name="optimizer", started=3.0, ended=4.0),)
     waits = (Span(name="all_reduce", started=3.5, ended=3.75),)
     done = CallResult(value="much", started=2.0, ended=4.0, method="train", lane=1, spans=spans, waits=waits)
-    tell_of(telling, "actor rank 0", pending, done)
+    emit_call(telling, "actor rank 0", pending, done)
     whole = CallFinished(
         process="actor rank 0", verb="train", call="train at optimizer step 2", asked=1.0, started=2.0, ended=4.0,
         lane=1, spans=spans, waits=waits,
     )  # fmt: skip
-    tell_of(telling, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
+    emit_call(telling, "actor rank 0", pending, evolve(done, value=None, error=SaveFailed("disk full")))
     assert hears.heard == [whole, evolve(whole, error="disk full")]
 
 
@@ -284,6 +284,17 @@ def test_the_time_of_an_evaluation_includes_its_start(tmp_path: Path, monkeypatc
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------
+
+
+def test_a_death_that_ends_the_run_comes_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(plan: object, progress: Progress, *_: Any) -> None:
+        progress.step = 4
+        raise WorkerDied("engine-0: its process died during generate")
+
+    monkeypatch.setattr(driver, "_start", dies)
+    with pytest.raises(WorkerDied) as raised:
+        execute_here(small(tmp_path))
+    assert raised.value.__notes__ == ["the run ended in step 5"]
 
 
 class Saves:

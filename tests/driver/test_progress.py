@@ -65,7 +65,7 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
     )
     with progress.phase("train"):
         assert beat(progress, hears) == PhaseProgress(name="train", step=2, seconds=0.0)  # begins anew
-    progress.tell(RunFinished(reason="finished", steps_done=2, seconds=4.0))
+    progress.emit(RunFinished(reason="finished", steps_done=2, seconds=4.0))
     assert beat(progress, hears) == RunFinished(reason="finished", steps_done=2, seconds=4.0)
 
 

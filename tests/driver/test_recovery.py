@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.recovery import Recovery, RestartPoint
-from corerl.errors import CheckpointError, DataError, NoPlaces, SaveFailed, WorkerDied
+from corerl.errors import CheckpointError, DataError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
 
@@ -125,7 +125,7 @@ def test_restarts_without_a_new_step_are_limited() -> None:
 def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
     def refuse(groups: Groups, message: str) -> None:
         assert message == "one"
-        raise NoPlaces("roles.actor.ranks: devices are left for 0 of 2")
+        raise InsufficientResources("roles.actor.ranks: devices are left for 0 of 2")
 
     case = make(failed=refuse)
     with pytest.raises(WorkerDied) as caught:

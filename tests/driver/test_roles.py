@@ -10,7 +10,7 @@ from attrs import evolve
 from corerl.algorithms.schedules import learning_rate
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
-from corerl.driver.roles import Role, ScheduleStand, resume_schedules
+from corerl.driver.roles import Role, ScheduleState, resume_schedules
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
 
@@ -100,7 +100,7 @@ def resumed_at(
         return role("actor", config=make_config(run={"steps": 40}, train=table), optimizer_step=step)
 
     earlier, later = of(before), of(now)
-    earlier.stand = ScheduleStand(**state["schedules"]["actor"]) if state else None
+    earlier.schedule_state = ScheduleState(**state["schedules"]["actor"]) if state else None
     config = make_config(run={"steps": 40}, train=to_plain(earlier.train))
     lines = resume_schedules({"config": to_plain(config), "rollout_step": rollout_step, **(state or {})}, [later])
     return earlier, later, lines
@@ -130,9 +130,9 @@ def test_the_rate_continues_with_other_mini_batches_or_epochs(
 def test_a_schedule_that_was_continued_once_is_continued_again() -> None:
     two, four, one = ({"mini_batches": n, "schedule": {"decay": "linear"}} for n in (2, 4, 1))
     _, second, _ = resumed_at(10, 20, two, four)
-    state = {"schedules": {"actor": attrs.asdict(second.stand)}}
+    state = {"schedules": {"actor": attrs.asdict(second.schedule_state)}}
     earlier, same, lines = resumed_at(15, 40, four, four, state)
-    assert lines == [] and same.stand == second.stand
+    assert lines == [] and same.schedule_state == second.schedule_state
     assert [same.lr(step) for step in range(40, 140)] == [second.lr(step) for step in range(40, 140)]
     _, third, lines = resumed_at(15, 40, four, one, state)
     assert lines == [] and third.lr(40) == second.lr(40) == earlier.lr(40)

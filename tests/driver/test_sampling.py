@@ -41,7 +41,7 @@ class Asked(Sampler):
 
     closed = False
 
-    async def draw(self, prompts: Any, request: Any, **_: Any) -> Any:
+    async def generate(self, prompts: Any, request: Any, **_: Any) -> Any:
         raise AssertionError
 
     def close(self) -> None:

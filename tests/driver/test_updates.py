@@ -12,7 +12,7 @@ from attrs import evolve
 from corerl.calls import Future
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
-from corerl.errors import NoPlaces, WeightUpdateError, WorkerDied
+from corerl.errors import InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
@@ -221,7 +221,7 @@ def test_without_a_device_the_engines_death_is_the_error() -> None:
     updates, *_ = after_one({"engine-1": DEAD})
 
     def refuse(message: str) -> None:
-        raise NoPlaces("rollout.replicas: devices are left for 0 of 2")
+        raise InsufficientResources("rollout.replicas: devices are left for 0 of 2")
 
     with pytest.raises(WorkerDied) as caught:
         push(updates, places=refuse)

@@ -39,7 +39,7 @@ def serve(fleet: EngineFleet, work: Coroutine[Any, Any, Any], ensure: Callable[[
     future = fleet.loop.begin(work)
     try:
         while not fleet.wait(future):
-            with fleet.renewing():
+            with fleet.replacing():
                 ensure()
         return future.result()
     except BaseException:

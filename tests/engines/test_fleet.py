@@ -366,7 +366,7 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
         assert list(fleet.died) == ["engine-0", "engine-1"]
         fleet.replace(fleet.died)
         served.append(fleet.serves(0))
-        fleet._fared(dict.fromkeys(range(2), Received(version=1, bytes=0)))
+        fleet._note_received(dict.fromkeys(range(2), Received(version=1, bytes=0)))
 
     assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
     assert served == [False] and scripted.log == ["replace 0", "replace 1"]
@@ -403,16 +403,16 @@ def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
     given_up = loop.begin(fleet.generate(REQUEST))
     assert sized.drawing.acquire(timeout=60.0)
     given_up.cancel()
-    anew = loop.begin(fleet.begin_anew())
+    anew = loop.begin(fleet.reset())
     assert sized.paused.wait(60.0)
     assert not anew.done()  # until nothing is drawn
     sized.gates.pop(0).set()
     anew.result(60.0)
-    loop.run(fleet.begin_anew())  # nothing is drawn, so nothing is asked
+    loop.run(fleet.reset())  # nothing is drawn, so nothing is asked
     assert sized.log == ["pause", "resume"] and len(sized.asked) == 1
     assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
     loop.run(fleet.pause())
-    loop.run(fleet.begin_anew())  # whoever paused is gone
+    loop.run(fleet.reset())  # whoever paused is gone
     assert sized.log[2:] == ["pause", "resume"]
 
 
@@ -465,7 +465,7 @@ def resize(fleet: EngineFleet, count: int) -> None:
 
 
 def updated(fleet: EngineFleet, version: int = 1) -> None:
-    fleet._fared(dict.fromkeys(range(len(fleet)), Received(version=version, bytes=0)))
+    fleet._note_received(dict.fromkeys(range(len(fleet)), Received(version=version, bytes=0)))
 
 
 def test_resizing_does_not_change_samples(loop: EventLoop) -> None:

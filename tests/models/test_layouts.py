@@ -148,7 +148,7 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_taken_as_long_a
     rope: dict[str, Any], positions: int
 ) -> None:
     config = AutoConfig.for_model(**{**LLAMA, "max_position_embeddings": positions, "rope_parameters": rope})
-    policy, (short, full, longer) = policy_of(drawn_model(config), "packed"), drawn(10, 32, 33)
+    policy, (short, full, longer) = policy_of(drawn_model(config), "auto"), drawn(10, 32, 33)
     alone, beside = (passed(policy, rows)[Output.LOGPROBS][:10] for rows in ([short], [short, full]))
     torch.testing.assert_close(beside, alone, rtol=0, atol=1e-5)
     with pytest.raises(ModelError, match=r"^LlamaForCausalLM .* has more than 32 tokens, and one has 33; use shorter"):

@@ -278,8 +278,6 @@ def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
     assert (
         told(parts, dynamic_sampling=3, dynamic_sampling_on="right") == told(RewardConfig(), dynamic_sampling=3) == []
     )
-    (line,) = told(parts, dynamic_sampling=0, dynamic_sampling_on="right")
-    assert line == "algorithm.dynamic_sampling_on: 'right', but algorithm.dynamic_sampling=0 drops no groups"
 
 
 def test_a_frozen_role_is_passed_through_and_not_trained() -> None:

@@ -68,6 +68,8 @@ algorithm.overlong_buffer=5                               | algorithm.overlong_b
 algorithm.loss=cliped                                     | algorithm.loss             | cliped
 algorithm.advantages=no_such_module:f                     | algorithm.advantages       | no_such_module
 algorithm.postprocess=no_such_module:f                    | algorithm.postprocess      | no_such_module
+algorithm.dynamic_sampling_on=x                           | algorithm.dynamic_sampling_on | 'x'
+algorithm.name=dapo rollout.source=streamed               | algorithm.dynamic_sampling | change that, or set this to 0
 algorithm.dynamic_sampling=2 algorithm.dynamic_sampling_on=x | algorithm.dynamic_sampling_on | no part
 algorithm.name=ppo                                        | roles.critic               | needs a critic
 roles.critic.ranks=1                                      | roles.critic               | uses no critic

@@ -13,7 +13,7 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.advantages import spread
-from corerl.data.prompts import Prompt
+from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.rewards.base import Reward, Scorer, Scores, Scoring
@@ -24,7 +24,18 @@ from corerl.rollout.source import Arrived
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, at_once
-from tests.rollout.sampling import PARAMS, PROMPTS, REWARD, SAMPLES, assert_same, indices, source, stream, versions
+from tests.rollout.sampling import (
+    PARAMS,
+    PROMPTS,
+    REWARD,
+    SAMPLES,
+    assert_same,
+    indices,
+    source,
+    stream,
+    upcoming,
+    versions,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -335,6 +346,23 @@ def test_a_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> N
             raise AssertionError("it must not come to this")
     assert begun.position.keys() == {"rollout_step", "prompts"}
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
+        engines.next(begun)
+    begun.close()
+
+
+def test_a_step_is_handed_out_before_an_unreadable_prompt_ahead(engines: Engines) -> None:
+    def check(prompt: Prompt) -> str:
+        if prompt.index == wanted[PROMPTS + 1]:
+            raise DataError("it has no tokens")
+        return ""
+
+    wanted = upcoming(2 * PROMPTS)
+    begun = ahead(engines, stream=PromptStream(SortDigits(held_out=10, seed=7), seed=7, check=check))
+    assert indices(engines.next(begun)) == wanted[:PROMPTS]
+    begins = stream()
+    begins.restore(begun.position["prompts"])
+    assert [prompt.index for prompt in begins.take(PROMPTS)] == wanted[PROMPTS:]
+    with pytest.raises(DataError, match="it has no tokens"):
         engines.next(begun)
     begun.close()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import frozen
 
+from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.driver.run import Summary
@@ -142,6 +143,23 @@ def test_one_step_off_samples_with_the_weights_before_the_last_step(ran: Ran) ->
     assert [line["train/loss"] for line in lines] == pytest.approx(bare.losses, rel=LOSS.relative, abs=LOSS.absolute)
     assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0, 1.0]
     assert weights_apart(masters(ran.directory, STEPS), bare.weights) < WEIGHTS_L2
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(ran: Ran, tmp_path: Path) -> None:
+    step = 2
+    checkpoint = ran.directory / f"checkpoints/step-{step:08d}"
+    assert read_state(checkpoint)["source"].keys() == {"rollout_step", "prompts", "sampled"}
+    execute_here(small(tmp_path, *overrides(ran.model), f"checkpoint.resume={checkpoint}"))
+    assert numbers(tmp_path / "run") == numbers(ran.directory)[step:]
+    for number in range(step, STEPS):
+        name = f"rollouts/step-{number:08d}.npz"
+        with np.load(tmp_path / "run" / name) as found, np.load(ran.directory / name) as wanted:
+            assert [each for each in wanted.files if not np.array_equal(found[each], wanted[each])] == []
+    last = f"checkpoints/step-{STEPS:08d}/actor/rank-00000.safetensors"
+    assert (tmp_path / "run" / last).read_bytes() == (ran.directory / last).read_bytes()
 
 
 # ---- prompt by prompt ----

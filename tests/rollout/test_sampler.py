@@ -148,7 +148,7 @@ def test_only_samples_that_are_waited_for_are_urgent() -> None:
 
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
-    ahead = asyncio.run(sampler.draw(PROMPTS, request, ahead=True, on_tokens=drawn.append))
+    ahead = asyncio.run(sampler.generate(PROMPTS, request, ahead=True, on_tokens=drawn.append))
     awaited = sample(sampler)
     assert engine.asked == [(False, None), (True, told)]
     assert len(drawn) == 1 and drawn[0] is FOUR
@@ -158,8 +158,8 @@ def test_only_samples_that_are_waited_for_are_urgent() -> None:
 class Faulty(PromptSampler):
     """Changes what the sampler of prompts returns as its option says."""
 
-    async def draw(self, *args: Any, **how: Any) -> Rollout:
-        changed: Rollout = self.options(await super().draw(*args, **how))
+    async def generate(self, *args: Any, **how: Any) -> Rollout:
+        changed: Rollout = self.options(await super().generate(*args, **how))
         return changed
 
 
@@ -183,7 +183,7 @@ class Faulty(PromptSampler):
 )
 def test_what_a_sampler_returns_is_checked(change: Callable[[Rollout], Rollout], said: str) -> None:
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
-    with pytest.raises(PluginBroken, match=rf"Faulty\.draw returned {re.escape(said)}"):
+    with pytest.raises(PluginBroken, match=rf"Faulty\.generate returned {re.escape(said)}"):
         sample(Faulty(change, sampler.context))
 
 

@@ -548,7 +548,7 @@ def test_every_meeting_has_a_token_of_its_own() -> None:
     group, _ = group_with(ParallelLayout.data_parallel(rank=0, world_size=1), train=[])
     for transport in ("ipc", "disk", "delta"):
         address = Address(transport=transport, engines=("engine-0",), token="old")
-        tokens = {group.meeting(address).token for _ in range(3)}
+        tokens = {group.rendezvous(address).token for _ in range(3)}
         assert len(tokens) == 3 and "old" not in tokens
 
 

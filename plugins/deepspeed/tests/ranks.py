@@ -56,16 +56,6 @@ def held_after_passes(setup: Setup) -> list[int]:
         return [after_forward, found.held - resident_bytes(worker.backend.tensors(MemoryKind.OPTIMIZER))]
 
 
-def peak_of_passes(setup: Setup) -> int:
-    """Most bytes that a step's passes take at once, once DeepSpeed knows the order of modules."""
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        batch = packed_for_training(worker, setup, samples_at(1))
-        with Allocations() as found:
-            worker.add_gradients(batch, setup.loss, last=True)
-        return found.peak
-
-
 def memory(setup: Setup) -> Mapping[str, float]:
     """Bytes for each parameter of the whole model: of each kind after a step, and of what the next one's gradients take
     besides when all are there, which is before DeepSpeed steps, and under stage 1 before it reduces them."""

@@ -12,8 +12,8 @@ from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint import begin
-from corerl.config import LoraConfig, OptimizerConfig, TrainConfig
-from corerl_testing import PACKINGS, Checkpoint, RankPool, Runs, Setup, assert_follows, different, tiny_fields
+from corerl.config import OptimizerConfig, TrainConfig
+from corerl_testing import Checkpoint, RankPool, Runs, Setup, assert_follows, different, tiny_fields
 from plugins.deepspeed.tests import ranks
 
 # Its router has a correction of [1, experts] that no gradient moves.
@@ -90,18 +90,6 @@ def test_in_bfloat16_a_rank_holds_what_the_page_says(
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     for found in rank_pool.run(ranks.memory, half):
         assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
-
-
-@pytest.mark.nightly
-def test_weights_beside_adapters_are_not_kept_gathered_for_the_backward_pass(runs: Runs, rank_pool: RankPool) -> None:
-    nothing_stays = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
-    options = {"gather_bucket": 2, "reduce_bucket": 1000, "raw": {"zero_optimization": nothing_stays}}
-    whole = evolve(runs.setup("deepspeed", "qwen3-deep", PACKINGS["one by one"]), options=options)
-    adapted = evolve(whole, lora=LoraConfig(rank=3, alpha=7.0).settled({}))
-    # Of adapters there are fewer gradients, and what is gathered for the passes is the same.
-    found, most = (rank_pool.run(ranks.peak_of_passes, each) for each in (adapted, whole))
-    for peak, allowed in zip(found, most, strict=True):
-        assert 0 < peak < allowed
 
 
 @pytest.mark.parametrize(

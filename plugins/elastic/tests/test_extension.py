@@ -13,7 +13,7 @@ from attrs import asdict
 from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Gpu, Slot
 from corerl.config.load import config_of
-from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, WorkerDied
+from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, WorkerDied
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plugin import RunStarted, StepFinished
@@ -71,7 +71,7 @@ def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
     assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
-    case.updates.meet()  # when ranks have started
+    case.updates.new_rendezvous()  # when ranks have started
     assert case.updates.address.engines == ("engine-0",)
 
 
@@ -86,11 +86,13 @@ def test_a_layout_that_cannot_shrink_changes_nothing(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
     before = case.groups.plan
     case.room.gone = {1}
-    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "):
+    with pytest.raises(
+        InsufficientResources, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "
+    ):
         case.replace_lost()
     assert case.groups.plan is before
     case.room.gone = {0, 1}
-    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 2$"):
+    with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 0 of 2$"):
         case.replace_lost()
 
 
@@ -117,7 +119,7 @@ def test_two_groups_cannot_share_one_last_device(tmp_path: Path) -> None:
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
     case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
     case.room.gone = {0}
-    with pytest.raises(NoPlaces, match="^roles.actor.ranks: devices are left for 0 of 1$"):
+    with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 0 of 1$"):
         case.replace_lost()
 
 
@@ -248,7 +250,7 @@ def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
         raise CorerlError("the cluster has no room")
 
     monkeypatch.setattr(case.room, "replace_lost", fail)
-    with pytest.raises(NoPlaces, match="^the cluster has no room$"):
+    with pytest.raises(InsufficientResources, match="^the cluster has no room$"):
         case.replace_lost()
     assert case.groups.plan is before
 
@@ -269,7 +271,7 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
     in_room(case, 2, ["node 8", ""], monkeypatch)
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes)
     monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
-    with pytest.raises(NoPlaces) as caught:
+    with pytest.raises(InsufficientResources) as caught:
         case.replace_lost()
     assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"
 
@@ -279,7 +281,7 @@ def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, mon
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.updates.address.senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    case.updates.meet()  # when ranks have started
+    case.updates.new_rendezvous()  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
     assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)

@@ -24,7 +24,7 @@ def test_a_room_waits_for_machines_that_come_in_time(
     room.begin({"actor": 2})
     on(moves, ["", "node 1"])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
-    room.look()
+    room.poll()
     Places(room).settle(within=60.0)
     assert [(slot.node, slot.lost) for slot in room["actor"]] == [("node 9", False), ("node 1", False)]
 
@@ -40,7 +40,7 @@ def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
 
     def settled() -> tuple[float, list[bool]]:
         before = waited[-1]
-        room.look()
+        room.poll()
         places.settle(within=60.0)
         return waited[-1] - before, [slot.lost for slot in room["actor"]]
 
@@ -71,7 +71,7 @@ def waiting(
 
     monkeypatch.setattr(module.time, "monotonic", lambda: waited[-1])
     monkeypatch.setattr(module.time, "sleep", sleep)
-    room.look()
+    room.poll()
     Places(room).settle(within=60.0)
     return waited[-1]
 
@@ -126,5 +126,5 @@ def test_a_group_of_its_own_loses_its_own_bundles(
     room.begin({"actor": 2, "engines": 2}, **how)
     monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1"})
     on(moves, ["node 0", "node 0", "", "", "node 2", "node 2"])
-    room.look()
+    room.poll()
     assert [Places(room).left(whole, name) for name in whole.places] == [2, 2]

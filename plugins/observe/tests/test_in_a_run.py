@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corerl_observe import specs
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes
@@ -86,14 +84,3 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_place(tmp_path: Path)
         r"column rollout_logprobs: nan at sample 5, token \d+",
         command.err,
     )
-
-
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_tracker_without_its_package_is_refused_before_any_process_starts(
-    refused: Callable[..., list[str]], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = specs.find_spec
-    monkeypatch.setattr(specs, "find_spec", lambda package: None if package == name else find(package))
-    assert refused(f'extensions=[{{name="jsonl"}},{{name="{name}"}}]') == [
-        f"extensions[1].options: the package {name!r} is not installed; pip install 'corerl[{name}]'"
-    ]

@@ -52,12 +52,13 @@ def start(
     launcher: str = QUICK,
     environment: dict[str, str] | None = None,
     health_timeout: float = 60.0,
+    log: str = "logs/engine-0.log",
     **given: Any,
 ) -> Server:
-    log, own = directory / "logs" / "engine-0.log", directory / "own"
+    own = directory / "own"
     own.mkdir(exist_ok=True)
     how: dict[str, Any] = {"launcher": launcher, "environment": environment or {}, "health_timeout": health_timeout}
-    server = Server("engine-0", **how, directory=own, log=log)
+    server = Server("engine-0", **how, directory=own, log=directory / log)
     servers.append(server)
     server.configure(given)
     return server
@@ -140,11 +141,7 @@ def test_all_callers_of_a_dead_server_get_its_last_lines(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
-    own.mkdir()
-    given = {"launcher": QUICK, "environment": {}, "health_timeout": 60.0}
-    server = Server("engine-0", **given, directory=own, log=own / "log")  # as without a run's directory
-    servers.append(server)
-    server.configure({"mode": "well"})
+    server = start(servers, tmp_path, log="own/log", mode="well")  # as without a run's directory
     server.wait_ready(60.0)
     read, callers = server._last_lines, set()
 
@@ -175,12 +172,7 @@ def test_all_callers_of_a_dead_server_get_its_last_lines(
 
 
 def test_a_server_stopped_during_a_request_counts_as_dead(servers: list[Server], tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    given = {"launcher": QUICK, "environment": {}, "health_timeout": 60.0}
-    server = Server("engine-0", **given, directory=own, log=own / "log")
-    servers.append(server)
-    server.configure({"mode": "well"})
+    server = start(servers, tmp_path, log="own/log", mode="well")
     server.wait_ready(60.0)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(server.post, "/slow?seconds=30")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-Draw = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
+Generate = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
 
 
 @define(kw_only=True, eq=False)
@@ -127,23 +127,23 @@ class EpisodeRunner:
     async def play(
         self,
         states: Sequence[EpisodeState],
-        draw: Draw,
+        generate: Generate,
         *,
         gathers: bool = False,
-        told: Callable[[int], None] = lambda ended: None,
+        on_ended: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        """Play these episodes to their end; `draw` gets one row each time or, if this `gathers`, those that are asked
-        for together. `told` is called with how many have ended. Raises what `draw` raises, and ends all episodes then,
-        as it does when it is cancelled: their requests are answered no more, though their functions may go on."""
-        gathering = Gathering(draw) if gathers else None
+        """Play these episodes to their end; `generate` gets one row at a time or, if this `gathers`, concurrent
+        requests together. `on_ended` is called with how many have ended. Ends all episodes and raises if `generate`
+        raises, or if it is cancelled: their requests are answered no more, though their functions may go on."""
+        gathering = Gathering(generate) if gathers else None
         ended = 0
-        told(ended)
+        on_ended(ended)
 
         async def one(state: EpisodeState) -> None:
             nonlocal ended
-            await self._play(state, draw, gathering)
+            await self._play(state, generate, gathering)
             ended += 1
-            told(ended)
+            on_ended(ended)
 
         try:
             async with asyncio.TaskGroup() as playing:
@@ -156,14 +156,14 @@ class EpisodeRunner:
             first = failed.exceptions[0]
             raise first from first.__cause__
 
-    async def _play(self, state: EpisodeState, draw: Draw, gathering: Gathering | None) -> None:
+    async def _play(self, state: EpisodeState, generate: Generate, gathering: Gathering | None) -> None:
         state.root = History(key=state.key)
         # Gets the error of engines that could not answer.
         failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
         async def drawn(request: GenerateRequest) -> Generation:
             try:
-                return await (gathering.generate(request, state.number) if gathering else draw(request))
+                return await (gathering.generate(request, state.number) if gathering else generate(request))
             except Refused:
                 raise
             except Exception as error:  # the run's, not the client's
@@ -218,8 +218,8 @@ class EpisodeRunner:
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
-    async def _answer(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> ChatAnswer:
-        turn = self._turn(state, draw, chat)
+    async def _answer(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> ChatAnswer:
+        turn = self._turn(state, generate, chat)
         if isinstance(turn, ChatAnswer):
             return turn
         turn.unheard = False
@@ -245,7 +245,7 @@ class EpisodeRunner:
         """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
-    def _turn(self, state: EpisodeState, draw: Draw, chat: ChatRequest) -> Turn | ChatAnswer:
+    def _turn(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> Turn | ChatAnswer:
         """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
@@ -271,7 +271,7 @@ class EpisodeRunner:
         self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, begun, chat)
         name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
-        answer = asyncio.create_task(self._drawn(state, draw, history, asked, request), name=name)
+        answer = asyncio.create_task(self._drawn(state, generate, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
         history.turns.append(turn)
         return turn
@@ -317,12 +317,12 @@ class EpisodeRunner:
             )
 
     async def _drawn(
-        self, state: EpisodeState, draw: Draw, history: History, asked: Asked, request: GenerateRequest
+        self, state: EpisodeState, generate: Generate, history: History, asked: Asked, request: GenerateRequest
     ) -> tuple[Answer, Generation]:
         """Have the turn sampled: then its history may be continued."""
         (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
-            drawn = await draw(request)
+            drawn = await generate(request)
         except Refused:
             history.turns.remove(turn)
             raise

@@ -50,7 +50,7 @@ class EpisodeSampler(Sampler):
     def close(self) -> None:
         self._server.close()
 
-    async def draw(
+    async def generate(
         self,
         prompts: Sequence[Prompt],
         request: GenerateRequest,
@@ -60,14 +60,14 @@ class EpisodeSampler(Sampler):
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
-        states, told = states_of(prompts, request), None if ahead else self.context.on_progress
+        states, on_progress = states_of(prompts, request), None if ahead else self.context.on_progress
         await self._runner(request.params).play(
             states,
             functools.partial(self.context.generate, urgent=not ahead, on_tokens=on_tokens),
             # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
             # Engines that answer several calls at once wait for no request that could be drawn beside another.
             gathers=self.context.calls == 1 and on_tokens is None,
-            told=lambda ended: None if told is None else told(ended, len(states)),
+            on_ended=lambda ended: None if on_progress is None else on_progress(ended, len(states)),
         )
         return played(prompts, request, states)
 

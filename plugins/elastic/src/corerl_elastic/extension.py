@@ -8,7 +8,7 @@ from pathlib import Path
 from corerl import hookimpl
 from corerl.config.functions import imported
 from corerl.driver.control import Control
-from corerl.errors import ConfigError, CorerlError, NoPlaces, ResizeFailed, UserError, WorkerDied
+from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
@@ -107,7 +107,8 @@ class Elastic:
     def ranks_failed(self, run: Control, failure: Failure) -> None:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if
-        they are to make room for engines. Raises NoPlaces if a group cannot be so small, or has no place."""
+        they are to make room for engines. Raises InsufficientResources if a group cannot be
+        so small, or has no place."""
         self._count_steps(run)
         groups = run.groups
         if self._places is None or self._places.room is not groups.room:
@@ -131,7 +132,7 @@ class Elastic:
                 run.notice(line)
             run.apply(plan)
         except CorerlError as error:
-            raise NoPlaces("; ".join([error.message, *silent])) from error
+            raise InsufficientResources("; ".join([error.message, *silent])) from error
 
 
 def devices_of(run: Control) -> Devices:

@@ -133,7 +133,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     """Update the engine; returns each engine's error, "" if the weights arrived whole by their checksums."""
     senders = (0,) * len(fleet.names)
     address = Address(transport=transport, engines=fleet.names, path=str(directory), senders=senders, timeout=60.0)
-    address = group.meeting(address)
+    address = group.rendezvous(address)
     receiving = fleet.receive(group.manifest().result(), version, address)
     sent = group.update_weights(address, version).result()
     received = fleet.received(receiving, 60.0)

@@ -17,7 +17,7 @@ def judge(prompt: Prompt, text: str) -> Judged:
 
 
 class Sums(PromptSampler):
-    async def draw(self, prompts: Sequence[Prompt], request: GenerateRequest, **how: Any) -> Rollout:
-        rollout = await super().draw(prompts, request, **how)
+    async def generate(self, prompts: Sequence[Prompt], request: GenerateRequest, **how: Any) -> Rollout:
+        rollout = await super().generate(prompts, request, **how)
         asked = [prompts[group] for group in rollout.batch.rows["group"]]
         return evolve(rollout, outcomes=[judge(*each) for each in zip(asked, rollout.texts, strict=True)])
