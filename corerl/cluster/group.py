@@ -120,9 +120,7 @@ class RayGroup:
             for ref in ready:
                 member = waiting.pop(ref)
                 results[member] = self._result(ref, member, pending)
-                error = results[member].error
-                # What one rank cannot write, no other waits for: they finish theirs.
-                if error is not None and not isinstance(error, SaveFailed) and deadline is None:
+                if deadline is None and _stops(results[member]):
                     deadline = time.monotonic() + GRACE_SECONDS
         failed = {member: result for member, result in results.items() if result.error is not None}
         if failed:
@@ -160,7 +158,7 @@ class RayGroup:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
         ended, waiting = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
         members = dict(zip(pending.refs, pending.members, strict=True))
-        return not waiting or any(self._result(ref, members[ref], pending).error is not None for ref in ended)
+        return not waiting or any(_stops(self._result(ref, members[ref], pending)) for ref in ended)
 
     def aside(self, method: str, *args: Any) -> None:
         """Call `method` in all processes at once, even while they run other calls. Returns when all have answered,
@@ -290,6 +288,12 @@ class RayGroup:
 def _require_slots(names: Collection[str], slots: Collection[Slot]) -> None:
     if len(names) != len(slots):
         raise CorerlError(f"got {len(names)} processes and {len(slots)} slots; each process needs one slot")
+
+
+def _stops(result: CallResult) -> bool:
+    """Whether the other members' results are waited for no longer. What one rank cannot save, no other waits for: they
+    finish what they write."""
+    return result.error is not None and not isinstance(result.error, SaveFailed)
 
 
 def _first(failed: Mapping[int, CallResult], pending: Pending, waiting: Iterable[int]) -> CorerlError:

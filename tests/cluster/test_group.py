@@ -288,8 +288,10 @@ def test_a_save_that_fails_on_one_rank_does_not_end_those_that_still_write(
 ) -> None:
     monkeypatch.setattr(group_module, "GRACE_SECONDS", 0.1)
     group = members(start, 2)
+    pending = group.start("save", 1.0)
+    assert not group.ready(pending, timeout=0.5)
     with pytest.raises(SaveFailed, match="no space left"):
-        group.call("save", 1.0)
+        group.wait(pending)
     assert group.call("written") == [False, True] and not group.ended
 
 

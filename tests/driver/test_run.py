@@ -554,7 +554,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
 
     monkeypatch.setattr(driver, "evaluate", evaluate)
     heard = list[Any]()
-    monkeypatch.setattr(Progress, "tell", lambda self, event: heard.append(event))
+    monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
     run = make_run(make_config(run={"steps": 7}, eval={"at_start": at_start}), held_out=sets)
     for run.progress.step in range(8):
