@@ -242,10 +242,6 @@ class EngineFleet:
             require_finished(generated)
         return generated
 
-    def serves(self, replica: int) -> bool:
-        """Whether the replica is alive and has weights, as far as is known."""
-        return self._replicas[replica].serves
-
     async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:
         """Wait until this has ended, or no replica serves; then it is cancelled. Returns whether it has ended."""
         work, lost = asyncio.ensure_future(ended), asyncio.ensure_future(self._lost.wait())

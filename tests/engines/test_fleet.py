@@ -206,7 +206,7 @@ def test_an_engine_that_dies_in_its_start_is_replaced(loop: EventLoop) -> None:
     fleet = fleet_of(starting, loop, 2, restarts=1)
     assert fleet.start().result() == {"engine-1": died}
     fleet.replace({"engine-1": died})
-    assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet.serves(1)
+    assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet._replicas[1].serves
 
     starting = Group({0: None, 1: died})
     fleet = fleet_of(starting, loop, 2)
@@ -365,7 +365,7 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def ensure() -> None:
         assert list(fleet.died) == ["engine-0", "engine-1"]
         fleet.replace(fleet.died)
-        served.append(fleet.serves(0))
+        served.append(fleet._replicas[0].serves)
         fleet._note_received(dict.fromkeys(range(2), Received(version=1, bytes=0)))
 
     assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
@@ -500,9 +500,9 @@ def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
     resize(fleet, 2)
     waiting.append(loop.begin(fleet.generate(REQUEST.rows(0, 1))))
     loop.run(asyncio.sleep(0))
-    assert not fleet.serves(1) and sized.asked == []
+    assert not fleet._replicas[1].serves and sized.asked == []
     updated(fleet)
-    assert fleet.serves(1)
+    assert fleet._replicas[1].serves
     assert [each.result(60.0).tokens.tolist() for each in waiting[1:]] == [[8], [9], [10], [11], [7]]
     assert all(
         replica == 1 and len(keys) == 1 for replica, keys, _ in sized.asked
@@ -525,7 +525,7 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     assert all(sized.drawing.acquire(timeout=60.0) for _ in range(2))
     second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))  # waits for the last one, which has fewer to draw
     resize(fleet, 1)
-    assert fleet.names == ("engine-0",) and not fleet.serves(1) and sized.log == ["pause [1]", "close [1]", "shrink 1"]
+    assert fleet.names == ("engine-0",) and not fleet._replicas[1].serves and sized.log == ["pause [1]", "close [1]", "shrink 1"]
     sized.gates[1].set()
     while not sized.asked:  # the one that is ended is the first to answer
         time.sleep(0.001)
