@@ -9,11 +9,10 @@ import pytest
 from attrs import evolve
 from transformers import PreTrainedConfig
 
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig
 from corerl.models.files import look_at
 from corerl.plan.make import plan_group
-from corerl.plan.models import RoleModel, against_aux_loss, load_models, notices_of, without_adapters
+from corerl.plan.models import RoleModel, against_aux_loss, build_models, load_configs, notices_of, without_adapters
 from corerl.plan.resolve import plugins_of
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
@@ -30,11 +29,11 @@ def balancing(config: Config, coef: float = 0.25) -> Config:
     return evolve(config, train=evolve(config.train, aux_loss_coef=coef))
 
 
-def model_of(config: Config, hf: PreTrainedConfig, *, built: bool = False) -> RoleModel:
+def model_of(config: Config, hf: PreTrainedConfig) -> RoleModel:
     """The actor's, with another model in the place of its own."""
-    (model,) = load_models(make_config(), ["actor"], plugins_of(config), Problems()).values()
-    model = evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf)
-    return evolve(model, built=look_at(hf) if built else None)
+    given = make_config()
+    model = build_models(given, plugins_of(given), load_configs(given, ["actor"]))["actor"]
+    return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=look_at(hf))
 
 
 def lines(config: Config, hf: PreTrainedConfig) -> list[str]:
@@ -110,14 +109,14 @@ def test_untrained_parts_have_no_line_of_their_own(config: Config) -> None:
 )
 def test_models_that_cannot_be_balanced_are_refused(config: Config, model_type: str, said: str) -> None:
     hf = smallest_config(model_type)
-    assert list(against_aux_loss(model_of(balancing(config), hf, built=True), streamed=False)) == [
+    assert list(against_aux_loss(model_of(balancing(config), hf), streamed=False)) == [
         f"train.aux_loss_coef: 0.25, {said}; set it to 0"
     ]
-    assert list(against_aux_loss(model_of(config, hf, built=True), streamed=False)) == []
+    assert list(against_aux_loss(model_of(config, hf), streamed=False)) == []
 
 
 def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
-    model = model_of(balancing(config), tiny_config("qwen3-moe"), built=True)
+    model = model_of(balancing(config), tiny_config("qwen3-moe"))
     assert list(against_aux_loss(model, streamed=False)) == []
     (line,) = against_aux_loss(model, streamed=True)
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
