@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,9 +24,8 @@ from corerl.models.tokenizer import end_tokens, unapplied
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_encodable
+from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
-from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards.base import Reward
 from corerl.rollout.rewards.lookup import require_part, reward_of
@@ -263,8 +261,6 @@ def notices_of_data(
     yield from unanswered(config.data.answer_key, rollout.prompts)
     yield from about_sets
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
-    special = config.reward.special_tokens
-    yield from opened_reasoning(rollout.prompts, rollout.tokenizer, rollout.template_options, special_tokens=special)
     given = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
     if line := unapplied(config.model, given):  # the model's authors recommend others
         yield line
@@ -290,21 +286,3 @@ def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet])
         if both := int(np.isin(asked, prompts.asked[prompts.train]).sum()):
             where = f"eval.sets: {each.name!r}" if each.name else "data.held_out"
             yield f"{where}: {both} of {len(asked)} held-out prompts are prompts of training rows too"
-
-
-def opened_reasoning(
-    prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], *, special_tokens: bool
-) -> Iterator[str]:
-    """A line if the chat template begins the answer to the first prompt with a reasoning tag."""
-    if not len(prompts.train):
-        return
-    first, opened = prompts.prompt(int(prompts.train[0])), ""
-    options = {**options, **first.template_options}
-    with contextlib.suppress(Rejected):  # the check of all prompts reports it
-        opened = left_open(generation_prompt(tokenizer, first.messages, tools=first.tools, options=options))
-    if opened:
-        if Openings(tokenizer).seen(opened, special_tokens=special_tokens):
-            what = "rewards and samples.jsonl see that before the sampled text"
-        else:
-            what = "a special token, which rewards see with reward.special_tokens=true"
-        yield f"data: the chat template begins each answer with {opened!r}: {what}; it is not trained on"

@@ -4,7 +4,6 @@ their weights; and what a config asks for that training does otherwise."""
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from corerl.models.config import class_name, code_not_run, context_length, exper
 from corerl.models.experts import experts_of
 from corerl.models.files import kept_digest, look_at
 from corerl.models.layouts import Layout, choose_layout, position_limit
-from corerl.models.lora import LoraLinear, adapter_parameters
 from corerl.models.names import shapes_of
 from corerl.models.routing import routers
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
@@ -255,19 +253,11 @@ def _unread_fields(model: RoleModel) -> Iterator[str]:
 def without_adapters(model: RoleModel) -> Iterator[str]:
     """A line if a model with adapters has experts in fused tensors, which get none."""
     count = experts_of(model.hf.get_text_config().to_dict())
-    if model.lora is None or not count:
-        return
-    adapted = look_at(model.hf, value_head=model.critic, lora=model.lora)
-    new = adapter_parameters(adapted)
-    sizes = {name: param.shape for name, param in adapted.named_parameters() if name not in new}
-    if fused := [name for name, shape in sizes.items() if len(shape) == 3 and shape[0] == count]:
-        covered = sum(module.weight.numel() for module in adapted.modules() if isinstance(module, LoraLinear))
-        share = 100 * covered / sum(map(math.prod, sizes.values()))
+    parameters = model.built.named_parameters()
+    fused = [name for name, param in parameters if param.dim() == 3 and len(param) == count]
+    if model.lora is not None and fused:
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
-        yield (
-            f"{model.lora_table}: adapters cover {share:.2g} % of the weights: {len(fused)} fused tensors of experts "
-            f"({names}) get none"
-        )
+        yield f"{model.lora_table}: {len(fused)} fused tensors of experts ({names}) get no adapters"
 
 
 def unpacked(models: Mapping[str, RoleModel]) -> list[str]:

@@ -122,16 +122,10 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
 
 
-def test_experts_without_adapters_are_said_with_their_share(tmp_path: Path, config: Config) -> None:
-    lora = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")})
-    hf = tiny_config("qwen3-moe")
-    weights = {name: param.numel() for name, param in look_at(hf).named_parameters()}
-    covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
+def test_experts_without_adapters_are_said(config: Config) -> None:
+    lora, hf = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")}), tiny_config("qwen3-moe")
     assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
-        (
-            f"lora: adapters cover {100 * covered / sum(weights.values()):.2g} % of the weights: 4 fused tensors of "
-            "experts (gate_up_proj, down_proj) get none"
-        )
+        "lora: 4 fused tensors of experts (gate_up_proj, down_proj) get no adapters"
     ]
     assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
     assert list(without_adapters(model_of(config, hf))) == []
@@ -141,4 +135,4 @@ def test_a_group_alone_is_told_the_same(config: Config) -> None:
     fields = {**tiny_fields("qwen3-moe"), "output_router_logits": True}
     asked = evolve(config, model=evolve(config.model, config=fields), lora=LoraConfig())
     notices = plan_group(asked, "actor", resume="").notices
-    assert sum("changes transformers' loss" in line or "get none" in line for line in notices) == 2
+    assert sum("changes transformers' loss" in line or "get no adapters" in line for line in notices) == 2
