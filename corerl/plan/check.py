@@ -27,13 +27,13 @@ SHOWN = 3  # files in one line
 
 def contradictions(config: Config) -> list[str]:
     """Those of a run."""
-    checks = (_mode, _evaluation, _tokenizer, _batch)
+    checks = (_mode, _evaluation, _batch)
     return [*contradictions_of_a_group(config), *(line for check in checks for line in check(config))]
 
 
 def contradictions_of_a_group(config: Config) -> list[str]:
     """Those that concern the ranks of a role alone."""
-    checks = (unmet, _model, _algorithm, _cluster, missing_directories)
+    checks = (unmet, _model, _algorithm, _cluster)
     return [line for check in checks for line in check(config)]
 
 
@@ -134,28 +134,18 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    model = config.model
-    for role, own in config.roles.own_models.items():
-        table = f"roles.{role}.model"
-        if bool(own.path) == bool(own.config):
-            yield f"{table}: needs exactly one of path and config; set one, or remove the table to use [model]"
-        if own.tokenizer:
-            yield f"{table}.tokenizer: the {role} reads the actor's tokens; remove it"
-    if not model.path and not model.config:
-        yield "model.path: unset, as is model.config; set it to a Hugging Face directory, or that for random weights"
-    if model.path and model.config:
-        yield f"model.config: set, and model.path={model.path!r} too; keep that for its weights, or this"
-    if model.config and "model_type" not in model.config:
-        yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    model = config.model
-    if (model.config and not model.path and not model.tokenizer) or model.tokenizer == "characters:":
-        yield (
-            f"model.tokenizer: {model.tokenizer!r}; set a tokenizer directory, or 'characters:ABC' for one token per "
-            "character"
-        )
+    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
+    for table, model in {"model": config.model, **own}.items():
+        if model.path and model.config:
+            yield f"{table}.config: set, and {table}.path={model.path!r} too; keep that for its weights, or this"
+        if model.tokenizer and table in own:
+            yield f"{table}.tokenizer: the role reads the actor's tokens; remove it"
+        if model.path and not os.path.isdir(model.path):
+            near = did_you_mean_path(model.path)
+            if not near and HUB.fullmatch(model.path):
+                near = f"; if that is a name of the Hugging Face Hub: hf download {model.path} --local-dir {model.path}"
+            advice = f"set it to a downloaded Hugging Face model directory{near}"
+            yield f"{table}.path: no directory {model.path!r}; {advice}"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -201,11 +191,6 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.run.mode == "eval":
         return  # nothing learns: what is unset is not as the algorithm says
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
-        yield (
-            f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
-            f"remove it to use the initial weights{did_you_mean_path(algorithm.reference)}"
-        )
     if algorithm.correction_floor > algorithm.correction_cap:
         yield (
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
@@ -243,18 +228,6 @@ def _cluster(config: Config) -> Iterator[str]:
             yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
         elif name not in os.environ:
             yield f"cluster.secrets: {name!r} is not set in the environment of this command; set it, or remove it"
-
-
-def missing_directories(config: Config) -> Iterator[str]:
-    """A line for each directory that is to be there and is not."""
-    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
-    for table, model in {"model": config.model, **own}.items():
-        if model.path and not os.path.isdir(model.path):
-            near = did_you_mean_path(model.path)
-            if not near and HUB.fullmatch(model.path):
-                near = f"; if that is a name of the Hugging Face Hub: hf download {model.path} --local-dir {model.path}"
-            advice = f"set it to a downloaded Hugging Face model directory{near}"
-            yield f"{table}.path: no directory {model.path!r}; {advice}"
 
 
 def require_no_code_of_a_model(config: Config) -> None:

@@ -80,9 +80,11 @@ def load_configs(config: Config, roles: Iterable[str]) -> dict[str, PreTrainedCo
 
 def load_tokens(config: Config, plugins: Plugins, configs: Mapping[str, PreTrainedConfig]) -> PreTrainedTokenizerBase:
     """The tokenizer, for whose tokens each model has room. Raises all problems together."""
-    tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
-    rows = configs[ACTOR].get_text_config().vocab_size
     problems = Problems()
+    with problems.stage("model.tokenizer"):
+        tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path=config.model.path)
+    problems.raise_all()
+    rows = configs[ACTOR].get_text_config().vocab_size
     for role, hf in configs.items():
         own, table = config.model_of(role), config.model_table_of(role)
         with problems.stage():

@@ -54,7 +54,7 @@ algorithm.kl_in=reward                                    | algorithm.kl_in     
 {KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
 {KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
 {KL} algorithm.kl_target=0.1 algorithm.kl_horizon=5       | algorithm.kl_horizon       | negative
-{KL} algorithm.reference=/nope                            | algorithm.reference        | no directory
+{KL} algorithm.reference=/nope                            | algorithm.reference        | is not a directory
 {KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7
 algorithm.reference_every=5                               | algorithm.reference_every  | needs algorithm.kl_coef
 algorithm.correction=token                                | algorithm.correction       | to be 'recompute'
@@ -77,7 +77,8 @@ roles.critic.ranks=1                                      | roles.critic        
 {CRITIC} algorithm.advantages=json:dumps                  | algorithm.advantages       | critic
 {CRITIC} algorithm.dynamic_sampling=2                     | algorithm.dynamic_sampling | equal rewards teach too
 {CRITIC} roles.critic.train.mini_batches=3 | rollout.prompts | roles.critic.train.mini_batches=3
-{CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model         | exactly one of path and config
+{CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model.config  | no model
+{CRITIC} roles.critic.model={{path="/",config={{a=1}}}}   | roles.critic.model.config  | keep that
 {CRITIC} roles.critic.model.path=/none                    | roles.critic.model.path    | no directory
 {CRITIC} roles.critic.options.no=1                        | roles.critic.options.no    | unknown key
 {CRITIC} roles.critic.backend=plian                       | roles.critic.backend       | did you mean 'plain'
@@ -104,10 +105,8 @@ eval.correct_on=x                                         | eval.correct_on     
 {SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
 model.path=/nope                                          | model.config model.path    | /nope
 model.path=/nope model.config={{}}                        | model.path                 | no directory
-model.config={{}}                                         | model.path                 | unset
-model.config={{hidden_size=8}}                            | model.config.model_type    | missing
+model.config={{}}                                         | model.config               | no model
 model.tokenizer=                                          | model.tokenizer            | characters:ABC
-model.tokenizer=characters:                               | model.tokenizer            | characters:ABC
 model.vocabulary=3                                        | model.vocabulary           | ids up to
 model.config.vocab_size=4                                 | model.config.vocab_size    | 4
 data.source=nope                                          | data.source                | unknown source
