@@ -86,7 +86,7 @@ test-fast: $(DEV) ## those that start no process: under two minutes, for the inn
 
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 -m "not nightly" plugins/fsdp/tests tests/models $(ARGS)
-	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py tests/ops/test_products.py
+	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py tests/ops/test_kernels.py
 
 test-exports-oldest: $(VERSION_4)/.installed ## exported models of all families that transformers 4.57 has, read by it
 	CORERL_TEST_TRANSFORMERS_4=$(VERSION_4) $(BIN)/python -m pytest tests/models/test_export_in_version_4.py $(ARGS)

@@ -19,8 +19,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from corerl.errors import ModelError
+from corerl.kinds import experts_of
 from corerl.messages import did_you_mean
-from corerl.models.experts import experts_of
 from corerl.models.readers import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -135,11 +135,6 @@ def reads_pictures(config: PreTrainedConfig) -> bool:
     """Whether models of `config` have parts for pictures, which a run on text does not need."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     return name is not None and name == class_name(config)
-
-
-def experts(config: PreTrainedConfig) -> int:
-    """The number of experts that a layer chooses from; 1 for a dense model."""
-    return max(1, experts_of(config.to_dict()))
 
 
 def context_length(config: PreTrainedConfig) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.errors import ModelError, SaveFailed
-from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
+from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import GENERATION
 from corerl.weights.chunks import finite

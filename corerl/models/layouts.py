@@ -16,14 +16,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.attention import (
+    PACKED,
+    attends,
+    counts_tokens,
+    keep_apart,
+    kept_apart,
+    mixers,
+    register_packed_attention,
+    unregistered_attention,
+)
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
 from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import look_at
-from corerl.models.mixers import attends, counts_tokens, keep_apart, kept_apart, mixers, unregistered_attention
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 
 
 @frozen

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
-from corerl.models.peft_files import BEGINNING, HARMLESS, LIBRARY, PLAIN, READ
+from corerl.models.lora import BEGINNING, HARMLESS, LIBRARY, PLAIN, READ
 from corerl.models.tokenizer import SHAPING
 from corerl.plan.models import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED

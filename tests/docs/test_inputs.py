@@ -24,7 +24,7 @@ from corerl.config.schema import DataConfig
 from corerl.data import media
 from corerl.data.chat import read_message
 from corerl.driver.run import Run
-from corerl.models.peft_files import PLAIN
+from corerl.models.lora import PLAIN
 from corerl.plan.models import FURTHER, TERMS
 from tests.docs.test_reference import DOCS, module_at
 from tests.with_peft import needs_peft, run_with_peft

@@ -16,10 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError, SaveFailed
-from corerl.models.config import experts, hf_config
+from corerl.kinds import experts_of
+from corerl.models.config import hf_config
 from corerl.models.export import export_directory, write_adapters
+from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.names import hf_boxes
-from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import character_tokenizer
 from corerl_testing import smallest_config
@@ -195,7 +196,7 @@ def test_older_names_in_an_exported_config_mean_the_same(kind: str, fields: dict
             for each in (getattr(read, "rope_parameters", None), getattr(config, "rope_parameters", None))
         )
         assert found == wanted
-        assert experts(read) == experts(config)
+        assert experts_of(read.to_dict()) == experts_of(config.to_dict())
 
 
 # Model type -> what the config classes of transformers 4.57.1 take, with their defaults: the oldest version with all of

@@ -29,8 +29,8 @@ from corerl.models.layouts import (
     unread_parameters,
 )
 from corerl.models.parts import parts_of
-from corerl.ops import attention
-from corerl.ops.padding import Rectangles, rectangles
+from corerl.ops import packing
+from corerl.ops.packing import Rectangles, rectangles
 from corerl.types import Output
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config, tiny_fields
@@ -294,7 +294,7 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
         gather[[cell for cell in range(len(gather)) if cell not in rows.scatter]] = 0
         return evolve(rows, gather=gather)
 
-    monkeypatch.setattr(attention, "rectangles", padded_with_the_first_token)
+    monkeypatch.setattr(packing, "rectangles", padded_with_the_first_token)
     torch.testing.assert_close(passed(policy, [short, longer])[Output.LOGPROBS][:9], together, rtol=0, atol=1e-6)
 
 
