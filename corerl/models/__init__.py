@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
-    from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
