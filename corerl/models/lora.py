@@ -4,7 +4,6 @@ keeps them."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,39 +22,19 @@ from corerl.models.routing import choosers
 LORA_PARTS = ("lora_A", "lora_B")
 SHOWN = 6  # names in one line
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# What a PEFT directory may say that changes what its adapters compute, or the weights beside them -> the values with
-# which they are those of CoreRL. (Dropout is none of it: it is of PEFT's own training.)
-PLAIN: Mapping[str, Sequence[Any]] = {
-    "use_dora": (False, None),
-    "use_qalora": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "exclude_modules": ([], "", None),
-    "layers_to_transform": ([], None),
-    "layer_replication": ([], None),
-    "target_parameters": ([], None),
-    "trainable_token_indices": ([], {}, None),
-    "alora_invocation_tokens": ([], None),
-    "ensure_weight_tying": (False, None),
-    # The others begin with a part of the weights, which they take from these as the directory is loaded.
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
-    "use_bdlora": (None, False),
-}
-BEGINNING = ("eva_config",)  # tables of how adapters began, with init_lora_weights="eva"
-READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")  # of a directory's adapter_config.json
 # What changes nothing that adapters compute, or nothing without another field that is refused.
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "layers_pattern", "qalora_group_size"),
+    *("lora_dropout", "layers_pattern", "qalora_group_size", "megatron_core", "eva_config"),
 )
-LIBRARY = "_core"  # how the name of the library for another kind ends, which is harmless without the kind's table
-OTHER_KINDS = "_config"  # how the names of tables for other ways to compute an adapter end
-EMPTY: Sequence[Any] = (None, {})
-UNSET: Sequence[Any] = (None, False, [], {}, "")  # of a field that a later PEFT has added
+# All other fields change what adapters compute, or the weights that they are added to, unless they have these values.
+UNSET: Sequence[Any] = (None, False, [], {}, "")
+PLAIN: Mapping[str, Sequence[Any]] = {
+    "bias": ("none", None),
+    # With others adapters begin with a part of the weights, which they take from these as the directory is loaded.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
+}
 SAME: Mapping[str, str] = {}
 
 
@@ -195,43 +174,23 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         kind = fields.get("peft_type") if isinstance(fields, dict) else None
         raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
     for name, value in fields.items():
-        if name in (*READ, *HARMLESS, *BEGINNING) or name.endswith(LIBRARY):
-            continue
-        plain = PLAIN.get(name, EMPTY if name.endswith(OTHER_KINDS) else UNSET)
-        if value not in plain:
-            raise ModelError(
-                f"{file} has {name}={value!r}, wanted {plain[0]!r}; CoreRL cannot go on with such adapters"
-            )
-    targets: Any = fields.get("target_modules")
-    if isinstance(targets, str) and targets != ALL_LINEAR:
-        raise ModelError(f"{file} has target_modules={targets!r}, an expression; wanted a list of names")
-    for name, wanted, is_so in (
-        ("r", "a whole number of at least 1", _is_rank),
-        ("lora_alpha", "a number above 0", _is_alpha),
-        ("target_modules", "a list of names", _are_targets),
-    ):
-        if not is_so(fields.get(name)):
-            raise ModelError(f"{file} has {name}={fields.get(name)!r}, wanted {wanted}; save the adapters again")
+        if name not in (*READ, *HARMLESS) and value not in PLAIN.get(name, UNSET):
+            raise ModelError(f"{file} has {name}={value!r}; CoreRL cannot go on with such adapters")
+    rank, alpha, targets = (fields.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    listed_targets = (
+        (targets,) if targets == ALL_LINEAR else tuple(sorted(targets)) if isinstance(targets, list) else ()
+    )
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0 or not listed_targets:
+        raise ModelError(
+            f"{file} has r={rank!r}, lora_alpha={alpha!r}, target_modules={targets!r}, wanted a rank of at least 1, a "
+            f"number above 0 and a list of names or {ALL_LINEAR!r}; save the adapters again"
+        )
     return {
-        "rank": fields["r"],
-        "alpha": float(fields["lora_alpha"]),
-        "targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "rank": rank,
+        "alpha": float(alpha),
+        "targets": listed_targets,
         "rslora": bool(fields.get("use_rslora", False)),
     }
-
-
-def _is_rank(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_alpha(value: object) -> bool:
-    return type(value) in (int, float) and 0 < float(value) < math.inf  # type: ignore[arg-type]
-
-
-def _are_targets(value: object) -> bool:
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(each, str) and each for each in value)
-    return value == ALL_LINEAR
 
 
 def peft_config(lora: LoraConfig, *, base: str, targets: Sequence[str]) -> dict[str, Any]:

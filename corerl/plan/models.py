@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.kinds import experts_of
-from corerl.models.config import class_name, code_not_run, context_length, hf_config, reads_pictures
+from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
@@ -154,8 +154,6 @@ def check_files(
     path, built = model.settings.path, model.built
     if built is None:
         return
-    if path and (code := code_not_run(path)):
-        yield f"{model.table}.path: {code}"
     if path and not model.frozen and problems.none_in("model", model.table):
         with problems.stage(f"{model.table}.weights", path=f"{model.table}.path"):
             if kept := untrained(path, model.hf, built):
