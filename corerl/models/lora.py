@@ -177,10 +177,8 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         if name not in (*READ, *HARMLESS) and value not in PLAIN.get(name, UNSET):
             raise ModelError(f"{file} has {name}={value!r}; CoreRL cannot go on with such adapters")
     rank, alpha, targets = (fields.get(name) for name in ("r", "lora_alpha", "target_modules"))
-    listed_targets = (
-        (targets,) if targets == ALL_LINEAR else tuple(sorted(targets)) if isinstance(targets, list) else ()
-    )
-    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0 or not listed_targets:
+    names = [targets] if targets == ALL_LINEAR else targets if isinstance(targets, list) else []
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0 or not names:
         raise ModelError(
             f"{file} has r={rank!r}, lora_alpha={alpha!r}, target_modules={targets!r}, wanted a rank of at least 1, a "
             f"number above 0 and a list of names or {ALL_LINEAR!r}; save the adapters again"
@@ -188,7 +186,7 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
     return {
         "rank": rank,
         "alpha": float(alpha),
-        "targets": listed_targets,
+        "targets": tuple(sorted(names)),
         "rslora": bool(fields.get("use_rslora", False)),
     }
 

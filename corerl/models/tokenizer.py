@@ -65,6 +65,7 @@ def load_tokenizer(*, tokenizer: str, path: str) -> PreTrainedTokenizerBase:
     # Of a config.json alone, transformers makes the tokenizer of that model type with its special tokens and no others.
     if not (Path(directory) / TOKENIZER).exists() and vocabulary.keys() <= loaded.added_tokens_encoder.keys():
         raise _no_tokenizer(setting, directory, f"no file has the vocabulary of its {type(loaded).__name__}")
+    loaded.init_kwargs.pop("auto_map", None)  # names code of the directory, which is never run nor exported
     return loaded
 
 
