@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
 from typing import Any, NoReturn
+
+from attrs import frozen
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import (
@@ -24,17 +26,8 @@ from corerl.errors import (
 )
 from corerl.messages import one_line, place
 from corerl.plugin.capabilities import Capability, Support, asked_by_role, refusal, support_in
-from corerl.plugin.contract import (
-    INNERMOST,
-    build_manager,
-    call_chain,
-    call_each,
-    check_backend,
-    refuse_driver_hooks,
-    require_instance,
-)
-from corerl.plugin.hookspecs import NEEDS, RESULTS, Context
-from corerl.plugin.spec import hookimpl
+from corerl.plugin.contract import WORKER_HOOKS, Extensions, Method, backend_methods, call_chain, require_instance
+from corerl.plugin.hooks import NEEDS, RESULTS, Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -118,19 +111,19 @@ class BackendBase:
         raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker from its name")
 
 
-class WithoutOutputs:
-    """Around the backend of a rank that does not set `outputs`, inside of all extensions: another rank returns metrics,
-    tokens and outputs of the same samples."""
+@frozen
+class WithoutOutputs(Method):
+    """A hook of the backend on a rank that does not set `outputs`, inside of all extensions: another rank returns
+    metrics, tokens and outputs of the same samples."""
 
-    @hookimpl(wrapper=True, trylast=True)
-    def forward_backward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
-        result = yield
-        return _nothing(outputs) if isinstance(result, GradientResult) else result
-
-    @hookimpl(wrapper=True, trylast=True)
-    def forward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
-        result = yield
-        return ForwardResult.empty(outputs) if isinstance(result, ForwardResult) else result
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        match result := super().__call__(arguments):
+            case GradientResult():
+                return _nothing(arguments["outputs"])
+            case ForwardResult():
+                return ForwardResult.empty(arguments["outputs"])
+            case _:
+                return result
 
 
 def _nothing(outputs: tuple[Output, ...]) -> GradientResult:
@@ -162,11 +155,8 @@ class PluginHost:
             raise ContractError(
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
-        # pluggy calls the last registered plugin first, so the config's list is registered in reverse.
-        wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
-        self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
-        check_backend(self._manager, label)
-        refuse_driver_hooks(self._manager)
+        self._own = backend_methods(label, backend)
+        self._extensions = Extensions(extensions, hooks=WORKER_HOOKS, where=f"{context.role} rank {context.rank}")
         self.backend = backend
         self.backend.declared, self.backend.label = capabilities or {}, name
         self.name = name
@@ -198,7 +188,9 @@ class PluginHost:
             self.backend.require(capability, asked_by)
         result: InitResult = self._call("init", config=config, context=context)
         if not result.layout.outputs:
-            self._manager.register(WithoutOutputs(), INNERMOST)
+            for hook in ("forward_backward", "forward"):
+                own = self._own[hook]
+                self._own[hook] = WithoutOutputs(own.plugin, own.hook, own.function, own.takes)
         self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet
@@ -282,9 +274,10 @@ class PluginHost:
             return
         failed, self.state = self.state is State.FAILED, State.CLOSED
         self.resident = frozenset()
+        own = [method for hook, method in self._own.items() if hook == "shutdown"]
         errors = [
             error if isinstance(error, CorerlError) else self._hook_failed("shutdown", error, plugin=plugin)
-            for plugin, error in call_each(self._manager, "shutdown", reason=reason)
+            for plugin, error in self._extensions.call_each("shutdown", *own, reason=reason)
         ]
         if failed:
             for error in errors:
@@ -351,12 +344,12 @@ class PluginHost:
             return self._checked(hook, **arguments)
 
     def _checked(self, hook: str, **arguments: Any) -> Any:
-        result = getattr(self._manager.hook, hook)(**arguments)
+        result = self._extensions.wrapped(self._own[hook], arguments)
         expected = RESULTS[hook]
         flaw = _flaw(result)
         if isinstance(result, expected) and not flaw:
             return result
-        chain = call_chain(self._manager, hook)
+        chain = call_chain(self._extensions, self._own[hook])
         if flaw:
             raise ContractError(f"{hook}() returned {flaw}; call chain: {chain}")
         hint = " (a wrapper with a bare yield drops the result: write return (yield))" if ">" in chain else ""

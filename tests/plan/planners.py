@@ -6,7 +6,6 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from corerl import hookimpl
 from corerl.errors import DataError
 from corerl.plan.plan import PlanReady
 from corerl.plugin import ExtensionSpec, PlanAnswer, Process
@@ -27,7 +26,6 @@ class Planner:
     def __init__(self, *, options: Answers, run_dir: str) -> None:
         self.options = options
 
-    @hookimpl
     def plan_ready(self, plan: PlanReady) -> Any:
         SEEN.append(plan)
         options = self.options
@@ -52,7 +50,6 @@ class Silent:
     def __init__(self, *, options: Answers, run_dir: str) -> None:
         pass
 
-    @hookimpl
     def observe(self, event: object) -> None: ...
 
 

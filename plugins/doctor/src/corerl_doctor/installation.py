@@ -21,7 +21,7 @@ from corerl.plugin.requirements import installing, unmet
 from corerl.plugin.spec import Finding, Level, ok
 
 PIP = "python -m pip"
-LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
+LIBRARIES = ("torch", "transformers", "ray", "numpy")
 
 
 def interpreter() -> Iterator[Finding]:

@@ -120,7 +120,7 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
     """Whether the backend keeps the hook contract, as a worker checks before the first call."""
-    from corerl.plugin.hookspecs import Context
+    from corerl.plugin.hooks import Context
     from corerl.plugin.host import PluginHost
 
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
