@@ -27,6 +27,7 @@ from corerl.plugin.registry import (
 from corerl.plugin.spec import API, BackendSpec, Finding, Level, all_ranks, ok
 from corerl_doctor.child import CheckStarted, Report
 from corerl_doctor.installation import PIP
+from corerl_doctor.moved import replaced
 
 
 def check_specs(plugins: Sequence[tuple[str, str]]) -> Iterator[Report]:
@@ -166,7 +167,7 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
     elif isinstance(error, PluginBroken):
         why = useless
         fix = reinstall(entry) if entry is not None else f"fix {name}"
-    return Finding(level=Level.ERROR, what=error.message, why=why, fix=fix)
+    return Finding(level=Level.ERROR, what=error.message + replaced(error), why=why, fix=fix)
 
 
 def reinstall(entry: Entry) -> str:
