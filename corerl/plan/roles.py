@@ -17,8 +17,8 @@ from corerl.config.toml_text import to_plain
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
-from corerl.plugin.fingerprint import Origin, origins_of
 from corerl.plugin.hooks import Context
+from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
 from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec

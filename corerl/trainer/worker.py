@@ -21,9 +21,9 @@ from corerl.errors import PluginError, WrongState
 from corerl.memory.cache import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.fingerprint import require_same
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_worker_extensions
+from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.transports import open_sender, transport_named
 from corerl.types import (
