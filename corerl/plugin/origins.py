@@ -48,9 +48,7 @@ def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
     """The origins of CoreRL itself, then of each plugin."""
     core = Origin(what="corerl", distribution="corerl", version=corerl.__version__)
     return core, *(
-        Origin(
-            what=f"{kind.noun} {each.name!r}", distribution=each.distribution, version=each.version, value=each.value
-        )
+        Origin(what=f"{kind.noun} {one.name!r}", distribution=one.distribution, version=one.version, value=one.value)
         for kind, one in plugins
     )
 

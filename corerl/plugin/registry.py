@@ -117,20 +117,6 @@ class Status(StrEnum):
 
 
 @frozen(kw_only=True)
-class Installed:
-    """An entry point that was found, and whether it can be used."""
-
-    name: str
-    distribution: str
-    version: str
-    value: str  # "package.module:SPEC"
-    status: Status
-    reason: str = ""  # empty if the status is ok
-    api: tuple[int, int] | None = None  # None if the spec could not be loaded
-    summary: str = ""
-
-
-@frozen(kw_only=True)
 class Entry:
     """An entry point, from metadata alone."""
 
@@ -146,6 +132,16 @@ class Entry:
         """Whether `name`, plain or as 'distribution:name', refers to this entry point."""
         left, colon, right = name.rpartition(":")
         return self.name == right and (not colon or _normalized(self.distribution) == _normalized(left))
+
+
+@frozen(kw_only=True)
+class Installed(Entry):
+    """An entry point that was found, and whether it can be used."""
+
+    status: Status
+    reason: str = ""  # empty if the status is ok
+    api: tuple[int, int] | None = None  # None if the spec could not be loaded
+    summary: str = ""
 
 
 @frozen(kw_only=True)
@@ -257,8 +253,7 @@ def installed(kind: Kind) -> list[Installed]:
         rivals = [other for other in entries if other.name == entry.name]
         if status is Status.OK and len(rivals) > 1:
             status, reason = Status.CONFLICT, _conflict(rivals)
-        own = {"name": entry.name, "distribution": entry.distribution, "version": entry.version, "value": entry.value}
-        found.append(Installed(**own, status=status, reason=reason, api=api, summary=summary))
+        found.append(Installed(**asdict(entry), status=status, reason=reason, api=api, summary=summary))
     return found
 
 
