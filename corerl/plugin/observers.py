@@ -71,7 +71,7 @@ def load_observers(
     """The run's own observers, then the extensions that run on the driver; their options may be plain tables or already
     resolved."""
     specs = {loaded.name: loaded.spec for _, loaded in extensions_for(choices, Process.DRIVER)}
-    extensions = _instances(choices, run_dir, Process.DRIVER)
+    extensions = load_extensions(choices, run_dir, Process.DRIVER)
     for name, extension in extensions:
         if hasattr(extension, "plan_ready") and not specs[name].plans:
             raise ContractError(
@@ -82,22 +82,13 @@ def load_observers(
 
 def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> Extensions:
     """The extensions whose specs say that they plan, constructed to be asked about a plan, and for nothing else."""
-    found = [
-        (loaded.name, _instance(loaded, choice.options, run_dir))
-        for choice, loaded in extensions_for(choices, Process.DRIVER)
-        if loaded.spec.plans
-    ]
-    for name, extension in found:
-        if not hasattr(extension, "plan_ready"):
-            raise ContractError(
-                f"extension:{name} implements no plan_ready; add it, or remove plans=True from its spec"
-            )
-    return Extensions(found, hooks=ON_DRIVER, where="driver")
+    planners = [choice for choice, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.plans]
+    return Extensions(load_extensions(planners, run_dir, Process.DRIVER), hooks=ON_DRIVER, where="driver")
 
 
-def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:
-    """The extensions that run in workers, as PluginHost takes them."""
-    return _instances(choices, run_dir, Process.WORKER)
+def traced(choices: Sequence[ExtensionChoice]) -> bool:
+    """Whether an extension on the driver wants a `CallFinished` event for every call."""
+    return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
 
 
 def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list[tuple[ExtensionChoice, Loaded]]:
@@ -106,12 +97,8 @@ def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list
     return [(choice, loaded) for choice, loaded in pairs if loaded.spec.process is process]
 
 
-def traced(choices: Sequence[ExtensionChoice]) -> bool:
-    """Whether an extension on the driver wants a `CallFinished` event for every call."""
-    return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
-
-
-def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
+def load_extensions(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
+    """The names and instances of the extensions that run in `process`, in order."""
     return [
         (loaded.name, _instance(loaded, choice.options, run_dir)) for choice, loaded in extensions_for(choices, process)
     ]

@@ -44,15 +44,6 @@ class Planner:
                 return PlanAnswer(settings=options.settings, notices=options.notices, problems=options.problems)
 
 
-class Silent:
-    """Says that it plans, and does not."""
-
-    def __init__(self, *, options: Answers, run_dir: str) -> None:
-        pass
-
-    def observe(self, event: object) -> None: ...
-
-
 FIRST = ExtensionSpec(
     implementation="tests.plan.planners:Planner",
     config=Answers,
@@ -63,4 +54,3 @@ FIRST = ExtensionSpec(
 )
 SECOND = FIRST
 UNASKED = evolve(FIRST, plans=False)
-SILENT = evolve(FIRST, implementation="tests.plan.planners:Silent")

@@ -12,7 +12,7 @@ from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken,
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.hooks import RunControl
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
+from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers, traced
 from corerl.plugin.spec import Process
 from tests.plugin.test_host import CONTEXT, Fake
 
@@ -59,20 +59,20 @@ def test_each_extension_is_constructed_in_its_process(capsys: pytest.CaptureFixt
     assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
     load_observers(choices, "runs/x").emit(Notice(text="hello"))
     assert capsys.readouterr().out == "runs/x 5 hello\n"
-    ((name, instance),) = load_worker_extensions(choices, "runs/x")
+    ((name, instance),) = load_extensions(choices, "runs/x", Process.WORKER)
     assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("plugins")
 def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
     with pytest.raises(PluginBroken) as caught:
-        load_worker_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x")
+        load_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x", Process.WORKER)
     assert caught.value.message == (
         "extension 'wrap' (corerl-wrap 0.1.0) cannot be started: wrap_ob_code:Code(options, run_dir) raised "
         "ValueError: every is below 0"
     )
     with pytest.raises(ConfigError, match=r"^extensions\.wrap\.options\.evry: unknown key"):
-        load_worker_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x")
+        load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
 
 
 def test_a_run_is_traced_if_an_extension_asks() -> None:
