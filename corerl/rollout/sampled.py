@@ -18,9 +18,9 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import Counted, EngineFleet
 from corerl.errors import CorerlError, RewardError
 from corerl.rollout.recorded import file_of, read_rollout, write_rollout
-from corerl.rollout.rewards.base import Scores, Scoring, added
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
+from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
 from corerl.rollout.source import Arrived, Source
 from corerl.types import BoolArray, FloatArray, IntArray
 
@@ -91,7 +91,7 @@ class SampledRollouts(Source):
 
     stream: PromptStream
     sampler: Sampler
-    reward: Scoring
+    reward: AsyncScorer
     params: SamplingParams
     prompts: int  # per step
     samples: int  # per prompt
@@ -337,7 +337,7 @@ class SampledRollouts(Source):
             failures=dict(sum((Counter(scores.failures) for scores in self._scores), Counter[str]())),
             first_failure=first,
             counts=self._counts(tasks),
-            parts=added(*(scores.parts for scores in self._scores)),
+            parts=add_parts(*(scores.parts for scores in self._scores)),
         )
         if self.in_order and self.refill is not None:
             useful = np.concatenate([task.useful for task in tasks])

@@ -16,10 +16,11 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.rewards.base import Reward, Scorer, Scores, Scoring
+from corerl.rollout.rewards import Reward, position_match
 from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
 from corerl.rollout.source import Arrived
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
@@ -48,9 +49,9 @@ def texts(steps: Sequence[ScoredRollout]) -> list[list[str]]:
     return [each.rollout.texts for each in steps]
 
 
-def in_caller(engines: Engines, reward: Scorer = REWARD) -> Scoring:
+def in_caller(engines: Engines, reward: Reward = REWARD) -> AsyncScorer:
     """Scores in the thread that waits, as a synchronous run does."""
-    return Scoring(reward, engines.fleet.loop.in_caller)
+    return AsyncScorer(RewardScorer(reward), engines.fleet.loop.in_caller)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -64,7 +65,9 @@ def test_steps_have_fresh_prompts_noise_and_their_rewards(engines: Engines) -> N
     assert [index for scored in steps for index in indices(scored)] == [each.index for each in stream().take(12)]
     assert len(set(engines.keys)) == len(engines.keys) == 24
     for scored in steps:
-        expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
+        expected = [
+            position_match(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)
+        ]
         assert scored.rewards.tolist() == pytest.approx(expected)
         assert scored.exact_match == 0.0
         assert scored.seconds.keys() == {"rollout", "reward"}
@@ -442,7 +445,7 @@ class Equal:
         return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
 
 
-def refilled(engines: Engines, attempts: int, reward: Scorer, **fields: Any) -> SampledRollouts:
+def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> SampledRollouts:
     refill = DynamicSampling(useful=spread, attempts=attempts)
     return source(engines, reward=at_once(reward), **{"prompts": 4, "refill": refill, **fields})
 

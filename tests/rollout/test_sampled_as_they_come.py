@@ -18,9 +18,10 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import EngineFailed
 from corerl.rollout.recorded import write_rollout
-from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scores
+from corerl.rollout.rewards import Reward
 from corerl.rollout.sampled import DynamicSampling, SampledRollouts
 from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.scoring import Scores
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -118,7 +119,7 @@ def asynchronous(
     fields = {"in_order": False, "singly": True, "max_staleness": max_staleness, "steps": steps, **fields}
     if episodes is not None:
         fields |= {"sampler": episodes, "params": evolve(PARAMS, max_tokens=10)}
-        fields["reward"] = OutcomeScorer(fields.get("reward", REWARD), failed_value=-1.0)
+        fields["reward"] = evolve(fields.get("reward", REWARD), failed_value=-1.0)
     return sampling.source(engines, **fields)
 
 
