@@ -25,7 +25,7 @@ from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampled import DynamicSampling, SampledRollouts
+from corerl.rollout.sampled import AsynchronousRollouts, DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Sampler, SamplerContext
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source
@@ -139,26 +139,21 @@ def make_source(
 ) -> Source:
     """The source that samples."""
     settings = plan.settings
-    source = partial(
-        SampledRollouts,
-        stream=PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
-        sampler=sampler,
-        reward=reward,
-        params=plan.params,
-        prompts=settings.prompts,
-        samples=settings.samples,
-        refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
-        engines=fleet,
-        steps=steps,
-        on_progress=partial(progress.count, GENERATED),
-    )
-    match settings.source:
-        case "synchronous":
-            return source()
-        case "streamed":
-            return source(singly=True)
-        case "one-step-off":
-            return source(max_staleness=1)
-        case "asynchronous":
-            waits = settings.stale == "wait"
-            return source(in_order=False, singly=True, max_staleness=settings.max_staleness, waits=waits)
+    fields: dict[str, Any] = {
+        "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
+        "sampler": sampler,
+        "reward": reward,
+        "params": plan.params,
+        "prompts": settings.prompts,
+        "samples": settings.samples,
+        "refill": DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on)
+        if plan.attempts
+        else None,
+        "engines": fleet,
+        "steps": steps,
+        "on_progress": partial(progress.count, GENERATED),
+    }
+    if settings.source == "asynchronous":
+        waits = settings.stale == "wait"
+        return AsynchronousRollouts(max_staleness=settings.max_staleness, waits=waits, **fields)
+    return OrderedRollouts(ahead=settings.source == "one-step-off", singly=settings.source == "streamed", **fields)

@@ -10,7 +10,7 @@ from corerl.data.prompts import PromptStream, SortDigits
 from corerl.engines.base import SamplingParams
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.rewards import Reward, find_reward
-from corerl.rollout.sampled import SampledRollouts
+from corerl.rollout.sampled import OrderedRollouts
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.scoring import AsyncScorer, Scorer
 from tests.rollout.engines import Engines, aside
@@ -30,11 +30,16 @@ def upcoming(count: int) -> list[int]:
     return [prompt.index for prompt in stream().take(count)]
 
 
-def source(
+def source(engines: Engines, **fields: Any) -> OrderedRollouts:
+    """On demand, unless `fields` say otherwise; a scorer scores in threads of its own."""
+    return OrderedRollouts(**given(engines, **fields))
+
+
+def given(
     engines: Engines, *, seed: int = 7, reward: AsyncScorer | Scorer | Reward = REWARD, **fields: Any
-) -> SampledRollouts:
-    """On demand and in order, unless `fields` say otherwise; a scorer scores in threads of its own."""
-    given = {
+) -> dict[str, Any]:
+    """The fields that both orders have."""
+    return {
         "stream": stream(seed),
         "sampler": prompt_sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
         "reward": reward if isinstance(reward, AsyncScorer) else aside(reward),
@@ -45,7 +50,6 @@ def source(
         "steps": 4,
         **fields,
     }
-    return SampledRollouts(**given)
 
 
 def indices(scored: ScoredRollout) -> list[int]:

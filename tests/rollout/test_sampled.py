@@ -17,7 +17,7 @@ from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.rewards import Reward, position_match
-from corerl.rollout.sampled import DynamicSampling, SampledRollouts
+from corerl.rollout.sampled import DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
@@ -41,7 +41,7 @@ from tests.rollout.sampling import (
 KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "streamed": {"singly": True},
-    "one-step-off": {"max_staleness": 1},
+    "one-step-off": {"ahead": True},
 }
 
 
@@ -234,7 +234,7 @@ class OneByOne(Engines):
             return self.keys[:rows]
 
 
-def arrivals(engines: Engines, begun: SampledRollouts) -> list[Arrived]:
+def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
     return list(iter(lambda: engines.run(begun.arrived()), None))
 
 
@@ -294,8 +294,8 @@ class Held(Engines):
         return drawn
 
 
-def ahead(engines: Engines, **fields: Any) -> SampledRollouts:
-    return source(engines, max_staleness=1, **fields)
+def ahead(engines: Engines, **fields: Any) -> OrderedRollouts:
+    return source(engines, ahead=True, **fields)
 
 
 def test_an_update_waits_for_samples_but_not_for_rewards(use: Use[Engines], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +445,7 @@ class Equal:
         return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
 
 
-def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> SampledRollouts:
+def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
     refill = DynamicSampling(useful=spread, attempts=attempts)
     return source(engines, reward=at_once(reward), **{"prompts": 4, "refill": refill, **fields})
 
