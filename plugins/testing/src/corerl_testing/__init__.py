@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from corerl.rollout.recorded import read_rollout as read_rollout
     from corerl.rollout.recorded import saved_rollouts as saved_rollouts
     from corerl.rollout.recorded import write_rollout as write_rollout
-    from corerl.rollout.rewards.base import OutcomeScorer as OutcomeScorer
     from corerl.rollout.sampler import Generate as Generate
     from corerl.rollout.scored import exact_share as exact_share
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
