@@ -20,15 +20,14 @@ from corerl.data.prompts import PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
-from corerl.models.tokenizer import end_tokens, unapplied
+from corerl.models.tokenizer import end_tokens
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
-from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import require_part, reward_of
+from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
@@ -61,7 +60,7 @@ def plan_rollout(
 ) -> RolloutPlan:
     """What a run samples from, and how; prompts are loaded and not checked yet (`checked`). `context` is the most
     tokens of a sample (0: unlimited). Raises all problems together."""
-    data, rollout, spread_on = config.data, config.rollout, config.algorithm.dynamic_sampling_on
+    data, rollout = config.data, config.rollout
     postprocess: Callable[[ScoredRollout], Any] | None = None
     problems = Problems()
     with problems.stage():
@@ -73,8 +72,6 @@ def plan_rollout(
         require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward.name"):
         reward = reward_of(config.reward)
-        if not sampler.spec.rewards:
-            require_part(reward, spread_on, setting="algorithm.dynamic_sampling_on")
     with problems.stage():
         make_sampler = plan_sampler(config, sampler)
     if rollout.postprocess:
@@ -101,7 +98,7 @@ def plan_rollout(
         reward=reward,
         params=params,
         attempts=config.algorithm.dynamic_sampling or 0,
-        spread_on=spread_on,
+        spread_on=config.algorithm.dynamic_sampling_on,
         sampler=make_sampler,
         postprocess=postprocess,
         vocab_size=vocab_size,
@@ -179,7 +176,7 @@ def checked(plan: RolloutPlan, config: Config) -> RolloutPlan:
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def load_eval_sets(config: Config, sampler: Loaded, rollout: RolloutPlan) -> tuple[list[EvalSet], list[str]]:
+def load_eval_sets(config: Config, rollout: RolloutPlan) -> tuple[list[EvalSet], list[str]]:
     """The sets, with `data.held_out` first if there is one, and notices about their prompts. Raises all problems
     together."""
     found: list[EvalSet] = []
@@ -190,7 +187,7 @@ def load_eval_sets(config: Config, sampler: Loaded, rollout: RolloutPlan) -> tup
             continue
         with problems.stage():
             try:
-                each = _eval_set(config, table, own, rollout, brings_rewards=sampler.spec.rewards)
+                each = _eval_set(config, table, own, rollout)
                 notices += [f"{table}: {line}" for line in _checked(config, table, each, rollout)]
             except UserError as error:
                 lines = [line if line.startswith(table) else f"{table}: {line}" for line in error.message.splitlines()]
@@ -200,7 +197,7 @@ def load_eval_sets(config: Config, sampler: Loaded, rollout: RolloutPlan) -> tup
     return found, notices
 
 
-def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan, *, brings_rewards: bool) -> EvalSet:
+def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -> EvalSet:
     tokenizer = run.tokenizer
     settings = own.settled(config.eval, config.rollout)
     like = {name: getattr(settings, name) for name in ("top_p", "top_k", "max_tokens", "stop")}
@@ -212,8 +209,6 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan, *
         source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
         held_out, rewarding, name, every = HeldOut(source, source.train), own.reward, own.called, own.every
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
-    if not brings_rewards:
-        require_part(own_reward or run.reward, settings.correct_on or "", setting=f"{table}.correct_on")
     return EvalSet(
         name=name,
         every=config.eval.every if every is None else every,
@@ -261,9 +256,6 @@ def notices_of_data(
     yield from unanswered(config.data.answer_key, rollout.prompts)
     yield from about_sets
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
-    given = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    if line := unapplied(config.model, given):  # the model's authors recommend others
-        yield line
 
 
 def unanswered(answer_key: str, prompts: PromptSource) -> Iterator[str]:

@@ -15,7 +15,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError, Unsupported
-from corerl.models.config import experts
+from corerl.kinds import experts_of
 from corerl.plan.algorithm import check_algorithm, notices_of_learning, notices_of_sampling, plan_algorithm
 from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
@@ -58,7 +58,7 @@ from corerl.plan.settle import (
     with_other_sizes,
     with_vocabulary,
 )
-from corerl.plugin.requirements import require_met
+from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR
 
 
@@ -125,7 +125,7 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
     if plugins.algorithm is not None:
         with problems.stage():
             check_algorithm(config, plugins.algorithm)
-    if replay != "none" and experts(configs[ACTOR]) == 1:
+    if replay != "none" and experts_of(configs[ACTOR].to_dict()) <= 1:
         problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
     with problems.stage():
         device = resolve_device(config.cluster.device, address=config.cluster.address)
@@ -136,7 +136,7 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
     start = find_start(config, rollout.prompts, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did.
     with problems.stage():
-        eval_sets, about_sets = load_eval_sets(named, plugins.sampler, rollout)
+        eval_sets, about_sets = load_eval_sets(named, rollout)
     about_files = list(_check_files(config, models, start, problems))
     problems.raise_all()
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from corerl.kinds import experts_of
 from corerl.models.build import NOISE, architecture_of
-from corerl.models.config import class_name, code_not_run, context_length, experts, hf_config, reads_pictures
-from corerl.models.experts import experts_of
+from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.files import kept_digest, look_at
 from corerl.models.layouts import Layout, choose_layout, position_limit
 from corerl.models.names import shapes_of
@@ -129,9 +129,6 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
             problems.add(f"rollout.context_length: {longest}, but the {whose}model has {positions} positions; lower it")
         problems.add(*against_aux_loss(model, streamed=config.rollout.source == "streamed" and role == ACTOR))
         check_adapters(model, problems)
-    replay = config.algorithm.routing_replay
-    if replay != "none" and ACTOR in configs and experts(configs[ACTOR]) == 1:
-        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
     problems.raise_all()
     return found
 
@@ -155,8 +152,6 @@ def check_files(
     that `setting` names, and the model's. `refers`: the KL reference is read from the latter in any case. Yields
     notices about what else they hold."""
     path, where = model.settings.path, f"{model.table}.path"
-    if path and (code := code_not_run(path)):
-        yield f"{where}: {code}"
     if part and not model.frozen:
         with problems.stage(setting):
             shapes = saved_shapes(model.hf, value_head=model.critic, lora=model.lora)

@@ -23,7 +23,7 @@ from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plan.roles import RolePlan, cluster_of, environment_of, plan_role, process_environment
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.fingerprint import origins_of
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import AUTO

@@ -16,7 +16,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
-from corerl.models.peft_files import saved_settings
+from corerl.models.lora import saved_settings
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.resolve import Plugins
 from corerl.plugin.capabilities import Capability

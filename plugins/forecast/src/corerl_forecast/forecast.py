@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from corerl.errors import ModelError
 from corerl.models.files import look_at
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
 from corerl.plan.residency import FORWARD, UPDATE, training
