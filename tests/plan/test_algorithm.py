@@ -15,7 +15,6 @@ from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
     Config,
-    RewardConfig,
     RolesConfig,
     RolloutConfig,
     RunConfig,
@@ -279,18 +278,6 @@ def test_a_run_that_only_scores_asks_no_algorithm() -> None:
 def test_training_on_the_likeliest_tokens_alone_is_noted(mode: Any, rollout: dict[str, Any], start: str) -> None:
     config = evolve(GRPO, run=RunConfig(mode=mode), rollout=RolloutConfig(**rollout))
     assert [line.startswith(start) for line in notices_of_sampling(config)] == [True] * bool(start)
-
-
-def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
-    def told(reward: RewardConfig, **algorithm: Any) -> list[str]:
-        return list(notices_of_sampling(evolve(GRPO, reward=reward, algorithm=AlgorithmConfig(**algorithm))))
-
-    parts = RewardConfig(weights={"right": 1.0, "length": 0.1})
-    (line,) = told(parts, dynamic_sampling=3)
-    assert line.startswith("algorithm.dynamic_sampling: groups are equal where the sums of all parts of the reward are")
-    assert (
-        told(parts, dynamic_sampling=3, dynamic_sampling_on="right") == told(RewardConfig(), dynamic_sampling=3) == []
-    )
 
 
 def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
