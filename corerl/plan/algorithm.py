@@ -177,19 +177,12 @@ OTHER_GRADIENTS = {
 }
 
 
-def notices_of_learning(config: Config, plan: AlgorithmPlan) -> Iterator[str]:
-    """Lines about the gradient of a run that trains, where it may not be the one that is meant."""
-    algorithm = config.algorithm
+def notices_of_learning(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A line if the gradient of a run that trains may not be the one that is meant."""
     gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
     if gradient is not None and algorithm.kl_coef:
         setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
         yield f"{setting}: the penalty's gradient is that of {gradient}; remove it for that of KL(policy || reference)"
-    for tag, wanted in plan.snapshots(ACTOR).items() if config.rollout.source == "streamed" else ():
-        yield (
-            f"{wanted}: with rollout.source='streamed' the actor's weights are swapped for it at each part of a batch "
-            "that arrives, which can take longer than the passes themselves"
-            + ("; a table [roles.reference] makes it a model that stays in memory" if tag == REFERENCE else "")
-        )
 
 
 def notices_of_sampling(config: Config) -> Iterator[str]:

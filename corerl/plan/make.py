@@ -163,7 +163,7 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
         *about_files,
         *(line for model in models.values() for line in notices_of(model)),
         *notices_of_sampling(config),
-        *((*notices_of_learning(config, algorithm), *unpacked(models)) if config.run.trains else ()),
+        *((*notices_of_learning(config.algorithm), *unpacked(models)) if config.run.trains else ()),
     ]
     plan = Plan(
         title=_title(config, processes, rollout, plugins),

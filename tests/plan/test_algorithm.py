@@ -25,6 +25,7 @@ from corerl.plan.algorithm import (
     AlgorithmPlan,
     check_algorithm,
     contradictions,
+    notices_of_learning,
     notices_of_sampling,
     plan_algorithm,
 )
@@ -278,6 +279,30 @@ def test_a_run_that_only_scores_asks_no_algorithm() -> None:
 def test_training_on_the_likeliest_tokens_alone_is_noted(mode: Any, rollout: dict[str, Any], start: str) -> None:
     config = evolve(GRPO, run=RunConfig(mode=mode), rollout=RolloutConfig(**rollout))
     assert [line.startswith(start) for line in notices_of_sampling(config)] == [True] * bool(start)
+
+
+@pytest.mark.parametrize(
+    ("place", "estimator", "gradient"),
+    [
+        (
+            "loss",
+            "k3-differentiated",
+            "KL(reference || policy), and after the first optimizer step on a batch of neither",
+        ),
+        ("reward", "k2", "the mean of k2 - KL(policy || reference), which can lead away from the reference"),
+        ("reward", "k3", "KL(policy || reference) - KL(reference || policy), which can lead away from the reference"),
+        *(("loss", estimator, "") for estimator in ("k1", "k2", "k3", "")),
+        *(("reward", estimator, "") for estimator in ("k1", "")),
+    ],
+)
+def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estimator: str, gradient: str) -> None:
+    given = changed(GRPO, kl_coef=0.1, kl_in=place, kl_estimator=estimator or None)
+    assert list(notices_of_learning(settle_algorithm(given).algorithm)) == [
+        f"algorithm.kl_estimator: {estimator!r} with algorithm.kl_in={place!r}: the penalty's gradient is that of "
+        f"{each}; remove it for that of KL(policy || reference)"
+        for each in [gradient]
+        if each
+    ]
 
 
 def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
