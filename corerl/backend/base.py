@@ -16,8 +16,9 @@ from corerl.backend.state import TrainingState
 from corerl.backend.stream import WeightStream
 from corerl.config.schema import RoleConfig
 from corerl.errors import ContractError
+from corerl.kinds import experts_of
 from corerl.models.build import stored_buffers
-from corerl.models.config import experts, hf_config
+from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.hooks import Context
@@ -59,7 +60,7 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
 
     def _require_model_supported(self) -> None:
         hf = hf_config(self.config.model)
-        if (count := experts(hf)) > 1:
+        if (count := experts_of(hf.to_dict())) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
         if Capability.BUFFERS in self.declared:  # else the model need not be looked at
             for name in stored_buffers(look_at(hf)):

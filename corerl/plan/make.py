@@ -151,7 +151,7 @@ def _plan_run(config: Config, damaged: Faults, before: Answers, *, starting: boo
     named, config = config, with_absolute_paths(config)  # only now: messages name files as the user does
     start = find_start(config, sampled.prompts, problems, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did.
-    eval_sets, about_sets = load_eval_sets(named, sampled, plugins.sampler, context, problems)
+    eval_sets, about_sets = load_eval_sets(named, sampled, context, problems)
     about_files = list(_check_files(config, models, start, problems))
     device = _device(config, problems)
     sampler: MakeSampler | None = None

@@ -35,7 +35,7 @@ from corerl.plugin.observers import load_planners
 from corerl.plugin.spec import PlanAnswer
 from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
-from corerl.rollout.rewards.base import Reward
+from corerl.rollout.rewards import Reward
 from corerl.rollout.scored import ScoredRollout
 
 

@@ -18,7 +18,7 @@ from corerl.backend import Backend
 from corerl.data.packing import pack
 from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
-from corerl.memory.cache import empty_cache, lone_rank_options
+from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.host import PluginHost

@@ -25,7 +25,7 @@ from corerl.errors import (
     WeightUpdateError,
 )
 from corerl.memory import storage
-from corerl.memory.measure import DeviceMeter
+from corerl.memory.device import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import PluginHost

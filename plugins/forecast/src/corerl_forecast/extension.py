@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo, Config
 from corerl.config.toml_text import to_plain
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import place_of, role_options
 from corerl.plugin import PlanAnswer

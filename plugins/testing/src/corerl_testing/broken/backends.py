@@ -16,9 +16,9 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
 from corerl.backend.batches import OutputCollector
+from corerl.backend.experts import COLUMN
 from corerl.backend.optimizer import adamw, moments
 from corerl.backend.primitives import SAVED
-from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, with_sums, write
 from corerl.config.schema import RoleConfig

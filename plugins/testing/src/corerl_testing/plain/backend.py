@@ -11,9 +11,8 @@ import torch
 
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.batches import OutputCollector
-from corerl.backend.experts import ExpertLoad, require_balance
+from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
 from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
-from corerl.backend.routing import replayed_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
