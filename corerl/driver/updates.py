@@ -50,7 +50,7 @@ class WeightUpdates:
     _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
     _updates: int = 0  # that reached all engines
     _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
-    _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
+    _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class WeightUpdates:
         version, self.version = self.version, self.version + 1
         group, fleet, every = self.group, self.fleet, self.config.verify_every
         verify = every > 0 and self._updates % every == 0
-        alone = self.adapters if fleet.whole else None
+        alone = self.adapters if fleet.all_serve else None
         sending = group.update_weights(self.address, version, verify=verify, adapters=alone is not None)
         receiving = fleet.receive(alone or self.manifest, version, self.address)
         causes: set[str] = set()  # engines that failed first
@@ -108,7 +108,7 @@ class WeightUpdates:
         received = fleet.received(receiving, self.address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
-        fleet.updated(taken, whole=alone is None)
+        fleet.updated(taken)
         self._served.update(taken)
         if missed:
             return self._to_replace(missed, causes, sent)
@@ -141,12 +141,12 @@ class WeightUpdates:
         """Raise WeightUpdateError if an engine holds anything other than what was sent."""
         for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
             if loaded is None:
-                if name not in self._unverified:
+                if not self._unverified:
                     self.progress.notice(
                         f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
                         "what was sent; set weights.verify_every=0 to stop checking"
                     )
-                self._unverified.add(name)
+                self._unverified = True
             elif wrong := difference(sums, loaded):
                 raise WeightUpdateError(
                     f"{name} holds different weights than it was sent as version {version}: {wrong}; it loads them "
@@ -193,7 +193,6 @@ class WeightUpdates:
         """The same, of ranks that are yet to start."""
         self._address_of = address_of
         self._served &= set(self.fleet.names)
-        self._unverified &= set(self.fleet.names)
 
 
 def _reason(answer: Received | None, sender: str, silent: str) -> str:

@@ -64,8 +64,7 @@ class Group:
         self.ended = False
         self.failure: Exception | None = None
         self.dead = False
-        self.lacking = False
-        self.whole = False  # all engines hold all weights
+        self.hold_all = False  # all engines hold all weights
         self.offered: Any = None  # the manifest of the last update
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
@@ -105,8 +104,12 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered = manifest
 
-    def updated(self, taken: Iterable[str], *, whole: bool) -> None:
-        self.whole = set(taken) >= set(self.names) and (whole or self.whole)
+    def updated(self, taken: Iterable[str]) -> None:
+        self.hold_all = set(taken) >= set(self.names)
+
+    @property
+    def all_serve(self) -> bool:
+        return self.hold_all and not self.dead
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -132,7 +135,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
-        self.dead = self.whole = False
+        self.dead = self.hold_all = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 

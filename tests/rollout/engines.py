@@ -50,6 +50,7 @@ class Engines:
         ]
         loop = EventLoop("rollout")
         self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=lambda replicas: width, restarts=restarts)
+        self.fleet.updated(self.fleet.names)
 
     # ---- what tests do ----------------------------------------------------------------------------------------------
 
@@ -85,6 +86,7 @@ class Engines:
         nothing: Any = None  # such engines need neither a manifest nor an address
         received = self.fleet.received(self.fleet.receive(nothing, version, nothing), LIMIT)
         assert not any(each.error for each in received.values())
+        self.fleet.updated(received)
 
     def update(self, source: Source, version: int) -> None:
         """As the run does it."""
