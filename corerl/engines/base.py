@@ -12,7 +12,6 @@ from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
 from corerl.errors import EngineFailed
-from corerl.plugin.spec import Begun
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -186,7 +185,6 @@ class EngineContext:
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
     lora: LoraConfig | None = None  # of adapters that arrive separately, and alone once an engine has the weights
-    begun: Begun | None = None  # what `EngineSpec.begin` has returned, for this engine to go on with
 
     @property
     def receivers(self) -> range:

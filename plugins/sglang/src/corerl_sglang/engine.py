@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -33,7 +33,6 @@ from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, writ
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, server_arguments
-from corerl_sglang.begin import begin
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
@@ -53,7 +52,8 @@ ABORTED = "was aborted"
 
 
 class SglangEngine(Engine):
-    def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext) -> None:
+    def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext, server: Server) -> None:
+        """`server` has been started, and is stopped if the engine cannot be made."""
         self._options, self._context = options, context
         self._serving = EngineLifecycle(context.name, context.index, calls=CALLS)
         self._sleeping: set[str] = set()  # tags
@@ -61,7 +61,7 @@ class SglangEngine(Engine):
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
         self._whole = False  # the server holds all weights, so that adapters may arrive alone
-        self._server = cast(Server | None, context.begun) or begin(options, context)
+        self._server = server
         self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
             undo.callback(self._server.stop)

@@ -10,7 +10,6 @@ from corerl.models import experts_of
 from corerl.plugin import EngineSpec, Environment, Problem
 from corerl_sglang import fp8, targets
 from corerl_sglang.arguments import contradictions
-from corerl_sglang.begin import begin
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.probe import probe
 
@@ -92,7 +91,7 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
 
 
 SPEC = EngineSpec(
-    implementation="corerl_sglang.engine:SglangEngine",
+    implementation="corerl_sglang.start:start_engine",
     config=SglangConfig,
     api=(2, 0),
     summary="SGLang: one server a replica, over one device or several, each taking its weights from the trainer",
@@ -103,5 +102,4 @@ SPEC = EngineSpec(
     probe=probe,
     quantized=("none", "fp8"),  # the server is started for the form in which weights arrive
     adapters=True,
-    begin=begin,
 )
