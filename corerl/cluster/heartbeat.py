@@ -23,7 +23,6 @@ import ray
 from attrs import define, field, frozen
 from ray.exceptions import RayError
 
-from corerl.cluster.failures import Failure
 from corerl.messages import note, one_line
 from corerl.plugin.events import Span
 
@@ -50,7 +49,6 @@ class Heartbeat:
 
     pid: int = 0
     phase: str = ""  # of startup, such as 'model build'; "" once it has started
-    hook: str = ""  # the plugins' method that it is in, if any
     place: str = ""  # its innermost line of Python outside torch and Ray
     waits: bool = False  # inside a torch.distributed collective
     stack: int = 0  # a hash of the stack: changes when the process moves
@@ -128,7 +126,7 @@ class Recorder:
             if call is not None and call.started <= started:  # otherwise left over from an earlier call
                 call.spans.append(Span(name=name, started=started, ended=self.clock()))
 
-    def heartbeat(self, phase: str, hook: str, counts: Mapping[int, tuple[int, int]]) -> Heartbeat:
+    def heartbeat(self, phase: str, counts: Mapping[int, tuple[int, int]]) -> Heartbeat:
         """`counts` are by thread."""
         with self._changing:
             calls = dict(self._calls)
@@ -138,7 +136,6 @@ class Recorder:
         return Heartbeat(
             pid=os.getpid(),
             phase=phase,
-            hook=hook,
             place=place,
             waits=waits,
             stack=stack,
@@ -213,7 +210,7 @@ class Member:
     before: Heartbeat | None = None  # the one before the last
     missed: int = 0  # heartbeats in a row
     starting: int = 0  # heartbeats that found it busy starting
-    killed: Failure | None = None  # once it was ended here
+    killed: str = ""  # why it was ended here, if it was
     _asked: Any = None  # reference to the answer
 
     @property
@@ -247,7 +244,7 @@ class Member:
         if not self.started:
             self.started, self.missed = True, 0
 
-    def kill(self, why: Failure) -> None:
+    def kill(self, why: str) -> None:
         self.killed = why
         ray.kill(self.actor, no_restart=True)
 
@@ -313,7 +310,7 @@ class Heartbeats:
                 if self._stopped.is_set():
                     return
                 for member in self._members:
-                    if member.killed is None:
+                    if not member.killed:
                         member.poll()
                 end_hung(self._members, self._watching)
                 texts = list(self._late_calls())
@@ -348,16 +345,17 @@ def end_hung(members: Sequence[Member], watching: Watching) -> None:
     def over(beats: int, limit: float) -> bool:
         return 0 < limit <= beats * watching.period
 
-    living = [member for member in members if member.killed is None]
+    living = [member for member in members if not member.killed]
     hung = [member for member in living if member.started and over(member.missed, watching.health_timeout)]
     for member in hung:
-        member.kill(Failure.hung(member.name, watching.health_timeout, SILENCE))
+        member.kill(f"no heartbeat for {watching.health_timeout:g} s (cluster.health_timeout): {SILENCE}")
     starting = [member for member in living if not member.started]
     awaited = late(starting)
     for member in starting:
         waits = member not in awaited if awaited else member.beat is not None and member.beat.waits
         if over(member.starting, watching.start_timeout) and not waits:
-            member.kill(Failure.overdue(member.name, watching.start_timeout, described(member)))
+            limit = f"{watching.start_timeout:g} s of work (cluster.start_timeout)"
+            member.kill(f"not started after {limit}: {described(member)}")
 
 
 def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterator[str]:

@@ -111,11 +111,6 @@ class Worker:
         """The rank's startup phase; "" after `init`."""
         return self.backend.phase or self._starting
 
-    @property
-    def hook(self) -> str:
-        """The plugins' method that runs, such as forward_backward in `train`; "" between two."""
-        return self.host.running
-
     # ---- tracing ----------------------------------------------------------------------------------------------------
 
     def trace(self, span: SpanMaker) -> None:
