@@ -41,8 +41,8 @@ from corerl.engines.base import EngineContext
 from corerl.models import peft_config
 from corerl.models.config import hf_config
 from corerl.plugin.transports import open_receiver
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.verify import bit_sums
 
 STAND_IN = "plugins.sglang.tests.stand_in"
 # Nothing is generated after an update: a small KV cache and few graphs leave the GPU to weights.

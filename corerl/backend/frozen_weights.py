@@ -10,9 +10,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from corerl.errors import CheckpointError
+from corerl.weights.checksums import bit_sums
 from corerl.weights.chunks import Chunk
-from corerl.weights.plain import gather_plain
-from corerl.weights.verify import bit_sums
+from corerl.weights.gather import gather_plain
 
 
 def digest(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:

@@ -25,9 +25,9 @@ from corerl.plugin.transports import abandon
 from corerl.rollout.source import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import IntArray, UpdateResult
+from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import difference
 
 if TYPE_CHECKING:
     from corerl.driver.control import Control

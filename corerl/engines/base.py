@@ -230,7 +230,7 @@ class Engine(ABC):
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came
-        in their own dtypes): `corerl.weights.verify.bit_sums`, added over the parts of a tensor stored separately.
+        in their own dtypes): `corerl.weights.checksums.bit_sums`, added over the parts of a tensor stored separately.
         Tensors left out are not compared with what was sent; None if the engine cannot report them. Called after an
         update, before weights sleep."""
         return None

@@ -46,8 +46,7 @@ from corerl.types import (
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
-from corerl.weights.sending import Sending
-from corerl.weights.transport import Address, WeightSender
+from corerl.weights.transport import Address, Sending, WeightSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 

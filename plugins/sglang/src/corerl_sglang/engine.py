@@ -60,7 +60,6 @@ class SglangEngine(Engine):
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
-        self._whole = False  # the server holds all weights, so that adapters may arrive alone
         self._server = server
         self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
@@ -235,7 +234,7 @@ class SglangEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights are asleep; wake it up first"
-        return shape_mismatch(manifest.shapes, self._shapes, whole=self._whole)
+        return shape_mismatch(manifest.shapes, self._shapes, whole=self._serving.holds_weights)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> int:
         """Have the ranks take the update; returns bytes."""
@@ -251,7 +250,6 @@ class SglangEngine(Engine):
         answers = self._ask_ranks(instruction)
         if apart is not None and room is not None:
             apart.load(version, room)
-        self._whole = True
         self._server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         return max((answer.bytes for answer in answers), default=0)
 
@@ -304,7 +302,6 @@ class SglangEngine(Engine):
             tags = [tag for tag in (*CACHES, WEIGHTS) if tag not in self._sleeping]
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._sleeping.update(tags)
-            self._whole = False
         return sum(self._bytes.get(tag, 0) for tag in tags)
 
     def wake_up(self) -> int:
