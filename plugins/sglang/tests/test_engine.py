@@ -27,13 +27,11 @@ from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, look_at, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
 from corerl_sglang.adapters import Adapters
-from corerl_sglang.arguments import VOCABULARY
+from corerl_sglang.arguments import VOCABULARY, adapter_misfits
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from corerl_sglang.generated import Sample, read_samples
-from corerl_sglang.read import Cut
+from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
-from corerl_sglang.targets import misfits
 from corerl_testing import (
     Sending,
     TransformersConfig,
@@ -613,4 +611,4 @@ def test_adapters_of_an_aborted_version_stay_loaded() -> None:
     ],
 )
 def test_targets_that_sglang_would_silently_leave_out_are_refused(modules: list[str], told: str) -> None:
-    assert next(misfits(modules), "").startswith(told) and bool(list(misfits(modules))) == bool(told)
+    assert next(adapter_misfits(modules), "").startswith(told) and bool(list(adapter_misfits(modules))) == bool(told)

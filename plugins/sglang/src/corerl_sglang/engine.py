@@ -32,12 +32,11 @@ from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
-from corerl_sglang.arguments import LOADER, server_arguments
+from corerl_sglang.arguments import LOADER, add_published_fields, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
-from corerl_sglang.published import add_published_fields
 from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Refused, Server
 
