@@ -11,7 +11,6 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
-from corerl.errors import EngineFailed
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -149,15 +148,6 @@ class Generation:
             truncated=np.concatenate([part.truncated for part in parts]),
             routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
             unfinished=np.concatenate([part.unfinished for part in parts]),
-        )
-
-
-def require_finished(generation: Generation) -> None:
-    """Raise EngineFailed if a response is unfinished although nobody paused the engines."""
-    if generation.unfinished.any():
-        raise EngineFailed(
-            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, but the "
-            "engines were not paused; an engine may return unfinished responses only between pause() and resume()"
         )
 
 

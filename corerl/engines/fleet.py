@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from attrs import define, field
 
 from corerl.calls import Future
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received
 from corerl.engines.batching import Batcher, Count
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, ResizeFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, ResizeFailed, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
@@ -250,8 +250,13 @@ class EngineFleet:
         finally:
             self._route()
         generated: Generation | None = answers.get(replica)
-        if generated is not None and pauses == self._pauses and replica in self._replicas:
-            require_finished(generated)
+        if generated is None or pauses != self._pauses or replica not in self._replicas:
+            return generated
+        if unfinished := int(generated.unfinished.sum()):
+            raise EngineFailed(
+                f"{unfinished} of {len(generated)} responses came back unfinished, but the engines were not paused; an "
+                "engine may return unfinished responses only between pause() and resume()"
+            )
         return generated
 
     async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:

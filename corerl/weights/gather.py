@@ -88,7 +88,7 @@ class GatherPlan:
         rank = 0
         if group is not None:
             rank = dist.get_rank(group)
-            ranks = [_told(each) for each in gather_plain(_plain(mine), group)]
+            ranks = [_from_plain(each) for each in gather_plain(_to_plain(mine), group)]
         for other, (_, fault, _, _) in enumerate(ranks):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
@@ -283,14 +283,14 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
     return list(shapes.items())
 
 
-def _plain(held: Held) -> tuple[Any, ...]:
+def _to_plain(held: Held) -> tuple[Any, ...]:
     """As JSON can hold it."""
     rows, fault, whole, copies = held
     return rows, fault, whole, sorted(copies)
 
 
-def _told(data: Sequence[Any]) -> Held:
-    """What another rank's `_plain` was of."""
+def _from_plain(data: Sequence[Any]) -> Held:
+    """The reverse of another rank's `_to_plain`."""
     rows, fault, whole, copies = data
     own = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in rows]
     return own, fault, whole, set(copies)

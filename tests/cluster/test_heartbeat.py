@@ -132,9 +132,9 @@ def test_ranks_of_one_role_are_listed_as_ranges(names: list[str], text: str) -> 
 # ---- when a call is late ---------------------------------------------------------------------------------------------
 
 
-def spoken(*looks: tuple[float, Heartbeat], before: Heartbeat | None = None) -> list[bool]:
+def spoken(*looks: tuple[float, Heartbeat]) -> list[bool]:
     """Whether the watchdog, of 10 s, speaks at each of these looks at a call."""
-    member = Member("engine-0", last=before)
+    member = Member("engine-0")
     call = Pending("generate", 7, {0: member}, ())
     found = []
     for _, beat in looks:
@@ -143,9 +143,9 @@ def spoken(*looks: tuple[float, Heartbeat], before: Heartbeat | None = None) -> 
     return found
 
 
-def looked(seconds: float, stack: int = 1, done: int | None = None) -> tuple[float, Heartbeat]:
+def looked(seconds: float, moved: bool = False, done: int | None = None) -> tuple[float, Heartbeat]:
     counts = {} if done is None else {7: (done, 10)}
-    return seconds, at({}, stack=stack, calls={7: seconds}, counts=counts)
+    return seconds, at({}, moved=moved, calls={7: seconds}, counts=counts)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +153,12 @@ def looked(seconds: float, stack: int = 1, done: int | None = None) -> tuple[flo
     [
         ([looked(9.0), looked(11.0), looked(13.0), looked(23.0)], [False, True, False, True]),  # then after twice 11
         (
-            [looked(9.0), looked(11.0, stack=2), looked(21.0, stack=2), looked(23.0, stack=2)],
+            [looked(9.0), looked(11.0, moved=True), looked(21.0), looked(23.0)],
             [False, False, False, True],
         ),
         # One that counts may move all the time and still end nothing.
-        ([looked(9.0, done=0), looked(11.0, stack=2, done=0)], [False, True]),
-        ([looked(11.0, done=1), looked(23.0, stack=2, done=1), looked(47.0, done=2)], [False, True, False]),
+        ([looked(9.0, done=0), looked(11.0, moved=True, done=0)], [False, True]),
+        ([looked(11.0, done=1), looked(23.0, moved=True, done=1), looked(47.0, done=2)], [False, True, False]),
     ],
 )
 def test_the_watchdog_speaks_of_a_call_that_does_not_move(looks: list[Any], texts: list[bool]) -> None:
@@ -221,7 +221,7 @@ def test_a_process_has_started_once_it_reports_no_phase() -> None:
     assert not member.started
     member.missed = 3
     member.receive(Heartbeat())
-    assert (member.started, member.missed, member.beat, member.before) == (True, 0, Heartbeat(), BUILDING)
+    assert (member.started, member.missed, member.beat) == (True, 0, Heartbeat())
 
 
 def test_heartbeats_missed_in_a_start_do_not_count_after_it(ended: Any) -> None:
@@ -323,7 +323,9 @@ def test_the_oldest_of_several_calls_is_reported(recorder: Recorder, clock: Cloc
     with recorder("mine"):
         clock.now = 5.0
     beat = recorder.heartbeat("", {thread.ident or 0: (2, 8)})
-    assert (beat.calls, beat.counts) == ({4: 5.0, 5: 5.0}, {5: (2, 8)})
+    assert (beat.calls, beat.counts, beat.moved) == ({4: 5.0, 5: 5.0}, {5: (2, 8)}, True)
+    beats = [recorder.heartbeat("", {}) for _ in range(2)]  # from one line
+    assert [beat.moved for beat in beats] == [True, False]
     assert re.fullmatch(r"cluster/test_heartbeat.py:\d+ in test_the_oldest_of_several_calls_is_reported", beat.place)
     mine = recorder.end()[0]
     recorder.start(6)
