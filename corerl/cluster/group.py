@@ -128,27 +128,21 @@ class RayGroup:
             raise cause
         return [results[member].value for member in pending.members]
 
-    def answers(self, pending: Pending, counted: CallCounts | None = None) -> dict[int, Any]:
-        """Wait for each member's result or CorerlError. A failure does not end the other members. `counted` is called
-        every few seconds with the members that have not answered, and how many parts of their calls have ended; None of
-        one that does not report it."""
-        answers: dict[int, Any] = {}
-        waiting = dict(zip(pending.refs, pending.members, strict=True))
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None if counted is None else COUNT_SECONDS)
-            if counted is not None and not ready:
-                counts = counts_of(pending, list(waiting.values()))
-                counted({member: counts[member][0] if member in counts else None for member in waiting.values()})
-            for ref in ready:
-                member = waiting.pop(ref)
-                answers[member] = self._answer(ref, member, pending)
-        return answers
+    def answers(
+        self, pending: Pending, *, timeout: float | None = None, counted: CallCounts | None = None
+    ) -> dict[int, Any]:
+        """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
+        the other members. `counted` is called every few seconds with the members that have not answered, and how many
+        parts of their calls have ended; None of one that does not report it."""
+        members = dict(zip(pending.refs, pending.members, strict=True))
 
-    def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        """Like `answers`, but only of members that answer within `timeout` seconds."""
-        ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
-        members = zip(pending.refs, pending.members, strict=True)
-        return {member: self._answer(ref, member, pending) for ref, member in members if ref in ended}
+        def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
+            return ray.wait(list(members), num_returns=len(members), timeout=seconds)
+
+        while counted is not None and (running := wait(COUNT_SECONDS)[1]):
+            counts = counts_of(pending, [members[ref] for ref in running])
+            counted({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
+        return {members[ref]: self._answer(ref, members[ref], pending) for ref in wait(timeout)[0]}
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""

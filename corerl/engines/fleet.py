@@ -38,13 +38,13 @@ CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers`
 class Processes(Protocol):
     """The group of processes that a fleet runs on, such as `corerl.cluster.group.RayGroup`."""
 
-    def __len__(self) -> int: ...
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...
     def start(self, method: str, *args: Any) -> Any: ...
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
-    def answers(self, pending: Any, counted: CallCounts | None = None) -> dict[int, Any]: ...
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]: ...
+    def answers(
+        self, pending: Any, *, timeout: float | None = None, counted: CallCounts | None = None
+    ) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
     def shrink(self, count: int) -> None: ...
@@ -143,7 +143,7 @@ class EngineFleet:
         def wait() -> dict[str, CorerlError]:
             while not ready(STARTING_SECONDS):
                 pass
-            failed = self._errors(processes.answered(constructing, 0.0))
+            failed = self._errors(processes.answers(constructing, timeout=0.0))
             if failed and all(isinstance(error, WorkerDied) for error in failed.values()):
                 failed = self._errors(processes.answers(constructing))  # of the others too
             for error in failed.values():
@@ -419,7 +419,7 @@ class EngineFleet:
                 self._calls_in_progress += 1
                 asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
-            found = self.processes.answers(pending, counted)
+            found = self.processes.answers(pending, counted=counted)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:
@@ -514,7 +514,7 @@ class EngineFleet:
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:
         """The results of the engines that answered within `timeout` seconds; a death counts as an answer."""
-        answers = self.processes.answered(pending, timeout)
+        answers = self.processes.answers(pending, timeout=timeout)
         return {self.names[index]: _received(answer) for index, answer in answers.items()}
 
     def updated(self, taken: Collection[str]) -> None:
@@ -555,7 +555,7 @@ class EngineFleet:
     def _close(self, start: Callable[[str], Any]) -> None:
         """Let the replicas that `start` asks shut down by themselves; what they generate comes back unfinished."""
         for method in ("pause", "close"):  # a replica that dies here has ended too
-            self.processes.answered(start(method), CLOSE_SECONDS)
+            self.processes.answers(start(method), timeout=CLOSE_SECONDS)
 
     def end(self) -> None:
         """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""

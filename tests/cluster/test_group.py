@@ -316,7 +316,7 @@ def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch
         if ended == {0: 3, 1: 4}:
             group.call("open")
 
-    assert group.answers(first, counted) == {0: 3, 1: 4}
+    assert group.answers(first, counted=counted) == {0: 3, 1: 4}
     assert {0: 3, 1: 4} in told
     assert not any(7 in ended.values() for ended in told)
     assert group.wait(second) == [7]
@@ -325,7 +325,7 @@ def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch
 def first_answers(group: RayGroup, pending: Pending) -> dict[int, Any]:
     """The first answers that come."""
     deadline = time.monotonic() + paced(60.0)
-    while not (found := group.answered(pending, 0.1)):
+    while not (found := group.answers(pending, timeout=0.1)):
         assert time.monotonic() < deadline
     return found
 

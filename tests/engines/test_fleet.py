@@ -83,14 +83,13 @@ class Group:
     def ready(self, pending: Any, timeout: float) -> bool:
         return True
 
-    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: list[int], *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        if timeout is not None:
+            assert timeout < 3600
+            return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
         self.log.append("wait for all")
         assert self._answers.keys() >= set(pending), "waited for in vain"
         return {replica: self._answers[replica] for replica in pending}
-
-    def answered(self, pending: list[int], timeout: float) -> dict[int, Any]:
-        assert timeout < 3600
-        return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
 
     def replace(self, replica: int, arguments: Any) -> None:
         self.log.append(f"replace {replica}")
@@ -144,7 +143,7 @@ class Counting:
     def start_some(self, method: str, arguments: dict[int, Any]) -> dict[int, Any]:
         return arguments
 
-    def answers(self, pending: dict[int, Any], counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: dict[int, Any], *, counted: Any) -> dict[int, Any]:
         ((replica, (request,)),) = pending.items()
         with self.turn:  # one replica after the other
             assert self.turn.wait_for(lambda: replica == len(self.answered), 60.0)
@@ -232,7 +231,7 @@ class Told:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: None, *, counted: Any) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()
@@ -269,7 +268,7 @@ class Scripted:
     def start_some(self, method: str, arguments: Any) -> Any:
         return method, arguments
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method != "generate":
             self.log.append(method)
@@ -334,7 +333,7 @@ def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) ->
         return said(request)
 
     class TwoPaces(Scripted):
-        def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+        def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
             ((replica, (request,)),) = pending[1].items()
             order.append((replica, request.noise_keys.tolist()))
             return {replica: slow(request) if replica == 1 else said(request)}
@@ -432,16 +431,14 @@ class Sized(Scripted):
         assert all(replica < self.size for replica in arguments), "one that is not there is asked"
         return method, arguments
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method == "generate":
             for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:
                 self.drawing.release()
                 assert gate.wait(60.0)
-        return super().answers(pending, counted) if arguments else {}
-
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]:
-        method, arguments = pending
+        if timeout is None:
+            return super().answers(pending) if arguments else {}
         self.log.append(f"{method} {sorted(arguments)}")
         if method == "pause":
             self.paused.set()

@@ -204,8 +204,11 @@ class Engines:
     def wait(self, pending: Any) -> list[Any]:
         return list(self.answers(pending).values())
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        """Without any time, that of the first replica."""
         method, arguments = pending
+        if timeout == 0.0:
+            arguments = {0: arguments[0]}
         answers: dict[int, Any] = {}
         for replica, args in arguments.items():
             try:
@@ -213,11 +216,6 @@ class Engines:
             except CorerlError as error:
                 answers[replica] = error
         return answers
-
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]:
-        """Without any time, that of the first replica."""
-        method, arguments = pending
-        return self.answers((method, arguments if timeout else {0: arguments[0]}))
 
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
         self.log.append(f"replace {member}")
