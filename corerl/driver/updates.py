@@ -40,18 +40,22 @@ class WeightUpdates:
     config: WeightsConfig
     group: TrainGroup  # the actor's
     fleet: EngineFleet
-    manifest: Manifest
-    address: Address
     version: int  # of the next update
+    address_of: Callable[[Sequence[str]], Address]  # of updates to these receivers, without a rendezvous
+    separate_adapters: bool = False  # they travel alone to engines that hold all other weights
     residency: Residency
     progress: Progress
 
-    adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
-    _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
+    manifest: Manifest = field(init=False)
+    adapters: Manifest | None = field(init=False)  # of these alone
+    address: Address = field(init=False)
     _updates: int = 0  # that reached all engines
     _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
     _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
+
+    def __attrs_post_init__(self) -> None:
+        self.new_rendezvous()
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -176,13 +180,9 @@ class WeightUpdates:
 
     def new_rendezvous(self) -> None:
         """Give the next update an address of its own, for the current ranks and engines."""
-        if self._address_of is None:
-            self.address = self.group.rendezvous(self.address)
-            return
         self.manifest = self.group.manifest().result()
-        if self.adapters is not None:
-            self.adapters = self.group.manifest(adapters=True).result()
-        self.address = self.group.rendezvous(self._address_of(self.fleet.receivers))
+        self.adapters = self.group.manifest(adapters=True).result() if self.separate_adapters else None
+        self.address = self.group.rendezvous(self.address_of(self.fleet.receivers))
 
     def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
@@ -191,7 +191,7 @@ class WeightUpdates:
 
     def meets_at(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """The same, of ranks that are yet to start."""
-        self._address_of = address_of
+        self.address_of = address_of
         self._served &= set(self.fleet.names)
 
 

@@ -66,6 +66,8 @@ class Group:
         self.dead = False
         self.hold_all = False  # all engines hold all weights
         self.offered: Any = None  # the manifest of the last update
+        self.manifests: tuple[Any, Any] = (None, None)  # of all weights, and of adapters alone
+        self.meetings = 0
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
@@ -122,8 +124,16 @@ class Group:
         self.waited = timeout
         return self.fared if self.answers else {}
 
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        return self.names
+
+    def manifest(self, *, adapters: bool = False) -> Future[Any]:
+        return Future(self, self.ready, lambda: self.manifests[adapters])
+
     def rendezvous(self, address: Address) -> Address:
-        return evolve(address, token="another")
+        self.meetings += 1
+        return evolve(address, token=f"meeting {self.meetings}")
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         self.log.append(f"report {engine}: {reason}")
@@ -272,9 +282,12 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
+    manifest, adapters = parts.pop("manifest", None), parts.pop("adapters", None)
+    address = parts.pop("address", Address(transport="ipc", engines=()))
+    actor.manifests = (manifest, adapters)
     given = {
-        "manifest": None,
-        "address": Address(transport="ipc", engines=fleet.names),
+        "address_of": lambda receivers: evolve(address, engines=tuple(receivers)),
+        "separate_adapters": adapters is not None,
         "version": 0,
         "residency": staying(),
         "progress": progress(ears),
