@@ -14,7 +14,7 @@ from attrs import frozen
 
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation
-from corerl.plugin.fingerprint import Origin, require_same
+from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation, options_of
 
 if TYPE_CHECKING:
