@@ -21,15 +21,13 @@ from corerl.models.build import stored_buffers
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.hookspecs import Context
-from corerl.plugin.spec import hookimpl
+from corerl.plugin.hooks import Context
 from corerl.types import InitResult, MemoryKind, ParallelLayout
 
 
 class Backend(TrainingState, WeightStream, DeviceMemory):
     """One rank of a training backend. Every method is called on every rank, in the same order."""
 
-    @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         # The driver settles what [train] leaves open; so does whoever makes a role's config without it.
         self.config, self.context = evolve(config, train=config.train.settled(config.device)), context
@@ -54,7 +52,6 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         with contextlib.ExitStack() as closing:  # each that `init` has come to, whatever the others raise
             for name in ("_sleeper", "_memory_writer", "_writer"):

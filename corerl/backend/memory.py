@@ -14,7 +14,6 @@ from corerl.memory.host_weights import HostWeights
 from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import model_files
-from corerl.plugin.spec import hookimpl
 from corerl.types import MemoryKind, SleepResult, WakeResult
 from corerl.weights.chunks import Chunk
 
@@ -31,7 +30,6 @@ class DeviceMemory(Primitives):
         self._told: set[str] = set()  # notes that earlier sleeps returned
         self._host_weights = HostWeights(self._sleeper.host)
 
-    @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         before = self._meter.held(self._all_tensors())
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
@@ -48,7 +46,6 @@ class DeviceMemory(Primitives):
             notes=tuple(notes),
         )
 
-    @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         return WakeResult(restored_bytes=sum(self._sleeper.restore(kind) for kind in sorted(kinds)))
 

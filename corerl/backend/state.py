@@ -17,7 +17,6 @@ from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.errors import CheckpointError
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import hookimpl
 from corerl.types import SaveResult, Step
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import Chunk, fill
@@ -31,7 +30,6 @@ class TrainingState(Primitives):
     def _open_state(self) -> None:
         self._writer, self._memory_writer = BackgroundWriter(), BackgroundWriter()
 
-    @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         # One save in flight to disk and one to memory; an earlier save's failure surfaces here.
         writer = self._memory_writer if in_memory(path) else self._writer

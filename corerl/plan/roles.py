@@ -18,8 +18,8 @@ from corerl.kinds import experts_of
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
-from corerl.plugin.fingerprint import Origin, origins_of
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
+from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
 from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec

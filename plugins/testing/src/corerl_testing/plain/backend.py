@@ -22,7 +22,7 @@ from corerl.models.lora import freeze, put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
 from corerl.models.routing import Routed, Routers
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,

@@ -22,16 +22,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards.base import AT_ONCE, Outcome, Reward, Sample, Scorer, Scores, gathered, samples_of
-from corerl.rollout.rewards.lookup import reward_of
+from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
 
 if TYPE_CHECKING:
     from corerl.engines.fleet import Counted
-    from corerl.rollout.sampler import Rollout
 
 TURN = 1.0  # seconds after which a process begins no other sample of those that it was given
 GRACE = 0.5  # seconds beyond a time limit before a process is killed
@@ -39,28 +35,6 @@ START = 120.0  # seconds for a process to start and import the reward
 POLL = 1.0  # seconds between two checks whether the pool was closed
 
 Row = int  # the number of a sample in its batch
-
-
-@contextlib.contextmanager
-def scorer(reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> Iterator[Scorer]:
-    """The scorer of a run, with `config.processes` processes that end with the block. `on_progress` gets how many
-    samples of a batch are scored, and how many it has."""
-    if not config.processes:
-        yield InDriver(reward, on_progress)
-        return
-    with contextlib.closing(RewardPool(reward, config, on_progress)) as pool:
-        yield pool
-
-
-@frozen
-class InDriver:
-    """Scores in this process, without a time limit."""
-
-    reward: Reward
-    on_progress: Counted | None
-
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        return self.reward.score(rollout, part=part, on_progress=None if part else self.on_progress)
 
 
 class WorkerLost(Exception):
@@ -143,26 +117,23 @@ class RewardWorker:
 class RewardPool:
     """If the reward raises, takes too long or ends its process on a sample, only that sample fails."""
 
-    def __init__(self, reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> None:
+    def __init__(self, reward: Reward, config: RewardConfig) -> None:
         self._reward = reward
         self._config = config
-        self._on_progress = on_progress
         self._scoring = threading.Lock()
         self._closed = False
         self._workers: list[RewardWorker] = []
         self._start()
 
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if all samples fail (unless they are only a `part` of a batch) or the pool is closed;
-        ConfigError if the processes cannot import the reward."""
-        samples = samples_of(rollout, tokens=self._reward.takes_tokens)
+    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+        """The samples' rewards; `on_progress` gets how many are scored, and how many there are. Raises RewardError if
+        the pool is closed, ConfigError if the processes cannot import the reward."""
         with self._scoring:
             try:
-                outcomes = self._outcomes(samples, None if part else self._on_progress)
+                return self._outcomes(samples, on_progress)
             except BaseException:
                 self._end(*self._workers)  # a late outcome must not be taken for one of the next rollout
                 raise
-        return gathered(outcomes, self._config.failed_value, part=part)
 
     def close(self) -> None:
         """Kill the processes, and what they have started. A thread that is scoring gets an error."""
@@ -283,10 +254,11 @@ def _scored(reward: Reward, given: Sequence[tuple[Row, Sample]], limit: float) -
     until = time.monotonic() + TURN
     futures: dict[Future[Outcome], Row] = {}
     for row, sample in given:
+        future = reward.start(sample, limit)
         if reward.waits:
-            futures[reward.start(sample, limit)] = row
+            futures[future] = row
         else:
-            yield row, reward.outcome(sample)
+            yield row, future.result()
         if time.monotonic() > until:
             break
     for each in as_completed(futures):

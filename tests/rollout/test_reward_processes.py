@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import pytest
 
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
+from corerl.engines.fleet import Counted
 from corerl.errors import ConfigError, RewardError
-from corerl.rollout.rewards.base import Reward, Scores
-from corerl.rollout.rewards.lookup import resolve_reward, reward_of
-from corerl.rollout.rewards.pool import scorer
+from corerl.rollout.reward_processes import RewardPool
+from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Rollout
+from corerl.rollout.scoring import RewardScorer, Scores
 from corerl.types import SampleBatch
 from tests.machine import paced
 
@@ -36,9 +39,19 @@ def rollout(texts: list[str]) -> Rollout:
     return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
 
 
+@contextmanager
+def scorer(reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> Iterator[RewardScorer]:
+    """As that of a run, in this process or in others."""
+    if not config.processes:
+        yield RewardScorer(reward, on_progress=on_progress)
+        return
+    with closing(RewardPool(reward, config)) as pool:
+        yield RewardScorer(reward, pool.outcomes, on_progress=on_progress)
+
+
 def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
     config = RewardConfig(name=name, options=options or {}, **settings)
-    with scorer(resolve_reward(config.name, config.options), config) as judge:
+    with scorer(reward_of(config), config) as judge:
         return judge.score(rollout(texts))
 
 
@@ -107,7 +120,7 @@ def test_a_lost_process_costs_one_sample_and_no_second_call(tmp_path: Path) -> N
 def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: float, tmp_path: Path) -> None:
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
-    with scorer(resolve_reward(config.name, config.options), config) as judge:
+    with scorer(reward_of(config), config) as judge:
         judge.score(rollout([text]), part=True)
         pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
         assert len(pids) == 4
@@ -130,7 +143,7 @@ def test_a_batch_of_failures_is_an_error(processes: int) -> None:
 def test_it_tells_how_many_samples_of_a_batch_are_scored(processes: int) -> None:
     told: list[tuple[int, int]] = []
     config = RewardConfig(name="position-match", processes=processes)
-    with scorer(resolve_reward(config.name, {}), config, lambda done, of: told.append((done, of))) as judge:
+    with scorer(reward_of(config), config, lambda done, of: told.append((done, of))) as judge:
         judge.score(rollout(["a", "b"] * 40))
         counted = list(told)
         judge.score(rollout(["a", "b"] * 40), part=True)
@@ -168,7 +181,7 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
 
 def test_a_process_that_ended_while_free_is_replaced() -> None:
     config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
-    with scorer(resolve_reward(config.name, {}), config) as judge:
+    with scorer(reward_of(config), config) as judge:
         first = int(judge.score(rollout(["x"])).rewards[0])
         os.kill(first, signal.SIGKILL)
         assert gone({first})
@@ -188,7 +201,7 @@ def test_a_process_that_ends_before_its_import_is_an_error(tmp_path: Path, monke
 
 def test_late_outcomes_are_not_taken_for_the_next_rollouts() -> None:
     config = RewardConfig(name=ACT, options={"seconds": 1.0}, processes=1)
-    with scorer(resolve_reward(config.name, config.options), config) as judge:
+    with scorer(reward_of(config), config) as judge:
         assert judge.score(rollout(["x"])).rewards.tolist() == [1.0]  # it has started
 
         def interrupt(*_: object) -> None:
@@ -212,7 +225,7 @@ def test_closing_the_pool_ends_scoring_with_an_error(
     config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
     told: list[BaseException] = []
     before = multiprocessing.active_children()
-    with scorer(resolve_reward(config.name, options), config) as judge:
+    with scorer(reward_of(config), config) as judge:
 
         def score() -> None:
             try:
@@ -248,25 +261,20 @@ def test_closing_the_pool_ends_the_wait_for_a_start(tmp_path: Path, monkeypatch:
             scored.result(timeout=paced(60))
 
 
-# Without torch, which takes its time: a rollout is what has samples.
 DRIVER = """
+import contextlib
 import signal
 import sys
-from types import SimpleNamespace
-import numpy as np
-from corerl.config.schema import RewardConfig, RewardFunction
+from corerl.config.schema import RewardConfig
 from corerl.data.prompts import Prompt
-from corerl.rollout.rewards.pool import scorer
-from corerl.rollout.rewards.lookup import resolve_reward
+from corerl.rollout.reward_processes import RewardPool
+from corerl.rollout.rewards import reward_of
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     config = RewardConfig(name="tests.rollout.user_rewards:parent", options={"directory": sys.argv[1]}, timeout=600.0)
-    prompts = (Prompt(index=0, text="p", answer=""),)
-    batch = SimpleNamespace(rows={"group": [0, 0]}, columns={}, tokens=np.zeros(2), offsets=np.arange(3))
-    rollout = SimpleNamespace(prompts=prompts, texts=["loop", "loop"], batch=batch)
-    with scorer(resolve_reward(config.name, config.options), config) as judge:
-        judge.score(rollout)
+    with contextlib.closing(RewardPool(reward_of(config), config)) as pool:
+        pool.outcomes([(Prompt(index=0, text="p", answer=""), "loop", ())] * 2)
 """
 
 

@@ -3,7 +3,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from types import ModuleType
 from typing import Any, cast
@@ -15,21 +15,20 @@ from attrs import evolve
 
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
-from corerl.errors import ConfigError, RewardError
-from corerl.event_loop import in_thread
-from corerl.rollout.rewards.base import (
+from corerl.errors import ConfigError
+from corerl.rollout.rewards import (
     Failure,
     Judged,
-    OutcomeScorer,
     Reward,
-    Scores,
-    Scoring,
     Term,
     WeightedSum,
-    samples_of,
+    exact_match,
+    find_reward,
+    position_match,
+    reward_of,
 )
-from corerl.rollout.rewards.lookup import exact_match, resolve_reward, reward_of
 from corerl.rollout.sampler import Rollout
+from corerl.rollout.scoring import RewardScorer, samples_of
 from corerl.types import SampleBatch
 
 SORT = Prompt(index=35018, text="35018>", answer="01358")
@@ -46,8 +45,8 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
 
 def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> None:
     mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
-    reward = evolve(resolve_reward("my_rewards:parse", {}), failed_value=-0.5)
-    scores = reward.score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
+    reward = evolve(find_reward("my_rewards:parse", {}), failed_value=-0.5)
+    scores = RewardScorer(reward).score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
     assert scores.rewards.tolist() == [2.0, -0.5, -0.5, 3.0, -0.5]
     assert scores.failures == {"no-number": 1, "raised": 2}
     assert scores.first == (
@@ -66,9 +65,9 @@ def in_corerl(prompt: Prompt, response: str) -> float:
 
 @pytest.mark.parametrize("function", [in_a_library, in_corerl])
 def test_a_failure_names_the_users_innermost_line(function: Callable[..., Any]) -> None:
-    failure = Reward(name="mine", function=function).outcome((Prompt(index=0, text="a", answer=""), "[", ()))
+    failure = Reward(name="mine", function=function).outcomes([(Prompt(index=0, text="a", answer=""), "[", ())])[0]
     line = function.__code__.co_firstlineno + 1
-    where = f" (tests/rollout/rewards/test_base.py:{line}) on prompt 0 "
+    where = f" (tests/rollout/test_rewards.py:{line}) on prompt 0 "
     assert isinstance(failure, Failure) and where in failure.message
 
 
@@ -92,13 +91,13 @@ def verbose(prompt: Prompt, response: str) -> float:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (unspeakable, "raised Unspeakable (tests/rollout/rewards/test_base.py:"),
-        (cancelled, "raised CancelledError: by a client of mine (tests/rollout/rewards/test_base.py:"),
-        (verbose, f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/rewards/test_base.py:"),
+        (unspeakable, "raised Unspeakable (tests/rollout/test_rewards.py:"),
+        (cancelled, "raised CancelledError: by a client of mine (tests/rollout/test_rewards.py:"),
+        (verbose, f"raised ValueError: no number in {984 * 'x'}... (tests/rollout/test_rewards.py:"),
     ],
 )
 def test_errors_without_words_or_with_too_many_are_failures(function: Callable[..., Any], told: str) -> None:
-    outcome = Reward(name="mine:f", function=function).outcome((SORT, "c", ()))
+    outcome = Reward(name="mine:f", function=function).outcomes([(SORT, "c", ())])[0]
     assert isinstance(outcome, Failure)
     assert outcome.kind == "raised" and told in outcome.message
 
@@ -139,8 +138,8 @@ def test_ctrl_c_is_no_failure_of_the_sample() -> None:
     ],
 )
 def test_whatever_is_a_scalar_is_a_number(value: object, number: float) -> None:
-    found = Reward(name="mine:f", function=lambda prompt, response: value)(SORT, "x")
-    assert found == number and type(found) is float
+    (found,) = Reward(name="mine:f", function=lambda prompt, response: value).outcomes([(SORT, "x", ())])
+    assert found == Judged(reward=number) and type(found.reward) is float
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_whatever_is_a_scalar_is_a_number(value: object, number: float) -> None:
 )
 def test_what_is_no_finite_number_is_a_failure(value: Callable[[], object], weights: dict[str, float]) -> None:
     reward = Reward(name="mine:f", function=lambda prompt, response: value(), weights=weights)
-    outcome = reward.outcome((SORT, "x", ()))
+    outcome = reward.outcomes([(SORT, "x", ())])[0]
     assert isinstance(outcome, Failure) and outcome.kind == "no-number"
     assert outcome.message.startswith("reward 'mine:f' returned ") and len(outcome.message) < 2000
 
@@ -176,7 +175,9 @@ def parts(prompt: Prompt, response: str) -> dict[str, object]:
     [({}, [2.0, 0.5]), ({"right": 3.0, "short": -1.0}, [2.0, -0.5]), ({"right": 1, "short": 0}, [1, 0])],
 )
 def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], rewards: list[float]) -> None:
-    scores = Reward(name="mine:f", function=parts, weights=weights).score(rollout(["x", "yy"], [0, 0], (SORT,)))
+    scores = RewardScorer(Reward(name="mine:f", function=parts, weights=weights)).score(
+        rollout(["x", "yy"], [0, 0], (SORT,))
+    )
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
 
@@ -188,11 +189,13 @@ def test_parts_that_are_none_do_not_count() -> None:
 
     for weights, rewards in [({}, [1.5, 0.5, 0.0]), ({"right": 3.0, "short": -1.0}, [2.5, -0.5, 0.0])]:
         reward = Reward(name="mine:f", function=of_task, weights=weights)
-        scores = reward.score(rollout(["x", "y", "z"], [0, 0, 0], (SORT,)))
+        scores = RewardScorer(reward).score(rollout(["x", "y", "z"], [0, 0, 0], (SORT,)))
         assert scores.rewards.tolist() == rewards and not scores.failed.any()
         assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
     for value in (None, {"right": None}, {}):
-        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcome((SORT, "x", ()))
+        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcomes(
+            [(SORT, "x", ())]
+        )[0]
         assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
 
 
@@ -206,11 +209,11 @@ def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:
         columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
         rows={"group": np.zeros(3, dtype=np.int64)},
     )
-    resolve_reward("my_rewards:reward", {}).score(Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""]))
+    RewardScorer(find_reward("my_rewards:reward", {})).score(
+        Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""])
+    )
     assert seen == [[2, 3], [7, 8], []]
     assert {type(token) for tokens in seen for token in tokens} == {int}
-    with pytest.raises(ConfigError, match="reward.options.tokens: .* gets the response's token ids under this name"):
-        resolve_reward("my_rewards:reward", {"tokens": 3})
 
 
 @pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
@@ -223,7 +226,7 @@ def test_tokens_are_sent_only_to_functions_that_take_them(mine: ModuleType, othe
     for (prompt, text, tokens), wanted in zip(samples_of(both, tokens=True), "12", strict=True):
         assert (prompt, text, list(tokens)) == (SORT, wanted, [0])
         assert isinstance(tokens, np.ndarray) and tokens.dtype == np.int32
-    assert reward.score(both).rewards.tolist() == [len(others) - 1.0] * 2
+    assert RewardScorer(reward).score(both).rewards.tolist() == [len(others) - 1.0] * 2
 
 
 # ---- async functions -------------------------------------------------------------------------------------------------
@@ -241,7 +244,7 @@ def test_an_async_function_is_awaited_for_32_samples_at_once() -> None:
         return float(response)
 
     texts = [str(n) for n in range(70)]
-    scores = Reward(name="mine:f", function=judge).score(rollout(texts, [0] * 70, (SORT,)))
+    scores = RewardScorer(Reward(name="mine:f", function=judge)).score(rollout(texts, [0] * 70, (SORT,)))
     assert scores.rewards.tolist() == [float(n) for n in range(70)]
     assert most == 32
 
@@ -294,7 +297,7 @@ def test_several_functions_are_summed_by_weight_and_each_is_reported(mine: Modul
             ),
         ),
     )
-    scores = reward_of(config).score(rollout(["01358", "x"], [0, 0], (SORT,)))
+    scores = RewardScorer(reward_of(config)).score(rollout(["01358", "x"], [0, 0], (SORT,)))
     assert scores.rewards.tolist() == pytest.approx([2 * 1 + 0.1 * 1 + 10 * (15 + 0.5), 0 + 0.1 * 1 + 10 * (3 + 0.5)])
     assert scores.parts == {
         "exact-match": (1.0, 2),
@@ -317,12 +320,14 @@ def test_functions_that_return_none_say_nothing_of_a_sample(mine: ModuleType) ->
         RewardFunction(name="my_rewards:of_sums", weight=0.5),
         RewardFunction(name="my_rewards:of_texts", weight=10.0),
     )
-    scores = reward_of(RewardConfig(functions=functions)).score(rollout(["34", "5", "text"], [0, 0, 0], (SORT,)))
+    scores = RewardScorer(reward_of(RewardConfig(functions=functions))).score(
+        rollout(["34", "5", "text"], [0, 0, 0], (SORT,))
+    )
     assert scores.rewards.tolist() == [2.0, 1.0, 40.0]
     assert scores.parts == {"of_sums": (6.0, 2), "of_texts": (4.0, 1), "of_texts.long": (4.0, 1)}
 
     mine.of_texts = lambda prompt, response: None  # type: ignore[attr-defined]
-    scores = reward_of(RewardConfig(functions=functions, failed_value=-1.0)).score(
+    scores = RewardScorer(reward_of(RewardConfig(functions=functions, failed_value=-1.0))).score(
         rollout(["34", "text"], [0, 0], (SORT,))
     )
     assert scores.rewards.tolist() == [2.0, -1.0] and scores.failures == {"no-number": 1}
@@ -354,121 +359,75 @@ def test_with_an_async_function_others_run_in_the_callers_thread(
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
 
 
-# ---- beside other coroutines -----------------------------------------------------------------------------------------
+# ---- built-in rewards, and those that a config names ---------------------------------------------
 
 
-class Counts:
-    """A scorer that must not be called by two threads at once."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.scoring, self.go = threading.Event(), threading.Event()
-        self.busy = threading.Lock()
-
-    def score(self, given: Rollout, *, part: bool = False) -> Scores:
-        assert self.busy.acquire(blocking=False)
-        self.order += given.texts
-        self.scoring.set()
-        assert self.go.wait(60)
-        self.busy.release()
-        if given.texts == ["broken"]:
-            raise RewardError("no score")
-        return Scores(rewards=np.array([len(given.texts[0]) + part], np.float32))
+@pytest.mark.parametrize(
+    ("response", "position", "exact"),
+    [("01358", 1.0, 1.0), ("01385", 3 / 5, 0.0), ("013", 3 / 5, 0.0), ("0135889", 5 / 7, 0.0), ("", 0.0, 0.0)],
+)
+def test_built_in_rewards_count_positions_and_exact_answers(response: str, position: float, exact: float) -> None:
+    assert position_match(SORT, response) == pytest.approx(position)
+    assert exact_match(SORT, response) == exact
 
 
-def of(text: str) -> Rollout:
-    return rollout([text], [0], (SORT,))
+def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:
+    with pytest.raises(ValueError, match="has no answer to compare with"):
+        position_match(Prompt(index=0, text="hello", answer=""), "x")
 
 
-async def aside(call: Callable[[], Scores]) -> Scores:
-    return await in_thread(call, name="scoring")
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("exact_match", "; built in: exact-match, position-match; did you mean 'exact-match'?"),
+        ("rewards.correct", "installed; did you mean 'rewards:correct'?"),
+        ("rewards.py", "installed; did you mean 'rewards:FUNCTION'?"),
+        ("correct", "; write your own as 'module:function', where module.py is in the working directory or installed"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_what_is_wanted(name: str, end: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_reward(name, {})
+    assert caught.value.message.startswith(f"reward.name: unknown reward {name!r}; ")
+    assert caught.value.message.endswith(end)
 
 
-def test_rollouts_are_scored_in_turn_while_coroutines_run() -> None:
-    scorer = Counts()
-
-    async def work() -> list[Any]:
-        scoring = Scoring(scorer, aside)
-        calls = [scoring.score(of("a")), scoring.score(of("broken")), scoring.score(of("abc"), part=True)]
-        tasks = [asyncio.ensure_future(call) for call in calls]
-        while not scorer.scoring.is_set():
-            await asyncio.sleep(0)
-        scorer.go.set()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    first, broken, last = asyncio.run(work())
-    assert scorer.order == ["a", "broken", "abc"]
-    assert (first.rewards.tolist(), last.rewards.tolist()) == ([1.0], [4.0])
-    assert isinstance(broken, RewardError)
+def test_what_cannot_be_called_is_a_config_error(mine: ModuleType) -> None:
+    mine.number = 3  # type: ignore[attr-defined]
+    for name, options, text in [
+        ("my_rewards:number", {}, "has no function"),
+        ("exact-match", {"strict": True}, "'strict'"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            find_reward(name, options)
 
 
-def test_cancelled_scoring_still_keeps_its_turn() -> None:
-    scorer = Counts()
-
-    async def work() -> list[float]:
-        scoring = Scoring(scorer, aside)
-        given_up, in_vain = (asyncio.ensure_future(scoring.score(of(text))) for text in ("broken", "never"))
-        while not scorer.scoring.is_set():
-            await asyncio.sleep(0)
-        given_up.cancel()
-        in_vain.cancel()
-        last = asyncio.ensure_future(scoring.score(of("ab")))
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert given_up.cancelled() and in_vain.cancelled() and scorer.order == ["broken"]
-        scorer.go.set()
-        return (await last).rewards.tolist()
-
-    assert asyncio.run(work()) == [2.0]
-    assert scorer.order == ["broken", "ab"]
+def by_name(*, prompt: Prompt, response: str) -> float:
+    return 1.0
 
 
-# ---- rewards that samples bring --------------------------------------------------------------------------------------
-
-LATE = Failure(kind="timeout", message="it was late")
-
-
-def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
-    count = len(outcomes)
-    batch = SampleBatch(
-        tokens=np.zeros(count, np.int64),
-        offsets=np.arange(count + 1),
-        rows={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
-    )
-    texts = ["x" * (1 + row) for row in range(count)]
-    return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))
+def one(prompt: Prompt) -> float:
+    return 1.0
 
 
-def by_length(failed: float = -1.0) -> OutcomeScorer:
-    return OutcomeScorer(Reward(name="long", function=lambda prompt, text: len(text)), failed_value=failed)
+@pytest.mark.parametrize("function", [by_name, one])
+def test_a_reward_with_a_wrong_signature_is_refused(mine: ModuleType, function: object) -> None:
+    mine.reward = function  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"takes \(.*prompt.*, but is called as function\(prompt, response"):
+        find_reward("my_rewards:reward", {})
 
 
-def test_only_samples_that_bring_no_reward_are_scored() -> None:
-    scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
-    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
-    assert scores.failed.tolist() == [False, False, True, False]
-    assert (scores.failures, scores.first) == ({"timeout": 1}, "it was late")
-    assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
-
-
-def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
-    def raises(prompt: Prompt, response: str) -> float:
-        raise ValueError("no")
-
-    scores = OutcomeScorer(Reward(name="r", function=raises), failed_value=-1.0).score(brought([1.5, None, LATE]))
-    assert scores.failed.tolist() == [False, True, True]
-    assert scores.failures == {"raised": 1, "timeout": 1}
-    assert scores.first.startswith("reward 'r' raised ValueError: no")
-
-
-def test_rows_of_an_episode_share_its_reward() -> None:
-    episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
-    scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
-    assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
-
-
-def test_a_batch_of_failures_is_an_error() -> None:
-    rollout = brought([LATE, LATE])
-    with pytest.raises(RewardError, match="^it was late; none of the 2 samples has a reward$"):
-        by_length().score(rollout)
-    assert by_length(0.25).score(rollout, part=True).rewards.tolist() == [0.25, 0.25]
+def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
+    mine.odd = lambda prompt, response: "x"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^reward.functions\[1\].name: unknown reward 'exact-mach'; built in"):
+        reward_of(RewardConfig(functions=(RewardFunction(name="exact-match"), RewardFunction(name="exact-mach"))))
+    twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
+    with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
+        reward_of(RewardConfig(functions=twice))
+    with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
+        reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
+    odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcomes(
+        [(SORT, "x", ())]
+    )[0]
+    assert isinstance(odd, Failure)
+    assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")

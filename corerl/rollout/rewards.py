@@ -1,37 +1,32 @@
-"""Score samples with reward functions: each gets a number, or the reason why it has none."""
+"""Reward functions, the user's or built in: each gives a sample a number, or the reason why it has none."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import functools
 import inspect
 import numbers
 import os
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise, repeat
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import Factory, evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import signature_of
-from corerl.errors import RewardError
+from corerl.config.functions import imported, meant, require_callable, signature_of
+from corerl.errors import ConfigError
+from corerl.event_loop import start_user_coroutine
 from corerl.messages import did_you_mean, place, short_repr
-from corerl.rollout import loop
-from corerl.types import BoolArray, FloatArray, SampleBatch
 
 if TYPE_CHECKING:
+    from corerl.config.schema import RewardConfig
     from corerl.data.prompts import Prompt
     from corerl.engines.fleet import Counted
-    from corerl.rollout.sampler import Rollout
 
 
 @frozen(kw_only=True)
@@ -54,48 +49,6 @@ class Judged:
 Outcome = Judged | Failure
 Tokens = Sequence[int] | NDArray[np.int32]
 Sample = tuple["Prompt", str, Tokens]  # prompt, response, the response's tokens if the reward takes them
-PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
-
-
-def added(*sums: PartSums) -> PartSums:
-    """The sums of several calls together."""
-    total: dict[str, tuple[float, int]] = {}
-    for each in sums:
-        for name, (value, count) in each.items():
-            before, counted = total.get(name, (0.0, 0))
-            total[name] = before + value, counted + count
-    return total
-
-
-@frozen(kw_only=True)
-class Scores:
-    """The rewards of a rollout's samples, and which of them failed."""
-
-    rewards: FloatArray  # [B] reward.failed_value for failed samples
-    failures: Mapping[str, int] = field(factory=dict)  # samples by kind of failure
-    first: str = ""  # the first failure in sample order, as one line
-    # [B] True for failed samples
-    failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
-    parts: PartSums = field(factory=dict)  # over all samples that did not fail
-    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part; NaN for samples that lack it
-
-    def part(self, name: str, *, setting: str) -> FloatArray:
-        """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the
-        reward itself. Raises RewardError if no sample has it."""
-        if not name or self.failed.all():
-            return self.rewards
-        if name not in self.values:
-            known = f"its parts are {', '.join(map(repr, self.values))}" if self.values else "the reward has no parts"
-            raise RewardError(f"{setting}: {name!r} is no part of the reward; {known}{did_you_mean(name, self.values)}")
-        values = self.values[name]
-        return np.where(np.isnan(values), self.rewards, values)
-
-
-class Scorer(Protocol):
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
-        broken."""
-
 
 LARGEST = float(np.finfo(np.float32).max)
 AT_ONCE = 32  # samples of an async reward that are awaited at once, and that a process gets in one message
@@ -122,59 +75,41 @@ class Reward:
     @functools.cached_property
     def waits(self) -> bool:
         """Whether the function is async, so that it can score many samples at once."""
-        return _is_async(self.function)
+        return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
     @functools.cached_property
     def takes_tokens(self) -> bool:
         return takes_tokens(self.function)
-
-    def __call__(self, prompt: Prompt, response: str, tokens: Tokens = ()) -> float:
-        """The reward. Raises RewardError, naming the sample, if the function raises or returns no finite number."""
-        outcome = self.outcome((prompt, response, tokens))
-        if isinstance(outcome, Failure):
-            raise RewardError(outcome.message)
-        return outcome.reward
-
-    def outcome(self, sample: Sample) -> Outcome:
-        """The sample's reward, or why it has none."""
-        try:
-            value = self.called(sample)
-            if inspect.isawaitable(value):
-                value = loop.begin(_awaited(value)).result()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit would end the run, silently and with any status
-            return self._raised(error, sample)
-        return self._judged(value, sample)
 
     def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once."""
         found: list[Outcome] = []
         if on_progress is not None:
             on_progress(0, len(samples))
-        for first in range(0, len(samples), AT_ONCE):
-            some = samples[first : first + AT_ONCE]
-            futures = [self.start(sample) for sample in some] if self.waits else []
-            for outcome in (each.result() for each in futures) if self.waits else map(self.outcome, some):
-                found.append(outcome)
+        size = AT_ONCE if self.waits else 1
+        for first in range(0, len(samples), size):
+            for future in [self.start(sample) for sample in samples[first : first + size]]:
+                found.append(future.result())
                 if on_progress is not None:
                     on_progress(len(found), len(samples))
         return found
 
     def start(self, sample: Sample, limit: float | None = None) -> Future[Outcome]:
-        """Call an async reward, and wait for it in the event loop, at most `limit` seconds. What is not async runs in
-        this thread, and is part of the sample's time."""
-        started = time.monotonic()
+        """Call the function, and wait for what is async in the users' event loop, at most `limit` seconds. What is not
+        async runs in this thread, and is part of the sample's time."""
+        started, done = time.monotonic(), Future[Outcome]()
         try:
             value = self.called(sample)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
-            failed: Future[Outcome] = Future()
-            failed.set_result(self._raised(error, sample))
-            return failed
+        except BaseException as error:  # SystemExit would end the run, silently and with any status
+            done.set_result(self._raised(error, sample))
+            return done
+        if not inspect.isawaitable(value):
+            done.set_result(self._judged(value, sample))
+            return done
         left = None if limit is None else limit - (time.monotonic() - started)
-        return loop.begin(self._outcome_within(limit, left, value, sample))
+        return start_user_coroutine(self._outcome_within(limit, left, value, sample))
 
     async def _outcome_within(
         self, limit: float | None, left: float | None, waiting: Awaitable[Any], sample: Sample
@@ -248,12 +183,6 @@ class Reward:
     def late(self, limit: float, sample: Sample) -> Failure:
         return self.failure("timeout", f"took longer than reward.timeout={limit:g} seconds", sample)
 
-    def score(self, rollout: Rollout, *, part: bool = False, on_progress: Counted | None = None) -> Scores:
-        """Score in this process, without a time limit. `on_progress` gets how many samples are scored, and how many
-        there are."""
-        samples = samples_of(rollout, tokens=self.takes_tokens)
-        return gathered(self.outcomes(samples, on_progress), self.failed_value, part=part)
-
 
 @frozen(kw_only=True)
 class Term:
@@ -307,137 +236,15 @@ class WeightedSum(Reward):
         return Judged(reward=total, parts=parts) if parts else None
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
-
-
 async def _all(values: Sequence[Any]) -> list[Any]:
     waiting = iter(await asyncio.gather(*filter(inspect.isawaitable, values)))
     return [next(waiting) if inspect.isawaitable(value) else value for value in values]
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def takes_tokens(function: Callable[..., Any]) -> bool:
     """Whether a reward function has a parameter of its own for the response's token ids."""
     signature = signature_of(function)
     return signature is not None and "tokens" in list(signature.parameters)[2:]
-
-
-class OutcomeScorer:
-    """Takes the rewards that samples bring, and scores the others with another scorer."""
-
-    def __init__(self, scorer: Scorer, *, failed_value: float) -> None:
-        self._scorer = scorer
-        self._failed_value = failed_value
-
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """An episode is scored once, by its last answer, and all its rows get that reward. Raises RewardError if every
-        sample fails, unless they are only a `part` of a batch."""
-        episodes, episode_of = rollout.batch.episodes
-        if len(episodes) == len(episode_of):
-            return self._score(rollout, part)
-        scores = self._score(rollout.at(episodes), part)
-        values = {name: each[episode_of] for name, each in scores.values.items()}
-        return evolve(scores, rewards=scores.rewards[episode_of], failed=scores.failed[episode_of], values=values)
-
-    def _score(self, rollout: Rollout, part: bool) -> Scores:
-        outcomes = rollout.outcomes
-        unknown = np.array([row for row, outcome in enumerate(outcomes) if outcome is None], dtype=np.int64)
-        if not len(outcomes) or len(unknown) == len(outcomes):
-            return self._scorer.score(rollout, part=part)
-        brought = [each if isinstance(each, Failure | Judged) else Judged(reward=each or 0.0) for each in outcomes]
-        known = gathered(brought, self._failed_value, part=True)
-        rewards, failed, first = known.rewards.copy(), known.failed.copy(), known.first
-        failures, parts, values = Counter(known.failures), known.parts, {**known.values}
-        if len(unknown):
-            scores = self._scorer.score(rollout.at(unknown), part=True)
-            rewards[unknown], failed[unknown] = scores.rewards, scores.failed
-            failures.update(scores.failures)
-            parts = added(parts, scores.parts)
-            for name, each in scores.values.items():
-                values.setdefault(name, np.full(len(rewards), np.nan, np.float32))[unknown] = each
-            if scores.first and failed.argmax() in unknown:
-                first = scores.first
-        if failed.all() and not part:
-            raise RewardError(f"{first}; none of the {len(failed)} samples has a reward")
-        return Scores(rewards=rewards, failures=dict(failures), first=first, failed=failed, parts=parts, values=values)
-
-
-class Scoring:
-    """Scores rollouts one after the other, as rewards need not be thread-safe, while the event loop goes on."""
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        call: Callable[[Callable[[], Scores]], Awaitable[Scores]],
-        noted: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`call` runs the scorer in a thread that may wait; its turns are in contexts of `noted`."""
-        self._scorer = scorer
-        self._call = call
-        self._noted = noted
-        self._turn = asyncio.Lock()
-
-    def by(self, scorer: Scorer) -> Scoring:
-        """With another scorer, in turns with this one."""
-        other = copy.copy(self)
-        other._scorer = scorer
-        return other
-
-    async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
-        await self._turn.acquire()
-        scoring = asyncio.ensure_future(self._scored(rollout, part=part))
-        scoring.add_done_callback(lambda _: self._turn.release())
-        return await asyncio.shield(scoring)
-
-    async def _scored(self, rollout: Rollout, *, part: bool) -> Scores:
-        with self._noted():
-            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
-
-
-def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
-    """[B] prompt, response, and the response's tokens, or none, as they are many to send to another process."""
-    found = _tokens_of(rollout.batch) if tokens else repeat((), len(rollout.texts))
-    return [
-        (rollout.prompts[group], text, ids)
-        for group, text, ids in zip(rollout.batch.rows["group"], rollout.texts, found, strict=True)
-    ]
-
-
-def _tokens_of(batch: SampleBatch) -> Iterator[Tokens]:
-    """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
-    sampled = batch.columns.get("loss_mask")
-    for first, last in pairwise(batch.offsets.tolist()):
-        row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
-        begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
-        begin = begins[0] if len(begins) else row[0] if len(row) else 0
-        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()
-
-
-def gathered(outcomes: Sequence[Outcome], failed_value: float, *, part: bool = False) -> Scores:
-    """Collect outcomes. Raises RewardError if all are failures, unless they are only a `part` of a batch."""
-    failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
-    first = failures[0].message if failures else ""
-    if failures and len(failures) == len(outcomes) and not part:
-        raise RewardError(first + (f"; all {len(outcomes)} samples failed" if len(outcomes) > 1 else ""))
-    rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
-    judged = [outcome for outcome in outcomes if isinstance(outcome, Judged)]
-    values: dict[str, FloatArray] = {}
-    for row, each in enumerate(outcomes):
-        for name, value in each.parts.items() if isinstance(each, Judged) else ():
-            values.setdefault(name, np.full(len(outcomes), np.nan, np.float32))[row] = value
-    return Scores(
-        rewards=np.array(rewards, dtype=np.float32),
-        failures=dict(Counter(failure.kind for failure in failures)),
-        first=first,
-        failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
-        parts=added(*({name: (value, 1) for name, value in each.parts.items()} for each in judged if each.parts)),
-        values=values,
-    )
 
 
 def number(value: Any) -> float | None:
@@ -448,6 +255,82 @@ def number(value: Any) -> float | None:
         if not isinstance(value, numbers.Real):
             return None
     return float(value) if -LARGEST <= value <= LARGEST else None
+
+
+# ---- built-in rewards, and those that a config names -----------------------------------------------------------------
+
+
+def position_match(prompt: Prompt, response: str) -> float:
+    """The share of positions that match, over the longer of answer and response."""
+    answer = _answer(prompt)
+    right = sum(wanted == got for wanted, got in zip(answer, response, strict=False))
+    return right / max(len(answer), len(response))
+
+
+def exact_match(prompt: Prompt, response: str) -> float:
+    """1 if the response equals the answer, ignoring surrounding white space, else 0."""
+    return float(response.strip() == _answer(prompt).strip())
+
+
+def _answer(prompt: Prompt) -> str:
+    if not prompt.answer:
+        raise ValueError("the prompt has no answer to compare with; set data.answer_key, or use a reward of your own")
+    return prompt.answer
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "exact-match": exact_match}
+
+
+def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
+    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is none, or a signature does
+    not fit."""
+    if not config.functions:
+        reward = find_reward(config.name, config.options, config.weights, table=table)
+        return evolve(reward, failed_value=config.failed_value)
+    if config.name != fields(type(config)).name.default or config.options or config.weights:
+        raise ConfigError(
+            f"{table}.functions: cannot be combined with {table}.name, {table}.options or {table}.weights; move them "
+            f"into an entry of {table}.functions, or remove one of the two"
+        )
+    labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"{table}.functions: two functions are named {twice[0]!r}; give each a different label")
+    terms = [
+        Term(
+            label=label,
+            weight=each.weight,
+            reward=find_reward(each.name, each.options, each.weights, table=f"{table}.functions[{place}]"),
+        )
+        for place, (label, each) in enumerate(zip(labels, config.functions, strict=True))
+    ]
+    return WeightedSum(name=" + ".join(labels), terms=terms, failed_value=config.failed_value)
+
+
+def find_reward(
+    name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
+) -> Reward:
+    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
+    does not fit."""
+    if name not in BUILT_IN and ":" not in name:
+        own = "write your own as 'module:function', where module.py is in the working directory or installed"
+        raise ConfigError(
+            f"{table}.name: unknown reward {name!r}; built in: {', '.join(sorted(BUILT_IN))}"
+            + (did_you_mean(name, BUILT_IN) or f"; {own}{meant(name)}")
+        )
+    function = BUILT_IN.get(name) or imported(name, setting=f"{table}.name")
+    tokens: dict[str, Any] = {"tokens": []} if takes_tokens(function) else {}
+    require_callable(
+        function,
+        "function(prompt, response, **options)",
+        None,
+        "",
+        setting=f"{table}.name={name!r}",
+        options={**options, **tokens},
+    )
+    return Reward(name=name, function=function, options=options, weights=weights or {})
+
+
+# ---- error messages --------------------------------------------------------------------------------------------------
 
 
 def described(error: BaseException) -> str:

@@ -8,8 +8,7 @@ import pytest
 from attrs import evolve
 
 from corerl.errors import DataError
-from corerl.rollout.postprocess import postprocessed
-from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scored import ScoredRollout, postprocessed
 from tests.rollout.scored import scored
 
 
