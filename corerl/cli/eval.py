@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from corerl.config.schema import Config
 
 Result = TypeVar("Result")
-LATEST = 20  # notices of a training run that are repeated
 # Settings of sampling for training, and what to set for evaluation instead.
 SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
 SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
@@ -67,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
             own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
         else:
             own = config
-        scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
-        summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
-        repeat_notices(Path(own.run.dir), scores)
-        return summary
+        scores = str(Path(own.run.dir) / "eval")  # so that the run's own files stay as they are
+        return train(evolve(own, run=evolve(own.run, dir=scores)))
 
     if config is None:
         summary = with_checkpoint(what, score)
@@ -81,19 +78,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary.evaluation))
     return 0
-
-
-def repeat_notices(run_dir: Path, scores: Path) -> None:
-    """Print the notices of the training run that its evaluation in `scores` has not: they may explain a low score."""
-    from corerl.messages import note
-    from corerl.observability.notices import NOTICES_FILE, read_notices
-
-    printed = {notice.text for notice in read_notices(scores)}
-    notices = [notice for notice in read_notices(run_dir) if notice.text not in printed]
-    if len(notices) > LATEST:
-        note(f"{run_dir / NOTICES_FILE} has {len(notices)} notices of the training run, the latest {LATEST}:")
-    for notice in notices[-LATEST:]:
-        note(f"from training, after step {notice.step}: {notice.text}")
 
 
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:

@@ -136,6 +136,7 @@ def push(group: TrainGroup, fleet: EngineFleet, version: int, *, transport: str,
     receiving = fleet.receive(group.manifest().result(), version, address)
     sent = group.update_weights(address, version).result()
     received = fleet.received(receiving, 60.0)
+    fleet.updated([name for name, each in received.items() if not each.error])
     return {
         name: sent.engines.get(name) or (received[name].error if name in received else "no answer within 60 s")
         for name in fleet.names
