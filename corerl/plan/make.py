@@ -21,15 +21,16 @@ from corerl.plan.algorithm import contradictions as against_algorithm
 from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
 from corerl.plan.data import RolloutPlan, checked, load_eval_sets, names_prompts, notices_of_data, plan_rollout
 from corerl.plan.models import (
+    AS_ACTOR,
     RoleModel,
     build_models,
     check_files,
-    check_reference,
     kept_digests,
     load_configs,
     load_tokens,
     longest_sample,
     notices_of,
+    require_weights,
     unpacked,
 )
 from corerl.plan.plan import Answers, GroupPlan, Plan, PlanReady, ask_extensions
@@ -222,7 +223,10 @@ def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, 
         part = start.resume / role if start.resume else None
         yield from check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
     if algorithm.reference and config.run.trains:
-        yield from check_reference(algorithm.reference, models[ACTOR], problems)
+        with problems.stage("algorithm.reference"):
+            actor = models[ACTOR]
+            if unused := require_weights(algorithm.reference, actor.built, actor.hf, needs=AS_ACTOR):
+                yield f"algorithm.reference: {unused}"
 
 
 # ---- the ranks of one role -------------------------------------------------------------------------------------------
