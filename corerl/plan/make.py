@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -13,7 +14,7 @@ from corerl.cluster.arrangement import arrange
 from corerl.config.load import as_config, recorded
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
-from corerl.config.toml_text import to_plain
+from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
 from corerl.kinds import experts_of
 from corerl.plan.algorithm import check_algorithm, notices_of_learning, notices_of_sampling, plan_algorithm
@@ -33,7 +34,7 @@ from corerl.plan.models import (
     require_weights,
     unpacked,
 )
-from corerl.plan.plan import Answers, GroupPlan, Plan, PlanReady, ask_extensions
+from corerl.plan.plan import GroupPlan, Plan, PlanReady, Setting, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
@@ -60,7 +61,7 @@ from corerl.plan.settle import (
     with_vocabulary,
 )
 from corerl.plugin.origins import require_met
-from corerl.plugin.spec import ACTOR
+from corerl.plugin.spec import ACTOR, PlanAnswer
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -72,27 +73,43 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     itself from none of the checkpoints that ranks have found to be `damaged`. Extensions are asked about the plan, and
     may want another one (`plan_ready`).
     """
-    answers = Answers()
+    chosen: dict[str, Setting] = {}  # by extensions, where a plan had another value
+    reasons: list[str] = []  # their notices
     while True:
         try:
-            plan, ready = _plan_run(config, answers.overrides, damaged, starting=starting)
-            found = ask_extensions(ready, answers, run_dir=str(plan.start.run_dir))
-            if found.settings == answers.settings:
-                return evolve(plan, notices=tuple(dict.fromkeys([*plan.notices, *_notices(ready, found)])))
+            plan, ready = _plan_run(config, chosen, damaged, starting=starting)
+            answers, wanted = ask_extensions(ready, chosen, run_dir=str(plan.start.run_dir))
+            new = {key: each for key, each in wanted.items() if _at(ready.config, key) != each.value}
+            if not new:
+                return evolve(plan, notices=_notices(plan, ready, answers, reasons, {*chosen, *wanted}))
         except (ConfigError, Unsupported) as error:
-            if not answers.settings:
+            if not chosen:
                 raise
-            raise answers.explained(error) from error
-        answers = found
+            lines = [f"{key}: set to {toml_value(each.value)} by {each.by}" for key, each in chosen.items()]
+            raise ConfigError("\n".join([error.message, *lines])) from error
+        reasons += [line for each in answers if each.settings.keys() & new.keys() for line in each.notices]
+        chosen |= new
 
 
-def _notices(ready: PlanReady, answers: Answers) -> Iterator[str]:
-    """What was settled, and what extensions say of the plan. Raises ConfigError if they refuse it."""
-    if answers.problems:
-        raise ConfigError("\n".join(dict.fromkeys(answers.problems)))
-    if ready.processes.device == "cuda":
-        yield from settled(ready.asked, ready.config, ready.plugins, decided=answers.by, advice=BY_MEMORY)
-    yield from (*answers.reasons, *answers.remarks)
+def _notices(
+    plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
+) -> tuple[str, ...]:
+    """Those of the plan, what was settled but for what extensions have `decided`, and what these say of it. Raises
+    ConfigError if they refuse it."""
+    problems = Problems()
+    problems.add(*(line for each in answers for line in each.problems))
+    problems.raise_all()
+    auto = ready.processes.device == "cuda"
+    lines = settled(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY) if auto else ()
+    return tuple(dict.fromkeys([*plan.notices, *lines, *reasons, *(line for each in answers for line in each.notices)]))
+
+
+def _at(config: Config, key: str) -> Any:
+    """The plain value at a dotted key; None if there is none."""
+    plain = to_plain(config)
+    for name in key.split("."):
+        plain = plain.get(name) if isinstance(plain, Mapping) else None
+    return plain
 
 
 def _resized(config: Config, overrides: Sequence[str]) -> Plan:
@@ -104,8 +121,11 @@ def _resized(config: Config, overrides: Sequence[str]) -> Plan:
     return evolve(plan, record={**plan.record, **resume}, resized=partial(_resized, other))
 
 
-def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, starting: bool) -> tuple[Plan, PlanReady]:
-    """The plan of the `given` config with the overrides of extensions, and what these are asked about it."""
+def _plan_run(
+    given: Config, chosen: Mapping[str, Setting], damaged: Faults, *, starting: bool
+) -> tuple[Plan, PlanReady]:
+    """The plan of the `given` config with what extensions have chosen, and what these are asked about it."""
+    overrides = [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]
     config = settle_extensions(as_config(given, overrides))
     listed = len(config.chosen_extensions)
     config, plugins = _settled(with_extensions(config), contradictions)
