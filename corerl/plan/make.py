@@ -276,11 +276,10 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         device=device,
         resume=resume,
         model=models[role],
-        algorithm=plan_algorithm(config, plugins),
         common=process_environment(config.cluster, device=device, transport=plugins.transport),
     )
     return GroupPlan(
-        role=plan,
+        role=evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role)),
         placement=arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,
