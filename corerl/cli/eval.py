@@ -86,16 +86,16 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
 
     from attrs import evolve
 
+    from corerl.checkpoint.commit import read_state
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of
     from corerl.messages import note
-    from corerl.plan.resume import read_run
 
     run_dir = checkpoint.parent
     if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
         run_dir = run_dir.parent
     own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
-    config = config_of(read_run(checkpoint)["config"], [*own, *given])
+    config = config_of(read_state(checkpoint)["config"], [*own, *given])
     missing = [name for name in config.cluster.secrets if name not in os.environ]
     if missing:  # they were needed to train; scores may not need them
         note(f"cluster.secrets: not set here: {', '.join(map(repr, missing))}")
