@@ -239,7 +239,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
         ("run:\n  steps: 3", "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
     ],
 )
-def test_what_is_no_toml_is_told_with_what_to_do(tmp_path: Path, content: str, place: str, advice: str) -> None:
+def test_invalid_toml_is_answered_with_advice(tmp_path: Path, content: str, place: str, advice: str) -> None:
     (line,) = problems_of(write(tmp_path, content))
     assert line.startswith(f"{tmp_path}/run.toml: is not valid TOML: ")
     assert place in line.partition("; ")[0] and advice in line.partition("; ")[2]

@@ -268,7 +268,7 @@ def test_notices_that_a_run_has_kept_are_warnings(tmp_path: Path) -> None:
     assert found.fix == f"see {tmp_path}/notices.jsonl"
 
 
-def test_shares_that_no_variant_tries_on_four_ranks_are_told() -> None:
+def test_shares_without_a_variant_of_four_ranks_are_a_warning() -> None:
     def told(backend: str) -> list[str]:
         findings = [each for each in check_named(f"corerl_testing.broken:{backend}") if isinstance(each, Finding)]
         return [each.what.partition(": ")[2] for each in amiss(findings)]
