@@ -26,15 +26,6 @@ class MixedPrompts(PromptSource):
         self.asked = np.concatenate([source.asked for source in self._sources])
         self.chat = any(source.chat for source in self._sources)
         self.notices = tuple(notice for source in self._sources for notice in source.notices)
-        self.unanswered = sum(source.unanswered for source in self._sources)
-        self.first_unanswered = next(
-            (
-                int(start) + source.first_unanswered
-                for source, start in zip(self._sources, self._starts, strict=True)
-                if source.unanswered
-            ),
-            0,
-        )
         self.divide(
             [
                 evolve(
@@ -69,7 +60,6 @@ class HeldOut(PromptSource):
     def __init__(self, source: PromptSource, indices: IntArray) -> None:
         self._source, self.chat = source, source.chat
         self.shares, self.asked, self.notices = source.shares, source.asked, source.notices
-        self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
         self.train, self.held_out = np.zeros(0, np.int64), indices
 
     def prompt(self, index: int) -> Prompt:

@@ -37,6 +37,14 @@ class Prompt:
     template_options: Mapping[str, Any] = field(factory=dict)  # the row's own arguments of the chat template
     source: str = ""  # name of the source, if several are mixed
 
+    def as_chat(self, *, system: str) -> Prompt:
+        """The prompt as a chat: a text becomes a user message and stays in `.text`. `system` begins it, unless it
+        begins with a system message."""
+        messages = self.messages or ({"role": "user", "content": self.text},)
+        if system and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": system}, *messages)
+        return evolve(self, messages=messages)
+
 
 @frozen(kw_only=True, eq=False)
 class Share:
@@ -76,9 +84,7 @@ class PromptSource(ABC):
     continues: str = ""  # identity of data whose positions are valid here too
     replaces: str = ""  # identity of data from whose positions these begin at their first prompt
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
-    unanswered: int = 0  # prompts without an answer
-    first_unanswered: int = 0  # index of the first of them, if there is one
-    notices: tuple[str, ...] = ()  # lines for the user: what is not read, or not shown to the model
+    notices: tuple[str, ...] = ()  # lines for the user
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
 
     @abstractmethod
@@ -159,14 +165,16 @@ def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> S
 class SortDigits(PromptSource):
     """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Random weights can learn it."""
 
-    def __init__(self, *, held_out: int, seed: int) -> None:
+    def __init__(self, *, held_out: int, seed: int, chat: bool = False, system: str = "") -> None:
+        self.chat, self._system = chat, system
         order = np.random.default_rng([seed, 0]).permutation(10**5)
         self.asked = np.arange(10**5, dtype=np.uint64)
         self.divide([split(self.asked, order, held_out=held_out, name="sort-digits")])
 
     def prompt(self, index: int) -> Prompt:
         digits = f"{index:05d}"
-        return Prompt(index=index, text=f"{digits}>", answer="".join(sorted(digits)))
+        prompt = Prompt(index=index, text=f"{digits}>", answer="".join(sorted(digits)))
+        return prompt.as_chat(system=self._system) if self.chat else prompt
 
 
 class _Epochs:

@@ -217,7 +217,6 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
     if held_out.name:
         require_encodable(held_out.source, tokenizer, options)
         yield from held_out.source.notices
-        yield from unanswered(config.data.answer_key, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
     known = len(held_out.source.notices)
@@ -242,7 +241,6 @@ def notices_of_data(
     prompts, tokenizer = sampled.prompts, sampled.tokenizer
     assert prompts is not None and tokenizer is not None
     yield from prompts.notices
-    yield from unanswered(config.data.answer_key, prompts)
     yield from about_sets
     yield from held_out_and_trained_on(prompts, eval_sets)
     options, special = config.data.chat_template_options, config.reward.special_tokens
@@ -250,17 +248,6 @@ def notices_of_data(
     given = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
     if line := unapplied(config.model, given):  # the model's authors recommend others
         yield line
-
-
-def unanswered(answer_key: str, prompts: PromptSource) -> Iterator[str]:
-    """A line if prompts have no answers: rewards that compare with the answer would fail or be 0."""
-    if prompts.unanswered and prompts.unanswered < len(prompts):
-        where = prompts.where(prompts.first_unanswered)
-        yield f"data: {prompts.unanswered} of {len(prompts)} prompts have no answer; the first: {where}"
-    elif prompts.unanswered:
-        has = ", ".join(prompts.prompt(0).fields) or "nothing"
-        line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {answer_key!r}"
-        yield f"{line}; the first one has: {has}"
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

@@ -226,14 +226,11 @@ class PromptCheck:
             return self._refused(str(rejected))
         if prompt.messages and not text:
             return self._refused("the tokenizer's chat template writes nothing for its messages")
-        unknown = self.tokenizer.unk_token_id
-        if (unknown is None or not self.skip) and text.strip() and _tokens_at_most(text) <= self.longest:
+        if text.strip() and _tokens_at_most(text) <= self.longest:
             return ""
         (ids,) = _tokens(self.tokenizer, [prompt], [text])
         if not ids:
             return self._refused("it has no tokens, so the model has nothing to continue")
-        if self.skip and unknown in ids:
-            return self._refused("it has characters that the tokenizer does not know")
         if len(ids) > self.longest:
             return f"it has {len(ids)} tokens, but at most {self.longest} fit with {self.limit}"
         return ""
@@ -243,35 +240,19 @@ class PromptCheck:
             return why
         raise DataError(f"{why}; correct the row, or set data.refused='skip' to leave out such rows")
 
-    def require_known_characters(self, prompt: Prompt) -> None:
-        """Raises DataError if the tokenizer does not know all characters of a prompt that is not skipped."""
-        unknown = self.tokenizer.unk_token_id
-        if unknown is None:
-            return
-        (ids,) = encode(self.tokenizer, [prompt], self.options)
-        if unknown in ids:
-            raise DataError(
-                f"it ({prompt.text!r}) contains characters that the tokenizer does not know: the model would see "
-                f"{self.tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list all of the prompts' "
-                "characters in 'characters:...'"
-            )
-
 
 def check_first(source: PromptSource, check: PromptCheck) -> None:
     """Check the first training prompts of each share, and all that are held out: those that are skipped are left out of
     the source, whose notices count them. The other ones are checked when they are taken. Raises DataError as `check`,
     with the prompt's place, and if none is left."""
-    first = [index for share in source.shares for index in share.train[:FIRST].tolist()]
-    trained = {*first} & {*source.train.tolist()}
+    first = {index for share in source.shares for index in share.train[:FIRST].tolist()} & {*source.train.tolist()}
     skipped: dict[int, str] = {}
-    indices = sorted(trained | {*source.held_out.tolist()})
+    indices = sorted(first | {*source.held_out.tolist()})
     for index in indices:
         prompt = source.prompt(index)
         try:
             if why := check(prompt):
                 skipped[index] = why
-            elif index in trained and not check.skip:
-                check.require_known_characters(prompt)
         except DataError as error:
             raise DataError(f"{source.where(index)}: {error.message}") from error
     if skipped:

@@ -201,7 +201,7 @@ class SampledRollouts(Source):
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
                     task.useful = self.refill.useful(decides, task.rollout.batch.rows["group"])
-                if self._in_flight.get(task.number) is task:  # else it was given up meanwhile
+                if task.number in self._in_flight:  # else it was given up meanwhile
                     self._keep(task)
             self._changed.set()
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.data.chat import ChatPrompts
 from corerl.data.prompts import SortDigits
 from corerl.plan import make
 from corerl.plan.data import opened_reasoning
@@ -105,7 +104,7 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(
 
 
 def test_a_reasoning_tag_that_the_chat_template_opens_is_told() -> None:
-    ours, prompts = byte_tokenizer(), ChatPrompts(SortDigits(held_out=1, seed=0), system="")
+    ours, prompts = byte_tokenizer(), SortDigits(held_out=1, seed=0, chat=True)
     for special, special_tokens, line in (
         (False, False, "rewards and samples.jsonl see that before the sampled text; it is not trained on"),
         (True, False, "a special token, which rewards see with reward.special_tokens=true; it is not trained on"),
