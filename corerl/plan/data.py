@@ -21,7 +21,7 @@ from corerl.data.prompts import PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
-from corerl.models.tokenizer import end_tokens, unapplied
+from corerl.models.tokenizer import end_tokens
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
@@ -245,9 +245,6 @@ def notices_of_data(
     yield from held_out_and_trained_on(prompts, eval_sets)
     options, special = config.data.chat_template_options, config.reward.special_tokens
     yield from opened_reasoning(prompts, tokenizer, options, special_tokens=special)
-    given = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    if line := unapplied(config.model, given):  # the model's authors recommend others
-        yield line
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

@@ -77,7 +77,7 @@ from corerl.plan.settle import (
     with_other_sizes,
     with_vocabulary,
 )
-from corerl.plugin.requirements import require_met
+from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet
 

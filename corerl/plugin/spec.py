@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
-import pluggy
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
@@ -24,9 +23,6 @@ from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
 
 API = (2, 0)  # of the contract between core and plugins
-PROJECT = "corerl"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @frozen(kw_only=True)

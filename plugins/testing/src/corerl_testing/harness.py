@@ -19,8 +19,8 @@ from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleC
 from corerl.data.packing import pack, plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
-from corerl.plugin.fingerprint import origins_of
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

@@ -6,8 +6,7 @@ import os
 import pytest
 import torch
 
-from corerl.ops import products
-from corerl.ops.products import add_product_
+from corerl.weights.adapters import add_product_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # With it, Triton calls numpy instead of a GPU.
@@ -47,13 +46,13 @@ def test_the_sum_of_a_weight_and_a_product_is_rounded_once(rank: int, dtype: tor
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 128), (150, 260)])
 @pytest.mark.parametrize("rank", [1, 16, 100])
 def test_the_kernel_adds_what_torch_does(rows: int, columns: int, rank: int) -> None:
-    from corerl.ops import product_kernels
+    from corerl.ops import kernels
 
     weight, b, a = drawn(rows, columns, rank, torch.float32)
     around = torch.full((rows + 2, columns), 9.0, device=DEVICE)  # it writes nothing outside
     got = around[1:-1]
     got.copy_(weight)
-    product_kernels.add_product_(got, b, a, scale=SCALE)
+    kernels.add_product_(got, b, a, scale=SCALE)
     torch.testing.assert_close(got, weight + SCALE * b @ a, rtol=1e-5, atol=1e-5)
     assert (around[[0, -1]] == 9.0).all()
 
@@ -62,7 +61,7 @@ def test_the_kernel_adds_what_torch_does(rows: int, columns: int, rank: int) -> 
 def test_a_bfloat16_weight_on_a_gpu_goes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         pytest.skip("wants a GPU")
-    monkeypatch.setattr(products, "mm", None)
+    monkeypatch.setattr(torch, "mm", None)
     weight, b, a = drawn(64, 64, 8, torch.bfloat16)
     got = weight.clone()
     add_product_(got, b, a, scale=SCALE)

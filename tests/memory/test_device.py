@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.memory.measure import GIB, DeviceMeter, Held, Nvml
+from corerl.memory.device import GIB, DeviceMeter, Held, Nvml
 from corerl.types import MemoryKind
 
 CPU = torch.device("cpu")

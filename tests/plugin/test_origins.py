@@ -1,18 +1,64 @@
-"""Versions that are installed, against those that a distribution's metadata asks for; pip's own answers are the
-reference."""
+"""Two sides that resolved the same names can tell whether they found the same code."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
+import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.requirements import Unmet, require_met, unmet
+from corerl.plugin.origins import Origin, Unmet, look_for, origins_of, require_met, require_same, unmet
+from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]
+CORE = Origin(what="corerl", distribution="corerl", version=corerl.__version__)
+
+
+@pytest.fixture
+def plugins(install: Install, backend_spec: str, extension_spec: str) -> list[tuple[Kind, Loaded]]:
+    install("corerl-mine", {"backends": {"mine": "mine_fp:SPEC"}}, version="0.2", mine_fp=backend_spec)
+    install("corerl-wrap", {"extensions": {"wrap": "wrap_fp:SPEC"}}, version="0.5", wrap_fp=extension_spec)
+    return [(kind, load(kind, name)) for kind, name in ((Kind.BACKENDS, "mine"), (Kind.EXTENSIONS, "wrap"))]
+
+
+MINE = Origin(what="backend 'mine'", distribution="corerl-mine", version="0.2", value="mine_fp:SPEC")
+WRAP = Origin(what="extension 'wrap'", distribution="corerl-wrap", version="0.5", value="wrap_fp:SPEC")
+
+
+def test_the_origins_of_a_process_are_plain_data(plugins: list[tuple[Kind, Loaded]]) -> None:
+    own = origins_of(*plugins)
+    assert own == (CORE, MINE, WRAP)
+    assert pickle.loads(pickle.dumps(own)) == own
+    assert look_for([(Kind.BACKENDS, "mine")]) == [CORE, MINE]
+
+
+def test_a_plugin_that_is_not_there_is_listed_with_why() -> None:
+    core, missing = look_for([(Kind.BACKENDS, "nowhere")])
+    assert core == CORE and (missing.what, missing.distribution) == ("backend 'nowhere'", "")
+    assert MINE.against(missing) == missing.problem
+    assert missing.problem.startswith("unknown backend 'nowhere'; installed: ")
+
+
+def test_what_differs_is_told_with_both_sides(plugins: list[tuple[Kind, Loaded]]) -> None:
+    driver = origins_of(*plugins)
+    require_same(driver, *plugins)
+    other = (evolve(CORE, version="0.0.9"), evolve(MINE, version="0.3"), evolve(WRAP, value="wrap_two:SPEC"))
+    with pytest.raises(PluginIncompatible) as caught:
+        require_same(other, *plugins)
+    assert caught.value.message == (
+        f"corerl is corerl {corerl.__version__}, but the driver's is corerl 0.0.9; "
+        "backend 'mine' is corerl-mine 0.2, but the driver's is corerl-mine 0.3; "
+        "extension 'wrap' is wrap_fp:SPEC, but the driver's is wrap_two:SPEC; "
+        "install the same corerl and the same plugins on every node"
+    )
+
+
+# ---- requirements, with pip's own answers as the reference -----------------------------------------------------------
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from corerl.models.experts import experts_of
+from corerl.kinds import experts_of
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
-"""What each version of the contract has moved, renamed or removed, and where it is now: for messages to older plugins,
-and for the table in docs/versioning.md."""
+"""What each version of the contract has moved, renamed or removed, and where it is now: for findings about older
+plugins, and for the table in docs/versioning.md."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-PAGE = "docs/versioning.md"
+from corerl.errors import PluginError
+
 NAMES = re.compile(r"pip install [\w'\[\]]+|(?:corerl|Backend)[\w.]*(?::\w+)?(?:\([^)]*\))?")
 NO_NAME = re.compile(r"cannot import name '(\w+)' from '(corerl[\w.]*)'")
+NO_METHOD = re.compile(r"must implement ([\w, ]+)")
 
 # API -> what was there before -> where it is now. What was there: a module ("corerl.testing", with all below it), a
 # name ("corerl.ops.upload:upload"), a method of Backend or a hook ("Backend.train"), or anything else of which only
@@ -48,6 +50,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.rewards:position_match": "corerl.rollout: position_match",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
+        "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
         "the argument `told` of an engine's `generate`": "`on_finished`",
         "the commands `corerl backends`, `engines`, `extensions` and `algorithms`": "`corerl plugins KIND`",
@@ -63,47 +66,36 @@ def table() -> str:
     """Rows of Markdown: of each API, what was there before, and where it is now."""
     lines = ["| since | before | now |", "|---|---|---|"]
     for api, rows in MOVED.items():
-        lines += [f"| {dotted(api)} | {_quoted(old)} | {_quoted(new)} |" for old, new in rows.items()]
+        lines += [f"| {'.'.join(map(str, api))} | {_quoted(old)} | {_quoted(new)} |" for old, new in rows.items()]
     return "\n".join(lines) + "\n"
 
 
-def where_now(error: BaseException) -> str:
-    """The end of a message about an import that failed because something of core's is missing: where that is now. "" if
-    it is not core's."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = error.name
-    elif isinstance(error, ImportError) and (found := NO_NAME.match(str(error))):
-        missing = f"{found[2]}:{found[1]}"
+def replaced(error: PluginError) -> str:
+    """The end of a message about a plugin that lacks a method, or whose import of something of core's has failed: what
+    is in its place. "" if the table does not say."""
+    cause, rows = error.__cause__, [row for rows in MOVED.values() for row in rows.items()]
+    missing = ""
+    if lacks := NO_METHOD.search(error.message):
+        methods = [f"Backend.{name}(" for name in lacks[1].split(", ")]
+        found = [f"{old} is {new}" for old, new in rows if any(method in new for method in methods)]
     else:
-        return ""
-    if not re.match(r"corerl(\.|:|$)", missing):
-        return ""
-    name = missing.replace(":", ".")
-    if moved := _moved(missing):
-        return f"; {name} {moved}; see {PAGE}"
-    return f"; this corerl has no {name}: it is of another version, see {PAGE}"
+        if isinstance(cause, ModuleNotFoundError):
+            missing = cause.name or ""
+        elif named := NO_NAME.match(str(cause)):
+            missing = f"{named[2]}:{named[1]}"
+        found = [f"{_dotted(missing)} is {new}" for old, new in rows if _covers(old, missing)]
+    return f"; {found[-1]}" if found else ""
 
 
-def method_now(name: str) -> str:
-    """A clause that says what replaces this method of Backend, or hook; "" if there still is one of that name."""
-    moved = _moved(f"Backend.{name}")
-    return f"; {name} {moved}, see {PAGE}" if moved and not moved.startswith(f"is Backend.{name}(") else ""
+def _covers(old: str, missing: str) -> bool:
+    """Whether a row is about a name, "module:name" or "module", or about a module that it is in."""
+    return old == missing or (":" not in old and f"{missing.partition(':')[0]}.".startswith(f"{old}."))
 
 
-def _moved(name: str) -> str:
-    """The newest row about a name, "module:name" or "module", or about a module that it is in."""
-    module = name.partition(":")[0]
-    for api, rows in reversed(list(MOVED.items())):
-        for old, new in rows.items():
-            if old == name or (":" not in old and f"{module}.".startswith(f"{old}.")):
-                return f"is {new} since API {dotted(api)}"
-    return ""
-
-
-def dotted(api: tuple[int, int]) -> str:
-    return ".".join(map(str, api))
+def _dotted(name: str) -> str:
+    return name.replace(":", ".")
 
 
 def _quoted(text: str) -> str:
     """With names of core's as code."""
-    return text if "`" in text else NAMES.sub(lambda found: f"`{found[0].replace(':', '.')}`", text)
+    return text if "`" in text else NAMES.sub(lambda found: f"`{_dotted(found[0])}`", text)

@@ -1,7 +1,7 @@
 """The contract between core and backends, API 2.0: the hooks a worker calls, in the order of a backend's life.
 
-A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them
-(`@hookimpl(wrapper=True)`, ending in `return (yield)`) or observe on the driver. Hooks are called on every rank.
+A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them, as generators that yield
+once and return the result, or observe on the driver. Hooks are called on every rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from corerl.plugin.spec import hookspec
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -102,13 +101,11 @@ class Hooks(Protocol):
 
     # ---- once --------------------------------------------------------------------------------------------------------
 
-    @hookspec(firstresult=True)
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
 
     # ---- every step --------------------------------------------------------------------------------------------------
 
-    @hookspec(firstresult=True)
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
@@ -116,37 +113,30 @@ class Hooks(Protocol):
         sum over weighted tokens. `outputs` are returned of the same passes. With `last`, no other call comes before
         `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
 
-    @hookspec(firstresult=True)
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
         alike if the gradient is not finite, and clear them."""
 
-    @hookspec(firstresult=True)
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
 
-    @hookspec(firstresult=True)
     def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
         """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` only the
         adapters (`weights.lora = 'adapter'`), for engines that hold the rest."""
 
-    @hookspec(firstresult=True)
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         """Write this rank's part of the portable checkpoint into the directory `path`."""
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    @hookspec(firstresult=True)
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         """Give the memory of `kinds` back to the device. The host has already removed kinds that are asleep."""
 
-    @hookspec(firstresult=True)
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
 
     # ---- the end, and extensions -------------------------------------------------------------------------------------
 
-    @hookspec
     def shutdown(self, reason: str) -> None:
         """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
         `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run restarts from
@@ -154,7 +144,6 @@ class Hooks(Protocol):
 
     # ---- on the driver, for extensions alone -------------------------------------------------------------------------
 
-    @hookspec
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         """Called where a run has been planned without a problem, before anything of it starts: by `corerl train`,
         `corerl config check` and `corerl doctor`, and for other sizes of a run that goes on. Needs `plans=True` in the
@@ -166,25 +155,23 @@ class Hooks(Protocol):
         gets no events and no `shutdown`. A UserError that it raises is a problem of the user's; any other error ends
         the start, with the extension's name."""
 
-    @hookspec
     def between_steps(self, run: RunControl) -> None:
         """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
         nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
         Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
         `run.apply` is to be let pass."""
 
-    @hookspec
     def ranks_failed(self, run: RunControl, failure: Failure) -> None:
         """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
         May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
         without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
 
-    @hookspec
     def observe(self, event: Event) -> None:
         """Receive an event. For extensions on the driver only; workers emit no events."""
 
 
-REQUIRED = ("init", "forward_backward", "optimizer_step", "forward", "update_weights", "save", "sleep", "wake_up")
+DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
+# The backend's, by what they return.
 RESULTS: dict[str, type] = {
     "init": InitResult,
     "forward_backward": GradientResult,

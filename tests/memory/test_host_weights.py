@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from corerl.errors import ModelError, WrongState
+from corerl.memory.host_weights import HostWeights
 from corerl.memory.pool import HostMemory, Piece
-from corerl.memory.snapshots import Snapshots
 from corerl.weights.chunks import Chunk
 
 
@@ -39,11 +39,11 @@ class Counting:
 @pytest.mark.parametrize("within", ["nothing", "an exception", "writes"])
 def test_a_swap_shows_the_snapshot_and_leaves_both_as_they_were(within: str) -> None:
     storage, chunks = rank_of_two()
-    snapshots = Snapshots()
-    snapshots.create("reference", chunks)
+    weights = HostWeights()
+    weights.save("reference", chunks)
     storage += 10
     for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), snapshots.swapped("reference", chunks):
+        with contextlib.suppress(ZeroDivisionError), weights.swapped("reference", chunks):
             assert storage.tolist() == [0, 1, 2, 3, 4, 5]
             if within == "writes":
                 storage.fill_(-1.0)
@@ -54,50 +54,49 @@ def test_a_swap_shows_the_snapshot_and_leaves_both_as_they_were(within: str) -> 
 
 def test_a_snapshot_that_is_made_again_holds_the_current_weights() -> None:
     storage, chunks = rank_of_two()
-    snapshots = Snapshots()
-    snapshots.create("old", chunks)
+    weights = HostWeights()
+    weights.save("old", chunks)
     storage += 1
-    snapshots.create("old", chunks)
+    weights.save("old", chunks)
     storage += 1
-    with snapshots.swapped("old", chunks):
+    with weights.swapped("old", chunks):
         assert storage.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_loading_reads_this_ranks_boxes_alone_and_leaves_the_weights() -> None:
     storage, chunks = rank_of_two()
-    snapshots, source = Snapshots(), Counting()
-    assert snapshots.load("reference", chunks, source) == 6 * 4
+    weights, source = HostWeights(), Counting()
+    assert weights.load("reference", chunks, source) == 6 * 4
     assert source.read_boxes == [("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
     assert storage.tolist() == [0, 1, 2, 3, 4, 5]
-    with snapshots.swapped("reference", chunks):
+    with weights.swapped("reference", chunks):
         assert storage.tolist() == [1.0] * 6
 
 
 def test_a_source_that_does_not_fit_leaves_the_earlier_snapshot() -> None:
     storage, chunks = rank_of_two()
-    snapshots = Snapshots()
-    snapshots.create("reference", chunks)
+    weights = HostWeights()
+    weights.save("reference", chunks)
     other = [Chunk("v", (2,), (0,), (2,), torch.zeros(2)), *chunks]
     with pytest.raises(ModelError, match="snapshot 'reference' has no tensor 'v'"):
-        snapshots.load("reference", other, Counting())
+        weights.load("reference", other, Counting())
     storage += 1
-    with snapshots.swapped("reference", chunks):
+    with weights.swapped("reference", chunks):
         assert storage.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     _, chunks = rank_of_two()
-    snapshots = Snapshots()
+    weights = HostWeights()
     with pytest.raises(WrongState, match="no snapshot 'ref'; known: none"):
-        snapshots.drop("ref")
-    snapshots.create("reference", chunks)
-    snapshots.create("old", chunks)
-    assert snapshots.names == ["old", "reference"]
-    with pytest.raises(WrongState, match="no snapshot 'ref'; known: old, reference"), snapshots.swapped("ref", chunks):
+        weights.drop("ref")
+    weights.save("reference", chunks)
+    weights.save("old", chunks)
+    with pytest.raises(WrongState, match="no snapshot 'ref'; known: old, reference"), weights.swapped("ref", chunks):
         pass
-    snapshots.drop("old")
+    weights.drop("old")
     with pytest.raises(WrongState, match="known: reference"):
-        snapshots.drop("old")
+        weights.drop("old")
 
 
 class Segments(HostMemory):
@@ -121,24 +120,24 @@ def test_snapshots_use_given_memory_and_a_swap_returns_it() -> None:
     chunks = [Chunk(str(i), tuple(p.shape), (0,) * p.ndim, tuple(p.shape), p) for i, p in enumerate(parameters)]
     before = [parameter.clone() for parameter in parameters]
     host = Segments()  # the second parameter, of 1200 bytes, lies on both sides of the border
-    snapshots = Snapshots(host)
-    snapshots.create("old", chunks[:1])
-    snapshots.drop("old")
+    weights = HostWeights(host)
+    weights.save("old", chunks[:1])
+    weights.drop("old")
     assert host.out == 0
-    snapshots.create("old", chunks[:2])
+    weights.save("old", chunks[:2])
     assert host.out == (kept := 512 + 1536)
     for parameter in parameters:
         parameter.zero_()
     host.out = 0  # a second such memory, for the swap
-    with snapshots.swapped("old", chunks[:2]):
+    with weights.swapped("old", chunks[:2]):
         assert host.out == kept
         for parameter, old in zip(parameters[:2], before, strict=False):
             torch.testing.assert_close(parameter, old, rtol=0, atol=0)
     assert host.out == 0
     assert not any(parameter.any() for parameter in parameters)
     with pytest.raises(ModelError):
-        snapshots.load("other", chunks[2:], Counting())
+        weights.load("other", chunks[2:], Counting())
     assert host.out == 0
     for _ in range(2):  # the second in the place of the first, whose memory it gives back
-        snapshots.create("other", chunks[2:])
+        weights.save("other", chunks[2:])
         assert host.out == 512

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from corerl.backend.frozen_weights import digest, of_sums, require_same, rounded_sum
+from corerl.backend.state import digest_of_frozen, of_sums, require_same, rounded_sum
 from corerl.errors import CheckpointError
 from corerl.weights.chunks import Chunk
 from corerl_testing.pool import RankPool
@@ -21,7 +21,7 @@ def whole(**changed: torch.Tensor) -> list[Chunk]:
     return [Chunk(name, tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t) for name, t in tensors.items()]
 
 
-DIGEST = digest(whole(), None)
+DIGEST = digest_of_frozen(whole(), None)
 
 
 def test_the_digest_is_the_same_however_the_weights_are_split(rank_pool: RankPool) -> None:
@@ -32,26 +32,26 @@ def test_the_digest_is_the_same_however_the_weights_are_split(rank_pool: RankPoo
             halves.append(
                 Chunk(name, tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1), tuple(part.shape), part)
             )
-    assert digest(halves, None) == digest(halves[::-1], None) == DIGEST
+    assert digest_of_frozen(halves, None) == digest_of_frozen(halves[::-1], None) == DIGEST
     assert rank_pool.run(ranks.digest_of_halves) == [DIGEST, DIGEST]  # one of whose tensors is on both
     assert of_sums({name: rounded_sum(tensor) for name, tensor in WHOLE.items()}) == DIGEST
 
 
 def test_the_digest_is_the_same_in_float32_and_in_bfloat16() -> None:
-    assert digest(whole(**{name: tensor.bfloat16() for name, tensor in WHOLE.items()}), None) == DIGEST
+    assert digest_of_frozen(whole(**{name: tensor.bfloat16() for name, tensor in WHOLE.items()}), None) == DIGEST
 
 
 def test_other_weights_have_another_digest() -> None:
     moved = WHOLE["up"].clone()
     moved[2, 1] *= 1 + 2**-6  # the next number of bfloat16 but one
     others = [
-        digest(whole(up=moved), None),
-        digest(whole(down=WHOLE["up"].T.contiguous(), up=WHOLE["down"].T.contiguous()), None),
-        digest(whole()[:-1], None),
-        digest(
+        digest_of_frozen(whole(up=moved), None),
+        digest_of_frozen(whole(down=WHOLE["up"].T.contiguous(), up=WHOLE["down"].T.contiguous()), None),
+        digest_of_frozen(whole()[:-1], None),
+        digest_of_frozen(
             [Chunk(f"model.{each.name}", each.shape, each.offsets, each.sizes, each.view) for each in whole()], None
         ),
-        digest(whole(up=-WHOLE["up"]), None),
+        digest_of_frozen(whole(up=-WHOLE["up"]), None),
     ]
     assert len({DIGEST, *others}) == 1 + len(others)
     assert all(re.fullmatch("[0-9a-f]{32}", each) for each in (DIGEST, *others))
@@ -60,7 +60,7 @@ def test_other_weights_have_another_digest() -> None:
 def test_a_replica_is_not_counted() -> None:
     extra = WHOLE["up"]
     replica = Chunk("up", tuple(extra.shape), (0, 0), tuple(extra.shape), extra, replica=True)
-    assert digest([*whole(), replica], None) == DIGEST
+    assert digest_of_frozen([*whole(), replica], None) == DIGEST
 
 
 def saved(digest: str | None = DIGEST, scale: float = 2.0) -> dict[str, object]:
