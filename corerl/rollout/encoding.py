@@ -85,11 +85,11 @@ class TextEncoder:
         }
 
     def begun(self, texts: Sequence[str]) -> list[list[int]]:
-        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), of
-        which a text that begins with some of that gets only the rest. What it puts behind one ends it, and would leave
-        nothing to continue."""
-        before = self._put_before(texts[:1]) if self._before is None else self._before
-        return [_begun(ids, before or []) for ids in plain(self._tokenizer, texts)]
+        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>),
+        unless the text begins with that. What it puts behind one ends it, and would leave nothing to continue."""
+        before = (self._put_before(texts[:1]) if self._before is None else self._before) or []
+        encoded = plain(self._tokenizer, texts)
+        return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
 
     def _put_before(self, texts: Sequence[str]) -> list[int] | None:
         """The tokens that the tokenizer puts before a text, found with the first of these that it knows; None if it
@@ -123,20 +123,6 @@ class TextEncoder:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _begun(ids: list[int], before: list[int]) -> list[int]:
-    """The tokens of a text after `before`, each once."""
-    left = list(before)
-    for token in ids:
-        if token not in left:
-            break
-        left.remove(token)
-    own = ids[: len(before) - len(left)]
-    places = iter(before)
-    if all(token in places for token in own):
-        return before + ids[len(own) :]
-    return ids  # it has them in an order of its own
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
     wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
     monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
     config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
-    with pytest.raises(ConfigError, match="^loss 'clipped' of the algorithm has no parameter 'clip_hihg'; it takes"):
+    with pytest.raises(ConfigError, match="^loss 'clipped' takes .* unexpected keyword argument 'clip_hihg'$"):
         plan_algorithm(config)
 
 

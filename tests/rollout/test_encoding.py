@@ -197,7 +197,7 @@ def test_a_prompt_is_skipped_with_a_reason_or_refused(prompt: Prompt, ours: PreT
     found = skips(prompt, ours)
     assert found.startswith(why) and bool(found) is bool(why)
     strict = PromptCheck(tokenizer=ours)
-    if not why or why == UNKNOWN:  # which only the first prompts are checked for
+    if not why:
         assert strict(prompt) == ""
     else:
         with pytest.raises(DataError, match="; correct the row, or set data.refused='skip' to leave out such rows"):
