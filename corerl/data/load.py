@@ -10,8 +10,7 @@ from attrs import fields
 
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.files import JSONL, LOADERS, PATHS, Rows, is_pattern, open_rows
-from corerl.data.mixture import MixedPrompts
-from corerl.data.prompts import PromptSource, SortDigits
+from corerl.data.prompts import MixedPrompts, PromptSource, SortDigits
 from corerl.data.rows import RowPrompts
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path

@@ -16,8 +16,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
 from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
-from corerl.data.mixture import HeldOut
-from corerl.data.prompts import PromptSource
+from corerl.data.prompts import HeldOut, PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line

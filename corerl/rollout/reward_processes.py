@@ -168,7 +168,7 @@ class RewardPool:
 
     def _ready(self) -> list[RewardWorker]:
         """Wait, for POLL seconds at most, for workers that have sent something or ended, or whose time is up."""
-        soonest = min(worker.deadline for worker in self._workers) - time.monotonic()
+        soonest = min((worker.deadline for worker in self._workers), default=0.0) - time.monotonic()
         ready = wait([worker.connection for worker in self._workers], max(0.0, min(POLL, soonest)))
         now = time.monotonic()
         return [each for each in self._workers if each.connection in ready or each.deadline <= now]

@@ -191,6 +191,11 @@ class Sampler(ABC):
                 f"{name}.generate returned {found} samples of {len(rollout.prompts)} prompts, wanted {len(request)} of "
                 f"{len(prompts)}"
             )
+        if rollout.batch.temperature != request.params.temperature:
+            raise PluginBroken(
+                f"{name}.generate returned a batch of temperature {rollout.batch.temperature:g}, wanted that of the "
+                f"request, {request.params.temperature:g}"
+            )
         return rollout
 
     def request(

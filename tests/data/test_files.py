@@ -226,16 +226,6 @@ def test_a_card_names_subsets_and_their_splits(tmp_path: Path) -> None:
     assert texts(load(directory)) == texts(easy)
 
 
-@pytest.mark.parametrize("outside", ["../other.jsonl", "{there}/other.jsonl"])
-def test_a_card_names_no_file_outside_of_its_directory(tmp_path: Path, outside: str) -> None:
-    outside = outside.format(there=put(tmp_path, "other", suffix="jsonl"))
-    directory = put(tmp_path / "set", "one", suffix="jsonl")
-    files = f"data_files: [one.jsonl, {outside}]"
-    write(directory / "README.md", f"---\nconfigs:\n- config_name: default\n  {files}\n---\n")
-    with pytest.raises(DataError, match=r"README.md of .*set names /.*, which is not in this directory"):
-        load(directory)
-
-
 def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:
     directory = put(tmp_path / "set", "validation", "test")
     with pytest.raises(ConfigError, match=r"data.split: 'train', but .*set has the splits validation, test; set it"):

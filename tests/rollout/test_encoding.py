@@ -95,11 +95,6 @@ def adding(template: str, *, bos: str | None = "<s>") -> PreTrainedTokenizerBase
         ("<s> $A", "<s>12", [0, 4, 5]),  # a chat template was applied to the text beforehand
         ("<s> $A </s>", "<s>", [0]),
         ("</s> <s> $A", "</s><s>12", [1, 0, 4, 5]),
-        ("</s> <s> $A", "<s>12", [1, 0, 4, 5]),  # it begins with a part of what begins a text
-        ("</s> <s> $A", "</s>12", [1, 0, 4, 5]),
-        ("<s> [sep] $A", "<s>12", [0, 2, 4, 5]),
-        ("<s> [sep] $A", "[sep]12", [0, 2, 4, 5]),
-        ("<s> [sep] $A", "[sep]<s>12", [2, 0, 4, 5]),  # in an order of its own
         ("<s> $A", "<s><s>12", [0, 0, 4, 5]),  # the text's own
         ("$A", "<s>12", [0, 4, 5]),
         ("<s> $A", "1<s>2", [0, 4, 0, 5]),  # the text's own
