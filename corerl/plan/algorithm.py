@@ -17,9 +17,8 @@ from corerl.algorithms.base import (
     Objective,
     Postprocess,
 )
-from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.kl import DIFFERENTIATED
-from corerl.algorithms.registry import policy_loss
+from corerl.algorithms.registry import policy_loss, users_estimate, users_postprocess
 from corerl.config.problems import Problems
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
