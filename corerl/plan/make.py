@@ -17,10 +17,22 @@ from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfi
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
 from corerl.kinds import experts_of
-from corerl.plan.algorithm import check_algorithm, notices_of_learning, notices_of_sampling, plan_algorithm
-from corerl.plan.algorithm import contradictions as against_algorithm
+from corerl.plan.algorithm import (
+    against_algorithm,
+    check_algorithm,
+    notices_of_learning,
+    notices_of_sampling,
+    plan_algorithm,
+)
 from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
-from corerl.plan.data import RolloutPlan, checked, load_eval_sets, names_prompts, notices_of_data, plan_rollout
+from corerl.plan.data import (
+    RolloutPlan,
+    load_eval_sets,
+    names_prompts,
+    notices_of_data,
+    plan_rollout,
+    with_prompt_check,
+)
 from corerl.plan.models import (
     AS_ACTOR,
     RoleModel,
@@ -53,8 +65,8 @@ from corerl.plan.resume import Start, changed_settings, find_start
 from corerl.plan.roles import plan_role, process_environment
 from corerl.plan.settle import (
     BY_MEMORY,
+    notices_of_choices,
     settle_adapters,
-    settled,
     with_absolute_paths,
     with_choices,
     with_other_sizes,
@@ -99,9 +111,10 @@ def _notices(
     problems = Problems()
     problems.add(*(line for each in answers for line in each.problems))
     problems.raise_all()
-    auto = ready.processes.device == "cuda"
-    lines = settled(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY) if auto else ()
-    return tuple(dict.fromkeys([*plan.notices, *lines, *reasons, *(line for each in answers for line in each.notices)]))
+    lines = [*plan.notices]
+    if ready.processes.device == "cuda":
+        lines += notices_of_choices(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY)
+    return tuple(dict.fromkeys([*lines, *reasons, *(line for each in answers for line in each.notices)]))
 
 
 def _at(config: Config, key: str) -> Any:
@@ -128,7 +141,7 @@ def _plan_run(
     overrides = [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]
     config = settle_extensions(as_config(given, overrides))
     listed = len(config.chosen_extensions)
-    config, plugins = _settled(with_extensions(config), contradictions)
+    config, plugins = _resolved(with_extensions(config), contradictions)
     configs = load_configs(config, config.chosen_roles)
     tokenizer = load_tokens(config, plugins, configs)
     config = with_vocabulary(config, configs, tokenizer)
@@ -172,7 +185,7 @@ def _plan_run(
         context_length=context,
         algorithm=algorithm,
     )
-    rollout = evolve(checked(rollout, config), settings=config.rollout)
+    rollout = evolve(with_prompt_check(rollout, config), settings=config.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[:listed])))
     notices = [
@@ -218,7 +231,7 @@ def _plan_run(
     return plan, ready
 
 
-def _settled(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
+def _resolved(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
     """The plugins of a config, and the config with what it leaves to them filled in, and with their options as they
     read them. Raises all problems together: of options, and what is `against` the settings."""
     require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
@@ -260,7 +273,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     config = _alone(config)
     if role not in config.chosen_roles:
         raise ConfigError(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
-    config, plugins = _settled(config, contradictions_of_a_group)
+    config, plugins = _resolved(config, contradictions_of_a_group)
     device = resolve_device(config.cluster.device, address=config.cluster.address)
     asked = with_absolute_paths(config)
     config = with_choices(asked, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
@@ -292,7 +305,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *about_files,
             *notices_of(models[role]),
             *unpacked(models),
-            *(settled(asked, config, plugins) if device == "cuda" else ()),
+            *(notices_of_choices(asked, config, plugins) if device == "cuda" else ()),
         ),
     )
 
