@@ -19,7 +19,7 @@ from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
-from corerl.config.schema import ClusterConfig, RolloutConfig
+from corerl.config.schema import RolloutConfig
 from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
 from corerl.driver.groups import Groups, with_devices
@@ -43,17 +43,15 @@ from corerl.messages import one_line
 from corerl.observability.notices import NoticeFile
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan
+from corerl.plan.processes import ENGINES, EnginePlan
 from corerl.plan.residency import residency_plan
 from corerl.plan.resume import skipping
 from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
-from corerl.plugin.transports import transport_named
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
-from corerl.weights.transport import Address
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
@@ -189,18 +187,19 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
-    address = functools.partial(address_of, run_dir=start.run_dir, cluster=plan.cluster)
-    updates: WeightUpdates | None = None
+    processes = Groups(plan=plan, room=room, roles=roles, fleet=fleet, residency=residency, progress=progress)
+    control = Control(groups=processes, progress=progress, stop=stop)
+    updates = None
     if fleet is not None:
         updates = WeightUpdates(
             config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
-            manifest=groups[ACTOR].manifest().result(),
-            adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.separate_adapters else None,
-            address=groups[ACTOR].rendezvous(address(plan.processes, fleet.receivers)),
+            address_of=processes.update_address,
+            separate_adapters=plan.processes.separate_adapters,
             version=inits[ACTOR].weights_version,
             residency=residency,
+            control=control,
             progress=progress,
         )
     checkpoints = Checkpoints(
@@ -216,16 +215,6 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         progress.notice(f"checkpoint.memory: no in-memory checkpoints: {ON_OTHERS}")
     elif plan.checkpoint.memory and trains:
         memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints))
-    groups_now = Groups(
-        plan=plan,
-        room=room,
-        roles=roles,
-        updates=updates,
-        residency=residency,
-        progress=progress,
-        address_of=address,
-    )
-    control = Control(groups=groups_now, progress=progress, stop=stop)
     run = Run(
         plan=plan,
         progress=progress,
@@ -238,7 +227,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         checkpoints=checkpoints,
         memory=memory,
-        restarts=Recovery(control=control, checkpoints=checkpoints, memory=memory, start=start),
+        restarts=Recovery(control=control, updates=updates, checkpoints=checkpoints, memory=memory, start=start),
         control=control,
         notices=StepNotices.of_run(plan),
     )
@@ -298,22 +287,6 @@ def _start_processes(
 
 def _end(group: TrainGroup) -> None:
     group.processes.kill()  # of now: ranks may have restarted
-
-
-def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
-    """The address of weight updates, without the rendezvous, which `TrainGroup.rendezvous` adds."""
-    # Two processes on one GPU cannot share an NCCL group.
-    own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
-    return Address(
-        transport=processes.transport,
-        engines=tuple(receivers),
-        path=str(run_dir / "weights"),
-        senders=processes.senders,
-        device=processes.device if own_devices else "cpu",
-        # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
-        timeout=cluster.timeout / 2,
-        options=processes.transport_options,
-    )
 
 
 def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:

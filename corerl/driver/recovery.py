@@ -12,6 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
 from corerl.driver.control import Control
+from corerl.driver.updates import WeightUpdates
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -42,6 +43,7 @@ class Recovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
     control: Control
+    updates: WeightUpdates | None
     checkpoints: Checkpoints
     memory: MemoryCheckpoints | None
     start: Start
@@ -89,8 +91,8 @@ class Recovery:
         point = self._newest()
         progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
         with progress.phase("restart"):
-            if groups.updates is not None:
-                groups.updates.ranks_ended()  # before engines are called: they may wait for what ranks were sending
+            if self.updates is not None:
+                self.updates.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
             self.control.failed(error.message, ranks=True)
             if point.in_memory and groups.elsewhere:  # since they have got other places

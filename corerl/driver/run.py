@@ -354,7 +354,6 @@ class Run:
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
             self.sampling.source.renumber(self.updates.version - point.version)
-            self.updates.new_rendezvous()  # the old ranks are still part of what was built at the old address
             self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
@@ -376,7 +375,8 @@ class Run:
             self.residency.enter(COMPARE)  # for the actor's parameters
             self._begin_snapshots(resumed=True)
             self.snapshots.updated()
-        if changed:
+        if changed and self.updates is not None:
+            self.updates.new_rendezvous()
             self.push_weights()
 
     def _checkpoint(self) -> Path:
@@ -404,7 +404,7 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push(self.sampling.source, self.control)
+        self.updates.push(self.sampling.source)
         self.residency.updated()
         new = self._pushed_at != self.actor.optimizer_step
         if new:

@@ -66,7 +66,9 @@ class Group:
         self.dead = False
         self.lacking = False
         self.whole = False  # all engines hold all weights
+        self.manifests: Any = (None, None)  # of all weights, and of adapters alone
         self.offered: Any = None  # the manifest of the last update
+        self.met = 0  # rendezvous so far
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
@@ -103,7 +105,7 @@ class Group:
 
     def receive(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
-        self.offered = manifest
+        self.offered, self.address = manifest, address
 
     def updated(self, taken: Iterable[str], *, whole: bool) -> None:
         self.whole = set(taken) >= set(self.names) and (whole or self.whole)
@@ -120,7 +122,11 @@ class Group:
         return self.fared if self.answers else {}
 
     def rendezvous(self, address: Address) -> Address:
-        return evolve(address, token="another")
+        self.met += 1
+        return evolve(address, token=f"meeting {self.met}")
+
+    def manifest(self, *, adapters: bool = False) -> Future[Any]:
+        return Future(self, self.ready, lambda: self.manifests[adapters])
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         self.log.append(f"report {engine}: {reason}")
@@ -270,10 +276,10 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
-        "manifest": None,
-        "address": Address(transport="ipc", engines=fleet.names),
+        "address_of": lambda: Address(transport="ipc", engines=fleet.names),
         "version": 0,
         "residency": staying(),
+        "control": SimpleNamespace(failed=lambda message, ranks: None),
         "progress": progress(ears),
         **parts,
     }

@@ -34,9 +34,8 @@ class Groups:
         group, train = SimpleNamespace(processes=processes), SimpleNamespace(restarts=self.allowed)
         return {"actor": SimpleNamespace(group=group, train=train)}
 
-    @property
-    def updates(self) -> Any:
-        return SimpleNamespace(ranks_ended=lambda: self.log.append("given up"))
+    def new_rendezvous(self) -> None:
+        self.log.append("given up")
 
     def end_ranks(self) -> None:
         self.log.append("end")
@@ -99,7 +98,7 @@ def make(
     control: Any = SimpleNamespace(
         groups=groups, failed=asked, progress=progress(ears), step=done, stop=SimpleNamespace(requested=requested)
     )
-    return Case(Recovery(control=control, start=start, **saves), groups, ears)
+    return Case(Recovery(control=control, updates=groups, start=start, **saves), groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:

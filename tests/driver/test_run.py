@@ -726,13 +726,14 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     monkeypatch.setattr(Run, "_begin_snapshots", lambda run, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    run = make_run(make_config(**every), control=asking, checkpoints=Saves(-1), source=Source())
+    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.step)))
+    run = make_run(make_config(**every), control=asking, checkpoints=Saves(-1), source=Source(), updates=updates)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.step = step
         run.between_steps()
     assert len(asking.saved) == 2
-    after = {0: [], 1: ["push"], 2: ["snapshots", "push"]}[len(changed)]
-    assert done == [(what, step if what == "push" else True) for step in (2, 4) for what in after]
+    after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]
+    assert done == [(what, step if what != "snapshots" else True) for step in (2, 4) for what in after]
     run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3, stop=Stop(True))
     run.between_steps()
     assert len(asking.saved) == 2

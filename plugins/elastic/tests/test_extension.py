@@ -71,8 +71,7 @@ def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
     assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
-    case.updates.new_rendezvous()  # when ranks have started
-    assert case.updates.address.engines == ("engine-0",)
+    assert case.groups.update_address().engines == ("engine-0",)
 
 
 def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
@@ -279,12 +278,11 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
-    assert case.updates.address.senders == (0, 1)
+    assert case.groups.update_address().senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    case.updates.new_rendezvous()  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
-    assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
+    assert case.groups.update_address().senders == tuple(ranks.index(each) for each in engines) == (1, 0)
 
 
 # ---- who wants other sizes -------------------------------------------------------------------------------------------
