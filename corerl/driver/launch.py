@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
-from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.schema import RolloutConfig
-from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, MemoryCheckpoints
-from corerl.driver.control import Control
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
+from corerl.driver.control import Control, StopRequest
+from corerl.driver.earlier_policies import EarlierPolicies
+from corerl.driver.evaluations import Evaluations
 from corerl.driver.groups import Groups, with_devices
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.progress import Progress
@@ -31,9 +30,7 @@ from corerl.driver.roles import Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Sampling, rows_of_a_call, start_rewards
-from corerl.driver.snapshots import Snapshots
-from corerl.driver.step_notices import StepNotices
-from corerl.driver.stop import StopRequest
+from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
@@ -45,7 +42,7 @@ from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ENGINES, EnginePlan
 from corerl.plan.residency import residency_plan
-from corerl.plan.resume import skipping
+from corerl.plan.resume import Start
 from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
@@ -64,85 +61,77 @@ def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
     `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
-    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
             plan = planned(damaged)
-            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in reported))
-            reported.update(start.lost)
             try:
-                run = stack.enter_context(_in_its_directory(evolve(plan, start=start), damaged, began))
-            except CheckpointDamaged:
-                if start.resume not in damaged:
-                    raise
-                reported.add(skipping(start.resume, damaged[start.resume]))
-            else:
+                run = stack.enter_context(_launched(plan, damaged, began))
                 break
+            except CheckpointDamaged:
+                if plan.start.resume not in damaged:
+                    raise
         yield run
 
 
 @contextlib.contextmanager
-def _in_its_directory(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
-    with occupied(plan.start.run_dir):
-        yield from _reported(plan, damaged, began)
-
-
-def _reported(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
-    write_config(start.run_dir, plan.record)
-    progress = Progress(
-        load_observers(plan.extensions, str(start.run_dir), [("notices", NoticeFile(str(start.run_dir)))]),
-        plan.first_step,
-        watchdog=plan.cluster.watchdog,
-        began=began,
-    )
-    try:
-        progress.emit(
-            RunStarted(
-                run_dir=str(start.run_dir),
-                steps=plan.run.steps,
-                first_step=progress.step,
-                title=plan.title,
-                mode=plan.run.mode,
-                same_run=start.same_run,
+    with occupied(start.run_dir):
+        write_config(start.run_dir, plan.record)
+        own = [("notices", NoticeFile(str(start.run_dir)))]
+        observers = load_observers(plan.extensions, str(start.run_dir), own)
+        progress = Progress(observers, plan.first_step, began=began)
+        try:
+            progress.emit(
+                RunStarted(
+                    run_dir=str(start.run_dir),
+                    steps=plan.run.steps,
+                    first_step=progress.step,
+                    title=plan.title,
+                    mode=plan.run.mode,
+                    same_run=start.same_run,
+                )
             )
-        )
-        for text in _notices(plan):
-            progress.notice(text)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(progress.beating())
-            stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
-            try:
-                run = _assemble(plan, progress, stop, stack)
-            except CheckpointDamaged as error:
-                if start.resume is not None and start.resumed is not None:
-                    damaged[start.resume] = error.message
-                raise
-            with _rescuing(run):
-                yield run
-            _close(run)
-    except BaseException as error:
-        if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
-            error.add_note(f"the run ended in step {progress.step + 1}")
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        lost = start.resume if isinstance(error, CheckpointDamaged) else None
-        if lost in damaged and start.resumed is not None and latest(start.resumed, damaged=damaged) is not None:
-            progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
-            progress.observers.shutdown("restarted")
+            for text in (*start.lost, *plan.notices):
+                progress.notice(text)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(progress.beating())
+                stop = stack.enter_context(StopRequest(progress.notice))
+                try:
+                    run = _assemble(plan, progress, stop, stack)
+                except CheckpointDamaged as error:
+                    if start.resume is not None and start.resumed is not None:
+                        damaged[start.resume] = error.message
+                    raise
+                with _rescuing(run):
+                    yield run
+                _close(run)
+        except BaseException as error:
+            _end_observers(progress, start, error, damaged)
             raise
-        progress.emit(
-            RunFinished(
-                reason=reason,
-                steps_done=progress.step,
-                seconds=progress.elapsed,
-                artifacts={"run directory": str(start.run_dir)},
-            )
+        observers.shutdown("finished")
+
+
+def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
+    """Let observers know that the run has failed, or starts again from an older checkpoint."""
+    if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
+        error.add_note(f"the run ended in step {progress.step + 1}")
+    if isinstance(error, CheckpointDamaged) and start.resume in damaged and start.resumed is not None:
+        if latest(start.resumed, damaged=damaged) is not None:
+            progress.observers.shutdown("restarted")
+            return
+    reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    progress.emit(
+        RunFinished(
+            reason=reason,
+            steps_done=progress.step,
+            seconds=progress.elapsed,
+            artifacts={"run directory": str(start.run_dir)},
         )
-        progress.observers.shutdown(reason)
-        raise
-    progress.observers.shutdown("finished")
+    )
+    progress.observers.shutdown(reason)
 
 
 @contextlib.contextmanager
@@ -154,7 +143,7 @@ def _rescuing(run: Run) -> Iterator[None]:
         raise  # the save itself is what failed
     except Exception:  # not a KeyboardInterrupt, a second signal: that stops at once and saves nothing
         try:
-            run.checkpoints.rescue()
+            run.saves.disk.rescue()
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
@@ -163,9 +152,9 @@ def _rescuing(run: Run) -> Iterator[None]:
 def _close(run: Run) -> None:
     """End what has done its work."""
     run.sampling.source.close()
-    if run.memory is not None:
+    if run.saves.memory is not None:
         with contextlib.suppress(SaveFailed):  # of a checkpoint that nobody needs any more
-            run.memory.complete(wait=True)
+            run.saves.memory.complete(wait=True)
     for role in run.roles.values():
         role.group.shutdown("finished")
     if run.updates is not None:
@@ -181,8 +170,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
-    snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
-    for text in snapshots.begin(progress.step, resumed=bool(start.state)):
+    earlier = EarlierPolicies(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
+    for text in earlier.begin(progress.step, resumed=bool(start.state)):
         progress.notice(text)
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
@@ -210,26 +199,30 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         last_step=progress.step if start.state else -1,
         progress=progress,
     )
-    memory = None
-    if plan.checkpoint.memory and trains and elsewhere(slot.node for name in trained for slot in room[name]):
-        progress.notice(f"checkpoint.memory: no in-memory checkpoints: {ON_OTHERS}")
-    elif plan.checkpoint.memory and trains:
-        memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints))
+    in_memory = plan.checkpoint.memory and trains
+    memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints)) if in_memory else None
+    saves = Saves(disk=checkpoints, memory=memory, residency=residency)
     run = Run(
         plan=plan,
         progress=progress,
-        stop=stop,
         roles=roles,
         updates=updates,
-        snapshots=snapshots,
+        earlier=earlier,
         logprob_check=LogprobCheck.of(plan, sampling.sampler, progress),
         residency=residency,
         sampling=sampling,
-        checkpoints=checkpoints,
-        memory=memory,
-        restarts=Recovery(control=control, updates=updates, checkpoints=checkpoints, memory=memory, start=start),
+        evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
+        saves=saves,
+        restarts=Recovery(control=control, updates=updates, saves=saves, start=start),
         control=control,
-        notices=StepNotices.of_run(plan),
+        reports=StepReports(
+            recomputes=plan.algorithm.settings.old_logprobs == "recompute",
+            roles=roles,
+            fleet=fleet,
+            residency=residency,
+            progress=progress,
+            notices=StepNotices.of_run(plan),
+        ),
     )
     if fleet is not None:
         progress.begin("sending the first weights")
@@ -364,12 +357,6 @@ def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Prog
         progress.notice(f"{engine} is replaced: {error.message}")
     if died:
         fleet.replace(died)
-
-
-def _notices(plan: Plan) -> Iterator[str]:
-    """What a user may want to know before the first step."""
-    yield from plan.start.lost
-    yield from plan.notices
 
 
 def make_fleet(

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import define, evolve, field, frozen
 
 from corerl.checkpoint.commit import read_state
-from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.driver.checkpoints import Saves
 from corerl.driver.control import Control
 from corerl.driver.updates import WeightUpdates
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
@@ -44,8 +44,7 @@ class Recovery:
 
     control: Control
     updates: WeightUpdates | None
-    checkpoints: Checkpoints
-    memory: MemoryCheckpoints | None
+    saves: Saves
     start: Start
 
     _used: int = field(default=0, init=False)  # restarts since the last step that was not done before
@@ -88,23 +87,18 @@ class Recovery:
 
     def _restart(self, error: WorkerDied) -> RestartPoint:
         groups, progress = self.control.groups, self.control.progress
-        point = self._newest()
-        progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
         with progress.phase("restart"):
             if self.updates is not None:
                 self.updates.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
             self.control.failed(error.message, ranks=True)
-            if point.in_memory and groups.elsewhere:  # since they have got other places
-                point = self._newest()
-                progress.notice(
-                    f"ranks are on other machines than the in-memory checkpoint; restarting them from {point}"
-                    f"{self._replayed(point)}"
-                )
+            point = self._newest()  # not before: ranks on other machines cannot read what is in memory here
+            progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
             version = groups.start_ranks(point.checkpoint)
-        self.checkpoints.forget(point.step if point.checkpoint == self.checkpoints.newest else -1)
-        if self.memory is not None:
-            self.memory.forget(-1)
+        disk, memory = self.saves.disk, self.saves.memory
+        disk.forget(point.step if point.checkpoint == disk.newest else -1)
+        if memory is not None:
+            memory.forget(-1)
         return evolve(point, version=version)
 
     def _replayed(self, point: RestartPoint) -> str:
@@ -116,7 +110,7 @@ class Recovery:
     def _newest(self) -> RestartPoint:
         """The newest complete checkpoint that all ranks can read, or the run's start."""
         found = RestartPoint(checkpoint=self.start.resume, state=self.start.state)
-        for saves in (self.checkpoints, None if self.control.groups.elsewhere else self.memory):
+        for saves in (self.saves.disk, None if self.control.groups.elsewhere else self.saves.memory):
             if saves is None:
                 continue
             with contextlib.suppress(CorerlError):  # then an older one is the newest

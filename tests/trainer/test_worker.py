@@ -414,37 +414,21 @@ def twice(x: Tensor) -> Tensor:
     return (2 * x).sum()
 
 
-def test_a_graph_is_reported_once_with_its_reason() -> None:
+def test_each_graph_is_counted_once() -> None:
     torch._dynamo.reset()
     torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
     compilations = Compilations()
     torch._dynamo.reset()
     compiled = torch.compile(twice, backend="aot_eager")
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    (first,) = compilations.take()
-    assert (first.what, first.why, first.seconds > 0) == ("twice in test_worker.py", "", True)
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    assert compilations.take() == ()
-    compiled(torch.ones(3, 2, requires_grad=True)).backward()
-    (second,) = compilations.take()
-    assert second.why.endswith("tensor 'x' rank mismatch. expected 1, actual 2")
-    torch._dynamo.reset()
-
-
-def test_what_a_first_step_compiles_is_not_anew() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(twice, backend="aot_eager")
-    compilations = Compilations()
-    with torch.no_grad():
-        compiled(torch.ones(3))
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    assert [each.why for each in compilations.take()] == ["", ""]
-    compiled(torch.ones(3, 2, requires_grad=True)).backward()
-    assert [each.why == "" for each in compilations.take()] == [False]
+    counts = []
+    for shape in ((3,), (3,), (3, 2)):
+        compiled(torch.ones(shape, requires_grad=True)).backward()
+        counts.append(compilations.take())
+    assert counts == [1, 0, 1]
     torch._dynamo.reset()
 
 
 def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    assert Compilations().take() == ()
+    assert Compilations().take() == 0
     assert "torch._dynamo.utils" not in sys.modules

@@ -1,4 +1,4 @@
-"""Keep the actor's weights of earlier times, which forward passes ask for by their tags."""
+"""Keep earlier weights of the actor, such as the reference policy's, for forward passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNS = ("update-0", "update-1")  # snapshots of the last two updates, made in t
 
 
 @define(kw_only=True)
-class Snapshots:
+class EarlierPolicies:
     """Those of the `tags` that are wanted, in the host memory of the ranks of `group`. Its verbs are called while the
     actor's parameters are resident."""
 

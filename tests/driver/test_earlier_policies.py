@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from corerl.config.schema import AlgorithmConfig
-from corerl.driver.snapshots import Snapshots
+from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.types import SampleBatch
 from tests.end_to_end.command import metrics, numbers
 from tests.in_process import execute_here, small
@@ -91,7 +91,7 @@ def halved(samples: SampleBatch) -> SampleBatch:
 
 def test_a_resumed_run_is_told_that_its_checkpoint_has_no_old_weights() -> None:
     nobody: Any = None  # no reference is asked for, so that no rank is
-    snapshots = Snapshots(group=nobody, tags={"old"}, settings=AlgorithmConfig())
+    snapshots = EarlierPolicies(group=nobody, tags={"old"}, settings=AlgorithmConfig())
     assert snapshots.begin(0, resumed=False) == []
     (notice,) = snapshots.begin(4, resumed=True)
     assert notice == "until the second update, the old weights are those of the checkpoint, which has no others"
