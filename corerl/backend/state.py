@@ -8,7 +8,7 @@ from typing import Any
 
 from corerl.backend.frozen_weights import digest, require_same
 from corerl.backend.primitives import SAVED, Primitives, StateKey
-from corerl.checkpoint.format import BUFFER, require_fields
+from corerl.checkpoint.format import BUFFER
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.models.build import VALUE_HEAD_WEIGHT
@@ -94,8 +94,6 @@ class TrainingState(Primitives):
 
     def _resume(self, saved: SavedState) -> int:
         extra = saved.extra(0)
-        counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
-        require_fields(extra, {**counters, "backend": str}, where=f"{saved}: extra")
         ranks, own = extra["world_size"], self.layout.world_size
         if ranks != own:
             self.require(

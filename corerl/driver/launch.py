@@ -118,10 +118,10 @@ def _end_observers(progress: Progress, start: Start, error: BaseException, damag
     """Let observers know that the run has failed, or starts again from an older checkpoint."""
     if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
         error.add_note(f"the run ended in step {progress.step + 1}")
-    if isinstance(error, CheckpointDamaged) and start.resume in damaged and start.resumed is not None:
-        if latest(start.resumed, damaged=damaged) is not None:
-            progress.observers.shutdown("restarted")
-            return
+    falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
+    if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
+        progress.observers.shutdown("restarted")
+        return
     reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
     progress.emit(
         RunFinished(
