@@ -170,9 +170,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
-    earlier = EarlierPolicies(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
-    for text in earlier.begin(progress.step, resumed=bool(start.state)):
-        progress.notice(text)
+    earlier = EarlierPolicies(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings, progress=progress)
+    earlier.begin(resumed=bool(start.state))
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,12 @@ class Recovery:
     _furthest: int = field(default=0, init=False)  # the most steps that were ever done
 
     @contextlib.contextmanager
-    def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Callable[[], bool]]:
-        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields whether
-        the block has ended otherwise. Raises the error if no restart is allowed, or no rank has ended."""
+    def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Sequence[WorkerDied]]:
+        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields the
+        deaths so far. Raises the error if no restart is allowed, or no rank has ended."""
         died: list[WorkerDied] = []
         try:
-            yield lambda: not died
+            yield died
         except WorkerDied as error:
             died.append(error)
         while died:

@@ -79,10 +79,6 @@ class Role:
     def steps_of_batch(self) -> int:
         return self.train.mini_batches * self.train.epochs
 
-    def restarted(self, init: InitResult) -> None:
-        """Go on where the ranks, which have restarted, do."""
-        self.optimizer_step = init.optimizer_step
-
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
         return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
@@ -185,16 +181,9 @@ def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[
         train = old.train_of(role.name)
         steps = train.schedule.steps or old.run.steps
         was = evolve(role, train=train, rollout_steps=steps).lr(role.optimizer_step)
-        as_long = evolve(role, rollout_steps=steps)
-        for each in (role, as_long):
-            each.go_on(train, state["rollout_step"])
+        role.go_on(train, state["rollout_step"])
         now = role.lr(role.optimizer_step)
-        if math.isclose(was, now, rel_tol=1e-6):
-            continue
-        cure = ""
-        if as_long.lr(role.optimizer_step) == was:
-            table = old.train_table_of(role.name)
-            cure = f", because the schedule spans {role.rollout_steps} rollout steps, not {steps}; set "
-            cure += f"{table}.schedule.steps={steps} to keep it"
-        lines.append(f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}{cure}")
+        if not math.isclose(was, now, rel_tol=1e-6):
+            spans = f", where its schedule spans {steps} rollout steps" if steps != role.rollout_steps else ""
+            lines.append(f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}{spans}")
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
+from corerl.errors import WorkerDied
 from corerl.plan.plan import Plan
 from corerl.plan.residency import COMPARE, FORWARD, SAMPLE
 from corerl.plan.resume import EXPORT
@@ -112,9 +113,9 @@ class Run:
         rollout = self.plan.rollout
         while True:
             scored = None
-            with self.recovery() as fine:
+            with self.recovery() as deaths:
                 scored = self._next()
-            if not fine():
+            if deaths:
                 continue
             if scored is None:
                 return
@@ -306,9 +307,9 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    def recovery(self) -> AbstractContextManager[Callable[[], bool]]:
+    def recovery(self) -> AbstractContextManager[Sequence[WorkerDied]]:
         """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
-        repeated. Yields whether the block has ended otherwise."""
+        repeated. Yields the deaths so far."""
         return self.restarts.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
@@ -317,7 +318,7 @@ class Run:
         self._streamed, self._pushed_at = None, None
         self.progress.step = point.step
         self.progress.emit(RunRewound(step=point.step))
-        self._load_earlier(resumed=bool(point.state))
+        self.earlier.begin(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
@@ -325,12 +326,6 @@ class Run:
             self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
-
-    def _load_earlier(self, *, resumed: bool) -> None:
-        """Make those that ranks which have restarted lack."""
-        self.earlier = evolve(self.earlier, made=0)
-        for text in self.earlier.begin(self.progress.step, resumed=resumed):
-            self.progress.notice(text)
 
     # ---- extensions that decide -------------------------------------------------------------------------------------
 
@@ -341,7 +336,7 @@ class Run:
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(COMPARE)  # for the actor's parameters
-            self._load_earlier(resumed=True)
+            self.earlier.begin(resumed=True)
             self.earlier.updated()
         if changed and self.updates is not None:
             self.updates.new_rendezvous()
@@ -356,7 +351,7 @@ class Run:
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push(self.sampling.source)
-        self.residency.updated()
+        self.residency.slept = False
         new = self._pushed_at != self.actor.optimizer_step
         if new:
             self.earlier.updated()

@@ -77,9 +77,9 @@ class Case:
     points: list[RestartPoint] = field(factory=list)
 
     def dies(self, why: str) -> None:
-        with self.recovery.around(self.points.append) as fine:
+        with self.recovery.around(self.points.append) as deaths:
             raise WorkerDied(why)
-        assert not fine()
+        assert deaths
 
 
 def make(
@@ -208,6 +208,6 @@ def test_other_errors_pass_and_a_block_that_ends_well_is_fine() -> None:
     case = make()
     with pytest.raises(DataError), case.recovery.around(case.points.append):
         raise DataError("of the user's")
-    with case.recovery.around(case.points.append) as fine:
+    with case.recovery.around(case.points.append) as deaths:
         pass
-    assert fine() and case.points == []
+    assert not deaths and case.points == []

@@ -197,7 +197,7 @@ def test_roles_on_devices_of_their_own_train_together() -> None:
     residency = staying()
     assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
     residency.enter("train")
-    assert (residency.slept, residency.metrics()) == (False, {})
+    assert residency.metrics() == {}
 
 
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
@@ -225,7 +225,7 @@ def take_steps(residency: Residency, engine: Sized, *stages: str, count: int = 2
             engine.generate()
         for stage in (*stages, UPDATE, SAMPLE):
             residency.enter(stage)
-        residency.updated()
+        residency.slept = False
 
 
 def measured(
@@ -251,7 +251,7 @@ def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: 
     residency, device, _ = measured(*totals)
     line = residency.settle()
     assert (f"need 30.0 of {min(totals)}.0 GiB" in line) == stays and bool(line) == stays
-    assert residency.slept == (not stays)
+    assert not residency.slept
     held = device.engine
     for stage in (training("actor"), UPDATE, saving("actor")):
         residency.enter(stage)

@@ -76,11 +76,12 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         run_dir: Path = Path(),
         **parts: Any,
     ) -> Run:
-        plan, group = plan_of(config, run_dir), actor or Group()
+        plan, group, now = plan_of(config, run_dir), actor or Group(), progress(ears, step=rollout_step)
         earlier: Any = EarlierPolicies(
             group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
             tags=plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
+            progress=now,
         )
         sampling = {
             "loop": SimpleNamespace(run=asyncio.run),
@@ -90,7 +91,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         }
         sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
         sampled: Any = SimpleNamespace(**sampling, restart=lambda state, checkpoint: None)
-        now, stop = progress(ears, step=rollout_step), parts.pop("stop", Stop(False))
+        stop = parts.pop("stop", Stop(False))
         roles = parts.pop("roles", None) or {"actor": role("actor", group, config)}
         residency, before = parts.pop("residency", staying()), {"before": parts.pop("before", ())}
         disk, memory = parts.pop("checkpoints", Files(-1)), parts.pop("memory", None)
@@ -119,7 +120,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": roles,
                 "residency": residency,
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
-                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
+                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
                 **parts,
             }
         )
@@ -728,7 +729,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
 ) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.step)))
-    monkeypatch.setattr(Run, "_load_earlier", lambda run, *, resumed: done.append(("snapshots", resumed)))
+    monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
     updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.step)))
