@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def repeat_notices(run_dir: Path, scores: Path) -> None:
     """Print the notices of the training run that its evaluation in `scores` has not: they may explain a low score."""
     from corerl.messages import note
-    from corerl.observability.notices import NOTICES_FILE, read_notices
+    from corerl.observability.jsonl import NOTICES_FILE, read_notices
 
     printed = {notice.text for notice in read_notices(scores)}
     notices = [notice for notice in read_notices(run_dir) if notice.text not in printed]

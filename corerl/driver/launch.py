@@ -37,7 +37,7 @@ from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFail
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
-from corerl.observability.notices import NoticeFile
+from corerl.observability.jsonl import NoticeFile
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ENGINES, EnginePlan

@@ -16,8 +16,7 @@ from corerl.config.schema import TrainConfig
 from corerl.data.plan import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import SharedBatch
+from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
 
 

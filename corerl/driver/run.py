@@ -41,7 +41,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.rollout.postprocess import postprocessed
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.trainer.shared import SharedBatch, share
+from corerl.trainer.group import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")

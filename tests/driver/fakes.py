@@ -32,8 +32,7 @@ from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
 from corerl.plugin.spec import hookimpl
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import SharedBatch
+from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import (
     LossSpec,
     MemoryKind,

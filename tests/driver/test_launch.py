@@ -32,7 +32,7 @@ from corerl.errors import (
     SaveFailed,
     WorkerDied,
 )
-from corerl.observability.notices import read_notices
+from corerl.observability.jsonl import read_notices
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
 from corerl.plugin.events import CallFinished, Notice, PhaseStarted, RunFinished, RunStarted, Span

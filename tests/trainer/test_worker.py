@@ -40,7 +40,6 @@ from corerl.errors import (
     PluginNotFound,
     Unsupported,
     WeightUpdateError,
-    WrongState,
 )
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables
@@ -396,15 +395,6 @@ def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assign
         Worker(evolve(assignment, origins=(core, evolve(backend, version="0.0.9"), *rest)))
     with pytest.raises(ConfigError, match=r"^backends\.plain\.no_such: unknown key"):
         Worker(evolve(assignment, config=evolve(assignment.config, options={"no_such": 1})))
-
-
-def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, assignment: Assignment) -> None:
-    second = Worker(evolve(assignment, context=evolve(assignment.context, world_size=2)))
-    with pytest.raises(WrongState) as caught:
-        second.init("127.0.0.1", 0)
-    assert caught.value.message == (
-        "this process already belongs to a group of 1 ranks, but actor has 2; start a separate process for each rank"
-    )
 
 
 # ---- what torch.compile has made ------------------------------------------------------------------------------------
