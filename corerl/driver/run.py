@@ -405,16 +405,12 @@ class Run:
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:
-        schedules = {
-            name: asdict(role.schedule_state) for name, role in self.roles.items() if role.schedule_state is not None
-        }
         state: dict[str, Any] = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
-            **({"schedules": schedules} if schedules else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [asdict(shown) for shown in self.evaluations.before],
