@@ -254,7 +254,7 @@ def _start_processes(
     cpus = max(processes.placement.cpus, CPUS)
     ends = stack.enter_context(ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()))
     room = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
-    progress.begin(f"starting {_counted(room)}")
+    progress.begin("starting ranks and engines" if engine is not None else "starting ranks")
     watching = Watching(
         notify=progress.notice,
         watchdog=plan.cluster.watchdog,
@@ -299,15 +299,6 @@ def emit_call(progress: Progress, process: str, pending: Pending, result: CallRe
     )
 
 
-def _counted(slots: Mapping[str, Sequence[Slot]]) -> str:
-    """For instance "2 actor ranks, 1 critic rank and 2 engines"."""
-    counts = [
-        f"{len(group)} {'engine' if name == ENGINES else f'{name} rank'}{'s' * (len(group) != 1)}"
-        for name, group in slots.items()
-    ]
-    return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
-
-
 def load_all(
     groups: Mapping[str, TrainGroup],
     fleet: EngineFleet | None,
@@ -321,19 +312,17 @@ def load_all(
     start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
     times."""
     starting: dict[str, Future[Any]] = {}
-    what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
-        progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
-        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks})
-        _replace(fleet, begun[ENGINES], progress)
+        progress.begin("loading the model into engines, which will sleep while the ranks load")
+        starting = {name: group.construct() for name, group in groups.items()}
+        _replace(fleet, wait_all({ENGINES: fleet.start(), **starting})[ENGINES], progress)
         fleet.sleep()
-        progress.begin("loading the model into the ranks")
+        progress.begin("loading the model into ranks")
     elif fleet is not None:
-        progress.begin(f"loading the model into the ranks and into {what}")
+        progress.begin("loading the model into ranks and engines")
         starting[ENGINES] = fleet.start()
     else:
-        progress.begin("loading the model into the ranks")
+        progress.begin("loading the model into ranks")
     starting |= {name: group.init() for name, group in groups.items()}
     while True:
         try:

@@ -212,8 +212,8 @@ def test_in_turns_engines_sleep_before_ranks_load() -> None:
     assert found == {"actor": "init is done"}
     assert (ranks.asked, fleet.asked) == (["construct", "init"], ["construct", "sleep"])
     assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [
-        "loading the model into 2 engines, which will sleep while the ranks load",
-        "loading the model into the ranks",
+        "loading the model into engines, which will sleep while the ranks load",
+        "loading the model into ranks",
     ]
 
 
