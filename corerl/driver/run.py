@@ -405,7 +405,7 @@ class Run:
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:
-        state: dict[str, Any] = {
+        state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),

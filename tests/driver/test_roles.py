@@ -86,8 +86,8 @@ def test_a_rate_that_jumps_at_a_resume_is_reported(
         rate, was, spans = rates
         assert lines == [
             (
-                f"actor: the learning rate continues at {rate}, not at {was}; its schedule spans {spans} optimizer steps, "
-                "where it had 10 of 1"
+                f"actor: the learning rate continues at {rate}, not at {was}; its schedule spans {spans} optimizer "
+                "steps, where it had 10 of 1"
             )
         ]
 
