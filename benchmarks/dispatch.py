@@ -99,7 +99,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
         note=(
             "One call from the driver and back. Both sides pass a reference to the batch, the plan of one step, the "
             "loss and the step, and get a TrainResult of eight metrics from each of two processes. CoreRL's call goes "
-            "through RayGroup, Worker, PluginHost and pluggy, and its results are merged over the ranks."
+            "through RayGroup, Worker and PluginHost, and its results are merged over the ranks."
         ),
     )
 

@@ -7,9 +7,9 @@ from collections.abc import Set
 from attrs import frozen
 
 from corerl.config.schema import RoleConfig
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase
-from corerl.plugin.spec import BackendSpec, hookimpl
+from corerl.plugin.spec import BackendSpec
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -50,42 +50,33 @@ def empty_result() -> TrainResult:
 class EmptyBackend(BackendBase):
     phase = ""
 
-    @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         rank, size = context.rank, context.world_size
         self.layout = ParallelLayout(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
         return InitResult(layout=self.layout)
 
-    @hookimpl
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
         return GradientResult(metrics=METRICS, tokens=0)
 
-    @hookimpl
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         return StepResult(applied=True, grad_norm=1.0)
 
-    @hookimpl
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         raise NotImplementedError("only training is measured")
 
-    @hookimpl
     def update_weights(self, sender: object, version: int, adapters: bool) -> UpdateResult:
         return UpdateResult(version=version, bytes=0, seconds=0.0)
 
-    @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         return SaveResult(path=path, bytes=0, complete=True)
 
-    @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         return SleepResult(freed_bytes=0, residual_bytes=0)
 
-    @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         return WakeResult(restored_bytes=0)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         pass

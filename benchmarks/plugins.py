@@ -13,12 +13,11 @@ from typing import Any
 
 from benchmarks.empty_backend import EmptyBackend
 from benchmarks.report import Comparison, Number, Report, environment, finish, in_turns, parser
-from corerl import hookimpl
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.host import PluginHost, State
 from corerl.types import LossSpec, MemoryKind, Output, PackedBatch
 
-BARE = "import attrs, pluggy"
+BARE = "import attrs"
 ALLOWED = 0.150  # seconds that a command may take beyond 1.3 times the bare start
 SPEC = """
 from attrs import field, frozen
@@ -40,7 +39,6 @@ SPEC = BackendSpec(
 class Wrapper:
     """An extension that does nothing."""
 
-    @hookimpl(wrapper=True)
     def forward_backward(self, outputs: tuple[Output, ...]) -> Any:
         return (yield)
 

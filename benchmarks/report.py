@@ -17,7 +17,7 @@ from attrs import asdict, field, frozen
 
 DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("corerl", "torch", "ray", "transformers", "numpy", "pluggy")
+PACKAGES = ("corerl", "torch", "ray", "transformers", "numpy")
 
 # What every process of a benchmark is given: no more threads than it has work for, no network, one interface.
 ENVIRONMENT = {

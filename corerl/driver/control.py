@@ -1,4 +1,4 @@
-"""Who may change or stop a run from outside: its extensions (`corerl.plugin.hookspecs.RunControl`), and signals."""
+"""Who may change or stop a run from outside: its extensions (`corerl.plugin.hooks.RunControl`), and signals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
 from corerl.errors import InsufficientResources
 from corerl.plan.plan import Plan
-from corerl.plugin.hookspecs import Failure
+from corerl.plugin.hooks import Failure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

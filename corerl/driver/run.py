@@ -38,9 +38,8 @@ from corerl.plan.residency import COMPARE, FORWARD, SAMPLE
 from corerl.plan.resume import EXPORT
 from corerl.plugin.events import RunFinished, RunRewound
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.postprocess import postprocessed
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
-from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scored import ScoredRollout, postprocessed
 from corerl.trainer.group import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 

@@ -14,7 +14,6 @@ from attrs import asdict
 from corerl.errors import DataError
 from corerl.observability.specs import JsonlOptions
 from corerl.plugin.events import Evaluated, Event, Notice, RunRewound, RunStarted, SampleShown, StepFinished
-from corerl.plugin.spec import hookimpl
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -77,7 +76,6 @@ class Jsonl:
         self._metrics: IO[str] | None = None
         self._samples: IO[str] | None = None
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -89,7 +87,6 @@ class Jsonl:
             case Evaluated():
                 self._write(event.step, event.metrics, self._chosen(event), kind="held-out")
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.close()
 
@@ -131,7 +128,6 @@ class NoticeFile:
         self._file: IO[str] | None = None
         self._written: set[str] = set()
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -143,7 +139,6 @@ class NoticeFile:
                 self._file.write(json.dumps(asdict(event)) + "\n")
                 self._file.flush()
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.close()
 

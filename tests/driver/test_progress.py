@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from corerl import hookimpl
 from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
@@ -78,7 +77,6 @@ def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch:
     heard = threading.Event()
 
     class Waits(Ears):
-        @hookimpl
         def observe(self, event: Event) -> None:
             super().observe(event)
             if isinstance(event, PhaseProgress):

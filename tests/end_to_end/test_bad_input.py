@@ -42,7 +42,7 @@ def copy_of(uninterrupted: Finished, tmp_path: Path, *steps: int) -> Path:
     [
         (
             "algorithm.entropy_ceof=0.3",
-            "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof=...)",
+            "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof)",
         ),
         (
             "roles.actor.ranks=3",

@@ -14,7 +14,6 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "C06": (
         "a hook or a method of Backend that a later API has renamed or split",
         "an argument under another name than the hook's",
-        "an argument that is keyword-only",
     ),
     "C07": ("data_parallel does not divide the ranks", "environment writes os.environ", "a default that is random"),
     "C08": ("a lambda or a function inside a function in the spec", "an open file or a lock in the spec"),
