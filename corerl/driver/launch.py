@@ -373,5 +373,5 @@ def make_fleet(
         calls=plan.calls,
         width=lambda replicas: rows_of_a_call(rollout, replicas=replicas, calls=plan.calls),
         restarts=rollout.restarts,
-        noted=spans,
+        span=spans,
     )

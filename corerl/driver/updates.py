@@ -25,9 +25,9 @@ from corerl.plugin.transports import abandon
 from corerl.rollout.source import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import IntArray, UpdateResult
+from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import difference
 
 
 @frozen(kw_only=True)
@@ -56,7 +56,7 @@ class WeightUpdates:
     _rendezvous: _Rendezvous | None = None  # None: the next update makes one
     _updates: int = 0  # that reached all engines
     _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
-    _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
+    _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class WeightUpdates:
         group, fleet, every = self.group, self.fleet, self.config.verify_every
         verify = every > 0 and self._updates % every == 0
         meeting = self._rendezvous = self._rendezvous or self._meet()
-        address, alone = meeting.address, meeting.adapters if fleet.whole else None
+        address, alone = meeting.address, meeting.adapters if fleet.all_serve else None
         sending = group.update_weights(address, version, verify=verify, adapters=alone is not None)
         receiving = fleet.receive(alone or meeting.manifest, version, address)
         causes: set[str] = set()  # engines that failed first
@@ -114,7 +114,7 @@ class WeightUpdates:
         received = fleet.received(receiving, address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
-        fleet.updated(taken, whole=alone is None)
+        fleet.updated(taken)
         self._served.update(taken)
         if missed:
             silent = f"no answer within {address.timeout:g} s after the update's end"
@@ -138,7 +138,6 @@ class WeightUpdates:
             abandon(self._rendezvous.address)
         self._rendezvous = None
         self._served &= set(self.fleet.names)
-        self._unverified &= set(self.fleet.names)
 
     def _to_replace(
         self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
@@ -162,12 +161,12 @@ class WeightUpdates:
         """Raise WeightUpdateError if an engine holds anything other than what was sent."""
         for name, loaded in self.fleet.weight_sums(dtype).items():
             if loaded is None:
-                if name not in self._unverified:
+                if not self._unverified:
                     self.progress.notice(
                         f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
                         "what was sent; set weights.verify_every=0 to stop checking"
                     )
-                self._unverified.add(name)
+                self._unverified = True
             elif wrong := difference(sums, loaded):
                 raise WeightUpdateError(
                     f"{name} holds different weights than it was sent as version {version}: {wrong}; it loads them "

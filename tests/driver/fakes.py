@@ -24,9 +24,10 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.plan.residency import residency_plan
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
@@ -62,11 +63,10 @@ class Group:
         self.ended = False
         self.failure: Exception | None = None
         self.dead = False
-        self.lacking = False
-        self.whole = False  # all engines hold all weights
-        self.manifests: Any = (None, None)  # of all weights, and of adapters alone
+        self.hold_all = False  # all engines hold all weights
         self.offered: Any = None  # the manifest of the last update
-        self.met = 0  # rendezvous so far
+        self.manifests: tuple[Any, Any] = (None, None)  # of all weights, and of adapters alone
+        self.meetings = 0
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
@@ -105,8 +105,12 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered, self.address = manifest, address
 
-    def updated(self, taken: Iterable[str], *, whole: bool) -> None:
-        self.whole = set(taken) >= set(self.names) and (whole or self.whole)
+    def updated(self, taken: Iterable[str]) -> None:
+        self.hold_all = set(taken) >= set(self.names)
+
+    @property
+    def all_serve(self) -> bool:
+        return self.hold_all and not self.dead
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -119,12 +123,16 @@ class Group:
         self.waited = timeout
         return self.fared if self.answers else {}
 
-    def rendezvous(self, address: Address) -> Address:
-        self.met += 1
-        return evolve(address, token=f"meeting {self.met}")
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        return self.names
 
     def manifest(self, *, adapters: bool = False) -> Future[Any]:
         return Future(self, self.ready, lambda: self.manifests[adapters])
+
+    def rendezvous(self, address: Address) -> Address:
+        self.meetings += 1
+        return evolve(address, token=f"meeting {self.meetings}")
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         self.log.append(f"report {engine}: {reason}")
@@ -136,7 +144,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
-        self.dead = self.whole = False
+        self.dead = self.hold_all = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
@@ -183,7 +191,7 @@ def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
         **{
             **slices,
             "start": start,
-            "algorithm": plan_algorithm(resolve_tables(config)),
+            "algorithm": plan_algorithm(resolve_tables(config), plugins_of(config)),
             "rollout": RolloutPlan(**rollout),
             "record": to_plain(config),
         }

@@ -58,7 +58,7 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
     assert offered == [whole, alone, alone]
     fleet.dead = True  # it is replaced by one without weights
     push(updates)
-    fleet.whole = False  # they have slept
+    fleet.hold_all = False  # they have slept
     push(updates)
     push(updates)
     fleet.fared["engine-1"] = FAILED
