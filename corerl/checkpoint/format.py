@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
@@ -40,7 +39,6 @@ BUFFER = "buffer"  # the key of weights that no optimizer steps, which have no m
 WEIGHTS = ("master", BUFFER)  # the keys of all weights of a model
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
-JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a finite number"}
 REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
@@ -130,28 +128,6 @@ def read_index(role_dir: Path, rank: int) -> RankIndex:
     content = read_json(file, checkpoint=role_dir.parent)
     boxes = [SavedBox(**box) for box in content["boxes"]]
     return RankIndex(boxes=boxes, extra=content["extra"], sums=content["sums"])
-
-
-def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> None:
-    """Raise CheckpointError unless `content` is a mapping in which each of these fields has its type. `where` names it,
-    for the message."""
-    if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{where} is a {type(content).__name__}, wanted an object; resume from another checkpoint"
-        )
-    for name, kind in kinds.items():
-        if name not in content:
-            raise CheckpointError(f"{where} lacks {name!r}; resume from another checkpoint")
-        value = content[name]
-        if not (_is_finite(value) if kind is float else type(value) is kind):
-            found = short_repr(value, 40)
-            wanted = JSON_NAMES[kind]
-            raise CheckpointError(f"{where}: {name!r} is {found}, wanted {wanted}; resume from another checkpoint")
-
-
-def _is_finite(value: object) -> bool:
-    """Whether a JSON value is a number that a float can be; JSON also has NaN, and integers of any size."""
-    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def checksum_of_json(content: Mapping[str, Any]) -> int:

@@ -29,7 +29,6 @@ class Residency:
     fleet: EngineFleet | None = None
     progress: Progress
     measures: bool = False  # whether to stop moving once two steps have shown that there is room for all
-    slept: bool = True  # whether the engines have lost their weights since the last update
 
     _stage: str = ""  # the last one entered
     _engines: EngineMemory = EngineMemory.NOTHING  # they sleep before ranks are built
@@ -148,7 +147,7 @@ class Residency:
             freed = self.fleet.sleep()
             if self.measures and self._stage == SAMPLE:  # their caches are there
                 self._engine = max(self._engine, freed)
-        self._engines, self.slept = EngineMemory.NOTHING, True
+        self._engines = EngineMemory.NOTHING
 
     def _wake(self, coming: Mapping[str, frozenset[MemoryKind]], *, engines: bool) -> None:
         for role, kinds in coming.items():

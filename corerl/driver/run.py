@@ -350,7 +350,6 @@ class Run:
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
         self.updates.push(self.sampling.source)
-        self.residency.slept = False
         new = self._pushed_at != self.actor.optimizer_step
         if new:
             self.earlier.updated()
@@ -367,7 +366,7 @@ class Run:
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.
-        if self.residency.slept or self._pushed_at is None or not fleet.all_serve:
+        if self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
         due = self.progress.step % every == 0 or self.evaluations.any_due

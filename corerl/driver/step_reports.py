@@ -42,6 +42,7 @@ class StepNotices:
     algorithm: AlgorithmPlan
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
     _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
+    _parts: bool = field(default=False, init=False)  # whether those of the reward were reported
 
     @classmethod
     def of_run(cls, plan: Plan) -> StepNotices:
@@ -52,6 +53,14 @@ class StepNotices:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
         yield from self._of_unseen(scored.rollout.batch)
+        settings = self.algorithm.settings
+        several = len(scored.parts) > 1 and settings.dynamic_sampling and not settings.dynamic_sampling_on
+        if several and not self._parts:
+            self._parts = True
+            yield (
+                f"the reward has the parts {', '.join(map(repr, scored.parts))}; groups are equal where the sums of "
+                "all parts are; name the part that decides in algorithm.dynamic_sampling_on, if one does"
+            )
         if not self.algorithm.asks_frozen:
             yield from self._of_equal_rewards(scored)
 

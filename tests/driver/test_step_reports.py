@@ -17,9 +17,9 @@ from corerl.types import SampleBatch
 from tests.rollout.scored import scored
 
 
-def notices(*, compares: bool = True, **more: Any) -> StepNotices:
+def notices(*, compares: bool = True, algorithm: Any = None, **more: Any) -> StepNotices:
     plan = AlgorithmPlan(
-        settings=AlgorithmConfig(),
+        settings=AlgorithmConfig(**algorithm or {}),
         estimate=None,  # type: ignore[arg-type]  # no step is computed
         passes=(),
         objectives={},
@@ -46,6 +46,17 @@ def test_special_tokens_that_the_reward_misses_are_reported_once() -> None:
     (line,) = said(of, scored(), scored())
     assert line.startswith("samples contain special tokens, such as '<think>', which the reward's text leaves out; set")
     assert said(notices(unseen={-1: "<none>"}), scored()) == []
+
+
+def test_parts_that_dynamic_sampling_adds_up_are_reported_once() -> None:
+    several = evolve(scored(), parts={"right": (1.0, 4), "length": (0.5, 4)})
+    line = (
+        "the reward has the parts 'right', 'length'; groups are equal where the sums of all parts are; name the part "
+        "that decides in algorithm.dynamic_sampling_on, if one does"
+    )
+    assert said(notices(algorithm={"dynamic_sampling": 2}), scored(), several, several) == [line]
+    assert said(notices(), several) == []
+    assert said(notices(algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"}), several) == []
 
 
 def with_rewards(*groups: str) -> ScoredRollout:
