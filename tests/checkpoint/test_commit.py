@@ -17,7 +17,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.changes import flip, rewrite
+from tests.checkpoint.changes import flip
 from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
@@ -295,14 +295,6 @@ def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) ->
     )
 
 
-def test_a_run_directory_may_be_written_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
-    monkeypatch.chdir(tmp_path)
-    assert retain(".", 1, committed=newest) == []
-    assert left(tmp_path) == ["0002"]
-
-
 def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
@@ -353,9 +345,3 @@ def test_one_changed_byte_of_a_driver_file_is_found(tmp_path: Path, name: str) -
         read_state(newest)
     assert caught.value.message == told
     assert (latest(tmp_path), passed_over(tmp_path)) == (older, {newest: told})
-
-
-def test_how_the_own_file_is_laid_out_does_not_matter(tmp_path: Path) -> None:
-    path = save(tmp_path, 5)
-    rewrite(path, lambda content: content["state"].update(more="é", number=1e-5))
-    assert read_state(path) == {**STATE, "rollout_step": 5, "more": "é", "number": 1e-5}

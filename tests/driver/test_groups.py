@@ -338,21 +338,6 @@ def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
     assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
 
 
-def test_another_starting_checkpoint_is_no_reason_to_restart(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    processes = case.groups.plan.processes
-    resumed = {
-        name: evolve(
-            role,
-            assignments=tuple(evolve(each, config=evolve(each.config, resume="a part")) for each in role.assignments),
-        )
-        for name, role in processes.roles.items()
-    }
-    case.groups.plan = evolve(case.groups.plan, processes=evolve(processes, roles=resumed))
-    case.change("rollout.replicas=3")
-    assert "start actor" not in case.log
-
-
 def test_another_backend_or_layout_is_reported_by_role(tmp_path: Path) -> None:
     case = make(tmp_path)
     lines = case.change("roles.critic.backend=deepspeed")

@@ -10,7 +10,6 @@ from typing import Any, cast
 import pytest
 from attrs import evolve
 
-from corerl import loop
 from corerl.calls import Future
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import Bundle, Gpu, Slot
@@ -26,8 +25,6 @@ from corerl.driver.progress import Progress
 from corerl.errors import (
     CheckpointDamaged,
     CorerlError,
-    DataError,
-    EngineFailed,
     PluginIncompatible,
     SaveFailed,
     WorkerDied,
@@ -41,14 +38,6 @@ from tests.checkpoint.changes import flip
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import config_in, make_config
 from tests.in_process import execute_here, small
-
-
-def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
-    config = make_config(data={"source": str(tmp_path / "none.jsonl"), "held_out": 16})
-    with pytest.raises(DataError, match="cannot read"):
-        with launch(functools.partial(make_plan, evolve(config, run=evolve(config.run, dir=str(tmp_path / "run"))))):
-            raise AssertionError("it must not come to this")
-    assert not (tmp_path / "run").exists()
 
 
 def test_engines_have_the_actors_precision_and_their_slots_devices(
@@ -182,14 +171,6 @@ def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
 
 
-def test_an_engine_that_cannot_start_ends_the_start_first() -> None:
-    ranks: Any = Starts(0)
-    fleet: Any = Starts(2, EngineFailed("engine-0: no memory"))
-    with pytest.raises(EngineFailed, match="no memory"):
-        load_all({"actor": ranks}, fleet, progress(), in_turns=True)
-    assert (ranks.asked, fleet.asked) == (["construct"], ["construct"])
-
-
 def test_in_turns_engines_sleep_before_ranks_load() -> None:
     hears, ranks, fleet = Ears(), Starts(0), Starts(2)
     telling = Progress(Observers([("hears", hears)]), 0)
@@ -241,28 +222,6 @@ def test_a_run_without_extensions_prints_and_keeps_its_notices(
     printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("corerl: note: ")]
     kept = [notice.text for notice in read_notices(tmp_path / "run")]
     assert printed == [f"corerl: note: {text}" for text in kept] != []
-
-
-def test_the_time_of_an_evaluation_includes_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    hears = Ears()
-    for module, name, seconds in (
-        (loop, "make_plan", 10.0),
-        (driver, "_start_processes", 75.0),
-        (driver, "Sampling", 2.0),
-    ):
-        usual = getattr(module, name)
-
-        def late(*args: Any, usual: Any = usual, seconds: float = seconds, **more: Any) -> Any:
-            now[0] += seconds
-            return usual(*args, **more)
-
-        monkeypatch.setattr(module, name, late)
-    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(driver, "Progress", functools.partial(Progress, clock=lambda: now[0]))
-    monkeypatch.setattr(driver, "load_observers", lambda *_: Observers([("hears", hears)]))
-    execute_here(small(tmp_path, "run.mode=eval"))
-    assert [event.seconds for event in hears.heard if isinstance(event, RunFinished)] == [87.0]
 
 
 # ---- the end by a failure --------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -347,21 +345,6 @@ def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, mo
         assert receiving.result().keys() == weights.keys()
     with pytest.raises(WeightUpdateError, match=r"^weights version 3 was refused on actor rank 0, expected 4 or more"):
         worker.update_weights(elsewhere, 3)
-
-
-def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:
-    class Loop:
-        def __init__(self) -> None:
-            self.itself = self
-
-    gc.disable()
-    try:
-        left = weakref.ref(Loop())
-        assert left() is not None
-        worker.clear_memory()
-        assert left() is None
-    finally:
-        gc.enable()
 
 
 # ---- refused before a backend is made --------------------------------------------------------------------------------

@@ -229,15 +229,6 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
 
 
-def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = of_engines(tmp_path, 2, 2)
-    room = in_room(case, 2, ["node 0", "node 0", "", "", "node 2", "node 2"], monkeypatch, engines=4)
-    assert case.replace_lost(ranks=False) == []
-    assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
-
-
 def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,16 +426,6 @@ def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:
     trained = planned(tmp_path / "run", "corerl_elastic:balance", "disaggregated")
     own = [f"run.dir={tmp_path}/scores", "run.mode=eval", "data.held_out=4"]
     assert make_plan(config_of(trained.record, own)).run.mode == "eval"
-
-
-def test_the_wait_for_spare_machines_ends() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        ElasticOptions(spare_timeout=float("inf"))
-
-
-def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^extensions.0..options.scaler: 'no_such_module:f': cannot import"):
-        planned(tmp_path / "run", "no_such_module:f", "colocated")
 
 
 def test_an_unlisted_extension_joins_and_drops_an_old_request(
