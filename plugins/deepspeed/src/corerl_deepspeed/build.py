@@ -22,7 +22,6 @@ from corerl.config import LoraConfig, TrainConfig
 from corerl.models import (
     HFBox,
     Policy,
-    freeze,
     hf_boxes,
     look_at,
     make_policy,
@@ -94,7 +93,6 @@ def build_model(
         {name: (whole if name in kept else unallocated)(shape, dtype, device) for name, shape in shapes.items()},
     )
     move_buffers(policy, device)
-    freeze(policy.model)
     if alone:
         return Model(policy=policy, engine=policy, optimizer=None, boxes=boxes, trains=frozenset(), watch=None)
     optimizer = watch = None

@@ -18,7 +18,7 @@ from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layouts import choose_layout
-from corerl.models.lora import freeze, put_adapters, trained_parameters
+from corerl.models.lora import put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
 from corerl.models.routing import Routed, Routers
@@ -59,7 +59,6 @@ class PlainBackend(Backend):
             },
         )
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
-        freeze(self.model)
         self.params = dict(self.model.named_parameters())
         self.trained = trained_parameters(self.model)
         shapes = {name: tuple(param.shape) for name, param in self.trained.items()}
