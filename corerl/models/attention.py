@@ -149,16 +149,16 @@ def attention_in_pieces(decoder: nn.Module) -> InPieces | None:
     return None if found else InPieces.OWN
 
 
-def keep_apart(decoder: nn.Module) -> list[nn.Module]:
+def run_on_rows(decoder: nn.Module) -> list[nn.Module]:
     """Have the layers that carry a state along a row called with rows of which each is one sequence; returns them."""
-    found = kept_apart(decoder)
+    found = other_mixers(decoder)
     for module in found:
         in_rows = partial(_in_rows, module.forward, type(module).__name__, _values(type(module)))
         module.forward = torch.compiler.disable(in_rows)
     return found
 
 
-def kept_apart(decoder: nn.Module) -> list[nn.Module]:
+def other_mixers(decoder: nn.Module) -> list[nn.Module]:
     """The modules that let tokens see earlier ones in other ways than registered attention."""
     return [module for module in mixers(decoder) if not _has(module, INTERFACE)]
 

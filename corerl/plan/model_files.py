@@ -18,7 +18,7 @@ from corerl.errors import CheckpointError, ModelError
 from corerl.messages import listed
 from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import reads_pictures
-from corerl.models.files import kept_files, look_at, model_files
+from corerl.models.files import kept_files, meta_model, model_files
 from corerl.models.layouts import unread_parameters
 from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
@@ -78,7 +78,7 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
 def saved_shapes(model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a role's checkpoint holds, by name: with adapters no other weights that could be
     trained."""
-    held = look_at(model, value_head=value_head, lora=lora)
+    held = meta_model(model, value_head=value_head, lora=lora)
     shapes = shapes_of(held)
     if lora is None:
         return shapes
@@ -140,7 +140,7 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     require_tensors(files, shapes, needs=needs, cure="use the original model, not a quantized one")
     if reads_pictures(config):
         return ""  # see `untrained`
-    whole = look_at(config)  # with its head, which a critic does not read
+    whole = meta_model(config)  # with its head, which a critic does not read
     unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
     if not unused:
         return ""
@@ -153,7 +153,7 @@ def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) 
     reads pictures those that it leaves out. "" if there are none."""
     if reads_pictures(config):
         files, names = kept_files(directory, config)
-        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(look_at(config))
+        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
     else:
         unread = unread_parameters(model, parts_of(model))
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}

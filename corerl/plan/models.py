@@ -15,7 +15,7 @@ from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.kinds import experts_of
 from corerl.models.build import NOISE, architecture_of
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
-from corerl.models.files import kept_digest, look_at
+from corerl.models.files import kept_digest, meta_model
 from corerl.models.layouts import Layout, choose_layout, position_limit
 from corerl.models.names import shapes_of
 from corerl.models.routing import routers
@@ -103,7 +103,7 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
         settings, train, critic = config.model_of(role), config.train_of(role), plugins.is_critic(role)
         table, train_table = config.model_table_of(role), config.train_table_of(role)
         with problems.stage(f"{table}.path" if settings.path else f"{table}.config"):
-            built = look_at(hf, value_head=critic)
+            built = meta_model(hf, value_head=critic)
             if not config.cluster.address:
                 require_memory(built)
             with problems.stage(f"{train_table}.layout"):
@@ -138,7 +138,7 @@ def check_adapters(model: RoleModel, problems: Problems) -> None:
     if model.lora is None:
         return
     with problems.stage(f"{model.lora_table}.targets"):
-        adapted = look_at(model.hf, value_head=model.critic, lora=model.lora)
+        adapted = meta_model(model.hf, value_head=model.critic, lora=model.lora)
         shapes_of(adapted)
         if model.lora.path:
             with problems.stage(f"{model.lora_table}.path"):

@@ -26,12 +26,12 @@ from corerl.models.attention import (
     attends,
     attention_in_pieces,
     carries_state,
-    keep_apart,
     mixers,
     register_packed_attention,
+    run_on_rows,
     unregistered_attention,
 )
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences
 from corerl_testing import smallest_config
@@ -106,7 +106,7 @@ FOUND = {
 
 @pytest.mark.parametrize("model_type", FOUND)
 def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
-    decoder = parts_of(look_at(smallest_config(model_type))).decoder
+    decoder = parts_of(meta_model(smallest_config(model_type))).decoder
     assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
     assert attends(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
     assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
@@ -132,7 +132,7 @@ def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> 
 def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
     model_type: str, fields: dict[str, Any], wanted: InPieces | None
 ) -> None:
-    decoder = parts_of(look_at(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
+    decoder = parts_of(meta_model(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
     assert attention_in_pieces(decoder) is wanted
 
 
@@ -147,7 +147,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
 def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
     block = nn.ModuleDict({"mixer": Sums()})
-    assert keep_apart(block) == [block["mixer"]]
+    assert run_on_rows(block) == [block["mixer"]]
     hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
     scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
     packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
@@ -162,7 +162,7 @@ def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
 
 def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
     block = nn.ModuleDict({"mixer": Sums()})
-    keep_apart(block)
+    run_on_rows(block)
     hidden = torch.zeros(1, 4, 2)
     with pytest.raises(ModelError, match="^Sums is called without the bounds of sequences"):
         block["mixer"](hidden, scale=hidden)

@@ -10,7 +10,7 @@ from attrs import evolve
 from transformers import PreTrainedConfig
 
 from corerl.config.schema import Config, LoraConfig
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.plan.make import plan_group
 from corerl.plan.models import RoleModel, against_aux_loss, build_models, load_configs, notices_of, without_adapters
 from corerl.plan.resolve import plugins_of
@@ -33,7 +33,7 @@ def model_of(config: Config, hf: PreTrainedConfig) -> RoleModel:
     """The actor's, with another model in the place of its own."""
     given = make_config()
     model = build_models(given, plugins_of(given), load_configs(given, ["actor"]))["actor"]
-    return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=look_at(hf))
+    return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=meta_model(hf))
 
 
 def lines(config: Config, hf: PreTrainedConfig) -> list[str]:

@@ -23,9 +23,9 @@ from corerl.models import (
     HFBox,
     Policy,
     hf_boxes,
-    look_at,
     make_policy,
     materialize,
+    meta_model,
     move_buffers,
     parts_of,
     put_adapters,
@@ -73,7 +73,7 @@ def build_model(
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
     if train.optimizer.weight_decay:
-        looked = look_at(hf, value_head=value_head, lora=lora)
+        looked = meta_model(hf, value_head=value_head, lora=lora)
         untrained |= unread_parameters(looked, parts_of(looked))
     settings = deepspeed_json(
         options,
