@@ -18,13 +18,13 @@ from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import (
     PACKED,
-    attends,
     counts_tokens,
     mixers,
     other_mixers,
     register_packed_attention,
     run_on_rows,
     unregistered_attention,
+    uses_registered_attention,
 )
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
 from corerl.models.config import context_length, reads_pictures
@@ -118,9 +118,9 @@ def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
             "one; packing requires transformers' attention interface"
         )
-    if counts_tokens(decoder) is not None or any(hasattr(module, NUMBERS) for module in decoder.modules()):
+    if counts_tokens(decoder) or any(hasattr(module, NUMBERS) for module in decoder.modules()):
         raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
-    if "position_ids" not in inspect.signature(decoder.forward).parameters and attends(decoder):
+    if "position_ids" not in inspect.signature(decoder.forward).parameters and uses_registered_attention(decoder):
         raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
 
 
@@ -213,7 +213,7 @@ class PackedPolicy(Policy):
         # The rows of layers with a state are padded, in whatever order the sequences are.
         self.rectangular = bool(run_on_rows(self.decoder))
 
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]
         return hidden.index_select(0, packing.continuations - 1)
 
@@ -227,9 +227,9 @@ class WholePolicy(Policy):
 
     rectangular = True
 
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         rows, gather, scatter = packing.rows
-        self.routers.laid_out(gather, scatter)
+        self.routers.set_cells(gather, scatter)
         # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
         cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state
         hidden: Tensor = cells.flatten(0, 1).index_select(0, scatter[packing.continuations - 1])

@@ -48,7 +48,7 @@ NOT_PACKED = {
     "llama4_text": "Llama4ForCausalLM numbers the positions of tokens in its own way",  # to scale queries by them
     "roberta": "RobertaForCausalLM numbers the positions of tokens in its own way",
     "bart": "BartDecoder takes no position_ids, which packed sequences need",
-    "doge": "DogeModel cannot be called with packed sequences .*'Seen' object has no attribute",
+    "doge": "DogeModel cannot be called with packed sequences .*'CausalMask' object has no attribute",
     "jetmoe": "JetMoeModel cannot be called with packed sequences",  # what it attends with depends on values
     "nemotron": "Nemotron",  # how its attention loses the bounds of sequences differs between versions of transformers
 }

@@ -65,7 +65,7 @@ def build_policy(
     if options.compile is True or (options.compile == "auto" and attention and not lacking()):
         keep_compiled(options.compile_cache)
         compile_forward(decoder_layers(policy.model), attention=attention)
-        policy.routers.listens = False  # else they would be left out of what is compiled
+        policy.routers.can_record = False  # else they would be left out of what is compiled
     if recompute:
         recompute_layers(policy.model)
     on_host = options.offload == "parameters"
