@@ -75,8 +75,9 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, dtype: torch.dtype
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name: those that are not frozen."""
-    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+    """The parameters that training changes, by name: those that `put_adapters` has not frozen."""
+    named = dict(model.named_parameters())
+    return {name: named[name] for name in named if named[name].requires_grad} if adapter_parameters(model) else named
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
