@@ -228,9 +228,8 @@ def _export_adapters(
     # Engines know targets by their last names. Where other modules have these too, in a vision tower for example, PEFT
     # gets whole names.
     try:
-        alike = targets_in(meta_model(hf), evolve(lora, targets=tuple(last))).keys() == modules and not reads_pictures(
-            hf
-        )
+        found = targets_in(meta_model(hf), evolve(lora, targets=tuple(last)))
+        alike = found.keys() == modules and not reads_pictures(hf)
     except ModelError:  # modules that are no linear layers, too
         alike = False
     write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))

@@ -57,7 +57,7 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
     if cluster.lora is not None:
-        yield from beside_adapters(config)
+        yield from _beside_adapters(config)
     recompute = cluster.train is not None and cluster.train.recompute == "full"
     if config.bridge:
         yield from _bridge(config, cluster, recompute=recompute)
@@ -68,7 +68,7 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             yield Problem(".train.aux_loss_coef", f"{coef:g}, but {NO_SOFTMAX.format(cluster.model['model_type'])}")
 
 
-def beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
+def _beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
     """The options that low-rank adapters cannot be trained with."""
     if config.bridge:
         yield Problem(
