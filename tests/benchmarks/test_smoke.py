@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.run import BENCHMARKS
 
 from benchmarks.report import DIFFERENT
-from benchmarks.run import BENCHMARKS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.usefixtures("forked_python")]
 
