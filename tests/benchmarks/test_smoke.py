@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.run import BENCHMARKS
 
 from benchmarks.report import DIFFERENT
 
@@ -17,15 +16,16 @@ pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.usefixture
 ROOT = Path(__file__).resolve().parents[2]
 STARTED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text())
 SMALL = [
-    *(f"{name} --rounds 1 {shlex.join(given)}" for name, given in BENCHMARKS.items() if name != "quickstart"),
     "engine_throughput 0.6b --tiny",
     "grpo_step 0.6b --tiny",
-    "logprobs --tiny --rounds 1",
     "memory fsdp --tiny",
+    "scale --tokens 1e5 --ranks 8 --rounds 1",
     "sleep --tiny --rounds 1",
     "steady --tiny --steps 6",
     "streamed --tiny",
+    "train_step fsdp-cpu fsdp-cpu-4m --tiny --rounds 1",
     "train_step fsdp fsdp-0.6b megatron deepspeed-8b gemma3 caps --tiny --rounds 1 --turns 1 --sleep --update",
+    "weight_update collective-cpu delta-cpu --tiny --rounds 1",
     "weight_update 0.6b 8b-adapters --tiny --rounds 1",
     "weight_update 0.6b 8b-collective --tiny --rounds 1 --engine sglang",
 ]

@@ -37,8 +37,8 @@ from tests.forks.asking import SOCKET
 
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
-# Together they import nearly all of what ranks, engines and drivers run. Ray is not among them: it reads its variables as
-# it is imported.
+# Together they import nearly all of what ranks, engines and drivers run. Ray is not among them: it reads its variables
+# when it is imported.
 PRELOAD = [
     *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
     *(
