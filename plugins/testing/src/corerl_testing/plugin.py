@@ -102,7 +102,7 @@ NO_GPU = "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to 
 
 
 def _require_writable(file: Path) -> None:
-    """That a report cannot be written is told before the checks take minutes."""
+    """That a report cannot be written is reported before the checks take minutes."""
     if not file.parent.is_dir():
         raise pytest.UsageError(f"cannot write the report {file}: there is no directory {file.parent}")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):

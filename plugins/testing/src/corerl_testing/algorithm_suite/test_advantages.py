@@ -53,7 +53,7 @@ class Asked(Mapping[str, Any]):
     def assert_written(self, by: str, what: str, instead: str) -> None:
         names = self.unwritten()
         assert not names, (
-            f"{by} asks for the {what} {', '.join(map(repr, names))}, which nobody writes; there are "
+            f"{by} asks for the {what} {', '.join(map(repr, names))}, which is never written; there are "
             f"{', '.join(sorted(self.of))}; {instead}"
         )
 

@@ -95,8 +95,8 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
     ranks = subject.run(saving.save_in_background, subject.setup("qwen3"), checkpoint.role)
     for rank in ranks:
         answers = (rank.complete, rank.while_held, rank.when_released)
-        told = "SaveResult.complete, and saved() while the writer is held and once it is released,"
-        require_equal(told, answers, (False, False, True))
+        what = "SaveResult.complete, and saved() while the writer is held and once it is released,"
+        require_equal(what, answers, (False, False, True))
         require_equal("the list of files that exist while the writer is held", rank.files_while_held, [])
     at_save = whole([rank.at_save for rank in ranks])
     directory = checkpoint.complete()

@@ -39,9 +39,9 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
     spec = load(Kind.BACKENDS, subject.backend).spec
     options = structure(dict(subject.options), spec.config, path="options")
     train, model = subject.setup(kind).train, tiny_config(kind).to_dict()
-    told = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
+    cluster = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
     for number, rank in enumerate(ranks):
-        layout, parts = rank.init.layout, spec.data_parallel(options, told)
+        layout, parts = rank.init.layout, spec.data_parallel(options, cluster)
         require(
             layout.dp_size == parts,
             f"ParallelLayout.dp_size is {layout.dp_size} on rank {number} of {subject.world_size}, but the spec's "
@@ -137,7 +137,7 @@ def test_random_weights_follow_from_the_seed_and_not_from_the_number_of_ranks(su
     random = Setup(backend=PLAIN, model="", fields=tiny_fields(kind))
     found = subject.train(subject.of(random), [])
     wanted = subject.runs.trained_as(1, random, 0)
-    what = "weights drawn from the seed {}, and plain's on one rank,"
+    what = "random weights of the seed {}, and plain's on one rank,"
     require_same_state(what.format(0), found.at_start, wanted.at_start, ["master"])
     spread = found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std()
     require(0.016 < spread < 0.024, f"the standard deviation of q_proj is {spread}, expected 0.02, initializer_range")

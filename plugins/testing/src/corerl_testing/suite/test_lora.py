@@ -58,7 +58,7 @@ def test_adapters_train_as_the_plain_backends_and_all_else_stays(subject: Subjec
     frozen = [name for name in found.at_start["param"] if not is_adapter(name)]
     after, before = ({"param": {name: of["param"][name] for name in frozen}} for of in (found.state, found.at_start))
     require_same_state(
-        "weights beside adapters, which are not trained, after the steps and before", after, before, ["param"]
+        "weights other than adapters, which are not trained, after the steps and before", after, before, ["param"]
     )
     assert_follows(found, plain)
     assert_same_metrics(found, plain)
@@ -71,8 +71,8 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
     for rank in subject.run(sleeping.adapt, setup):
         require(
             rank.precisions == {"bfloat16"},
-            f"the weights beside adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of the "
-            "passes",
+            f"the weights other than adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of "
+            "the passes",
         )
         require(
             rank.held <= rank.allowed,

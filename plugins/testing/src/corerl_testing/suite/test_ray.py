@@ -43,11 +43,11 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
                 # Whole, by the checksum of each bucket.
                 require_equal(f"the answer of the engine to an update by {transport}", arrived, {"engine-0": ""})
                 batch = groups.sampled(fleet, number)
-                drawn = batch.columns["loss_mask"]
-                versions = sorted(set(batch.columns["versions"][drawn].tolist()))
+                sampled = batch.columns["loss_mask"]
+                versions = sorted(set(batch.columns["versions"][sampled].tolist()))
                 require_equal("the list of versions that sampled", versions, [number + 1])
-                found = groups.logprobs(group, setup, batch)[drawn]
-                wanted = batch.columns["rollout_logprobs"][drawn]
+                found = groups.logprobs(group, setup, batch)[sampled]
+                wanted = batch.columns["rollout_logprobs"][sampled]
                 what = f"log-probs of the trainer after an update by {transport}, against the engine's,"
                 require_near(what, found, wanted, Tolerance(0.0, ENGINE_LOGPROBS))
                 result = groups.train(group, setup, number, batch)

@@ -181,7 +181,7 @@ def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: 
         message = caught.value.message
         require(
             support.reason in message and repr(capability.value) in message,
-            f"a run that needs {capability} is told {message!r}, expected the capability and {support.reason!r}",
+            f"a run that needs {capability} gets {message!r}, expected the capability and {support.reason!r}",
         )
 
 
