@@ -44,7 +44,7 @@ def test_help_says_what_is_compared(name: str) -> None:
 
 
 @pytest.mark.parametrize("words", SMALL)
-def test_a_small_size_runs_and_both_sides_do_the_same_work(words: str, tmp_path: Path) -> None:
+def test_both_sides_do_the_same_work_in_small_sizes(words: str, tmp_path: Path) -> None:
     name, *rest = shlex.split(words)
     file = tmp_path / "found.json"
     said = run(f"benchmarks.{name}", *rest, "--output", str(file))

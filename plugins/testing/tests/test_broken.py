@@ -132,7 +132,7 @@ def test_checks_on_gpus_see_numbers_that_differ(runs: Runs, tmp_path: Path) -> N
 
     forward = test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu
     training = test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu
-    halved = test_gpu.test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu
+    halved = test_gpu.test_bfloat16_on_gpus_stays_near_plain_on_a_cpu
     forward(on_a_cpu("plain"), "qwen3")
     training(on_a_cpu("plain"), "qwen3")
     with pytest.raises(AssertionError):

@@ -85,7 +85,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 # ---- what is written -------------------------------------------------------------------------------------------------
 
 
-def test_the_template_is_a_package_for_the_name_mine_as_it_stands(tmp_path: Path) -> None:
+def test_the_template_is_a_package_for_the_name_mine(tmp_path: Path) -> None:
     assert texts(generated("mine", tmp_path / "mine")) == texts(TEMPLATE)
 
 
@@ -142,7 +142,7 @@ def test_names_of_every_length_pass_ruff(name: str, tmp_path: Path) -> None:
         ("someday", "'someday' is the name of one of CoreRL's own backends, not installed here; choose another name"),
     ],
 )
-def test_a_name_that_cannot_be_taken_is_told_in_one_line(
+def test_a_name_that_is_taken_or_invalid_is_refused(
     name: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "someday", "pip install 'corerl[someday]'")
@@ -151,7 +151,7 @@ def test_a_name_that_cannot_be_taken_is_told_in_one_line(
     assert not (tmp_path / "package").exists()
 
 
-def test_a_directory_with_something_in_it_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_empty_is_left_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
     for taken in (tmp_path, tmp_path / "notes.txt"):
         assert main(["new-backend", "mine", str(taken)]) == 2

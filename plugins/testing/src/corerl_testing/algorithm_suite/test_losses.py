@@ -81,7 +81,7 @@ def rewritten(micro: MicroBatch, columns: Sequence[str]) -> MicroBatch:
 
 
 @check("A13", level=1, builds_on=["A12"])
-def test_a_step_is_the_same_however_its_samples_are_divided_and_ordered(trial: Trial) -> None:
+def test_the_division_and_order_of_samples_do_not_matter(trial: Trial) -> None:
     order = np.random.default_rng(5).permutation(len(trial.batch))
     place, _ = rows_at(trial.batch.offsets, order)
     for role in trial.plan.objectives:

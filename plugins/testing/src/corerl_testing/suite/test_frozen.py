@@ -24,7 +24,7 @@ MOST_HELD = 1.5
 
 
 @check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP], builds_on=["C43", "C45", "C51"])
-def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_weights(subject: Subject) -> None:
+def test_a_frozen_role_gives_the_same_logprobs_with_weights_alone(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "float32")
     text = f"log-probs of the frozen role are up to {difference.max():.3g} from those of a trained one with its weights"
     require(difference.max() <= LOGPROBS.absolute, f"{text}, at most {LOGPROBS.absolute:g} is allowed")

@@ -82,7 +82,7 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
 
 
 @check("C75", level=1, needs=[Capability.LORA], builds_on=["C65", "C72"])
-def test_ranks_hold_beside_frozen_weights_what_the_spec_predicts(subject: Subject) -> None:
+def test_ranks_with_frozen_weights_hold_what_the_spec_predicts(subject: Subject) -> None:
     if load(Kind.BACKENDS, subject.backend).spec.memory is None:
         pytest.skip("the backend's spec predicts no memory")
     setup = adapted(subject.setup("qwen3"), evolve(LORA, rank=4))  # which two ranks can divide
@@ -111,7 +111,7 @@ def test_engines_are_sent_the_weights_with_the_adapters_merged(subject: Subject,
 
 
 @check("C74", level=1, needs=[Capability.LORA], builds_on=["C19", "C42", "C72"])
-def test_adapters_go_on_in_the_plain_backend_and_back_and_their_checkpoint_has_nothing_else(subject: Subject) -> None:
+def test_checkpoints_have_adapters_alone_and_continue_in_the_plain_backend(subject: Subject) -> None:
     kind = "qwen3-tied"
     setup, plain = adapted(subject.setup(kind)), adapted(subject.runs.setup(PLAIN, kind, WHOLE))
     first, second = subject.checkpoint(1), Checkpoint(begin(subject.directory, 2), 1)
