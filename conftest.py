@@ -41,7 +41,7 @@ LONGEST = [
     "plugins/fsdp/tests/test_conformance.py",
     "plugins/elastic/tests/test_resizing.py",
     "tests/end_to_end/test_resume.py",
-    "tests/rollout/rewards/test_pool.py",
+    "tests/rollout/test_reward_processes.py",
     "tests/cluster/test_group.py",
 ]
 

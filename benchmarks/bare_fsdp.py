@@ -24,8 +24,8 @@ from benchmarks.steps import OPTIMIZER, Plugin, QuickWeights, Work, clipped_loss
 from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import decoder_layers
 from corerl.models.layouts import own_attention, packed_call
-from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
+from corerl.ops.packing import PackedSequences
 from corerl.types import MicroBatch, PackedBatch
 
 VARLEN = "bare_varlen"

@@ -19,8 +19,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from benchmarks.steps import OPTIMIZER, Plugin, Work, clipped_loss
-from corerl.ops.attention import PackedSequences
 from corerl.ops.logprobs import token_logprobs
+from corerl.ops.packing import PackedSequences
 from corerl.types import MicroBatch, PackedBatch
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.layers import torch_layers

@@ -40,7 +40,7 @@ from benchmarks.shapes import tiny_shape
 from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.config.structuring import structure
 from corerl.data.packing import pack
-from corerl.memory.cache import lone_rank_options
+from corerl.memory.device import lone_rank_options
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from corerl.errors import CorerlError as CorerlError
     from corerl.kinds import MemoryKind as MemoryKind
     from corerl.loop import train as train
-    from corerl.plugin.spec import hookimpl as hookimpl
     from corerl.trainer.group import TrainGroup as TrainGroup
     from corerl.trainer.shared import share as share
     from corerl.types import LossSpec as LossSpec

@@ -91,6 +91,26 @@ class EventLoop:
                 self._loop.run_forever()
 
 
+_users: EventLoop | None = None
+_starting_users = threading.Lock()
+
+
+def start_user_coroutine(work: Coroutine[Any, Any, T], *, name: str = "") -> Future[T]:
+    """Start a coroutine of the user's, as a task of this name, from any other thread. All of a process share one loop,
+    so that they can share loop-bound objects; it is none of CoreRL's own, which they could block."""
+    global _users
+    with _starting_users:
+        if _users is None:
+            _users = EventLoop("users' coroutines")
+    return _users.begin(_named(work, name) if name else work)
+
+
+async def _named(work: Coroutine[Any, Any, T], name: str) -> T:
+    if (task := asyncio.current_task()) is not None:
+        task.set_name(name)
+    return await work
+
+
 def in_coroutine() -> bool:
     """Whether the caller is one, or is called by one: it must not wait."""
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from attrs import frozen
 
@@ -50,3 +52,15 @@ class ModelSize:
     def trained(self) -> int:
         """Of what is trained."""
         return self.adapters or self.total
+
+
+# Model families use different names, and transformers 5.15 and later write Qwen3-MoE's "num_experts" as the second.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def experts_of(fields: Mapping[str, Any]) -> int:
+    """The number of experts that a layer of the text decoder chooses from; 0 for a dense model. `fields` are those of
+    `config.to_dict()` or config.json."""
+    parts = (fields, fields.get("text_config"), fields.get("ffn_config"))  # the last is DBRX's
+    counts = (part.get(name) for part in parts if isinstance(part, Mapping) for name in EXPERT_COUNTS)
+    return max((count for count in counts if isinstance(count, int)), default=0)  # of another type: it is not built

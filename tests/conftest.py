@@ -42,13 +42,13 @@ def absent_backend(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def old_pluggy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The metadata of a pluggy that is too old lies before the real one's; returns what is said of it."""
-    metadata = tmp_path / "old" / "pluggy-1.6.0.dist-info"
+def old_tomli_w(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The metadata of a tomli-w that is too old lies before the real one's; returns what is said of it."""
+    metadata = tmp_path / "old" / "tomli_w-0.4.0.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pluggy\nVersion: 1.6.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tomli-w\nVersion: 0.4.0\n")
     monkeypatch.syspath_prepend(metadata.parent)
     return (
-        f"corerl {__version__} requires pluggy<2,>=1.7, but pluggy 1.6.0 is installed; "
-        "python -m pip install 'pluggy<2,>=1.7'"
+        f"corerl {__version__} requires tomli-w>=1.0, but tomli-w 0.4.0 is installed; "
+        "python -m pip install 'tomli-w>=1.0'"
     )

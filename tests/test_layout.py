@@ -42,8 +42,8 @@ DEFAULT = 'default="grpo",'  # of algorithm.name
 INSIDE = {"doctor", "elastic", "forecast", "testing"}
 # What comes with torch where there is a GPU, and what users build for theirs; asked for before it is imported.
 GUESTS = {"triton", "transformer_engine"}
-AS_TENSORBOARD = {"tensorboard"}  # imported by torch
-TEN = {"attrs", "numpy", "packaging", "pluggy", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
+AS_NINESORBOARD = {"tensorboard"}  # imported by torch
+NINE = {"attrs", "numpy", "packaging", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
 DOORS = ["loop.py:train", "trainer/group.py:start"]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
@@ -272,9 +272,9 @@ def test_a_wheel_declares_exactly_what_it_imports() -> None:
         }
         imported.discard(project["name"].replace("-", "_"))
         assert imported - required - optional <= GUESTS, project["name"]
-        assert file.parent != ROOT or {each.replace("-", "_") for each in TEN} == required
+        assert file.parent != ROOT or {each.replace("-", "_") for each in NINE} == required
         if len(trees) > 1:  # else it is still empty
-            assert required - imported <= AS_TENSORBOARD, project["name"]
+            assert required - imported <= AS_NINESORBOARD, project["name"]
 
 
 def test_every_direct_dependency_is_pinned_in_the_constraints() -> None:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from corerl.backend.batches import to_device as to_device
     from corerl.backend.batches import unpadded as unpadded
     from corerl.backend.experts import AUX_LOSS as AUX_LOSS
+    from corerl.backend.experts import free_tokens as free_tokens
     from corerl.backend.experts import metrics_of_load as metrics_of_load
+    from corerl.backend.experts import replayed_experts as replayed_experts
     from corerl.backend.experts import require_balance as require_balance
     from corerl.backend.optimizer import adamw as adamw
     from corerl.backend.optimizer import moments as moments
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from corerl.backend.passes import forward_outputs as forward_outputs
     from corerl.backend.primitives import ExtraState as ExtraState
     from corerl.backend.primitives import StateKey as StateKey
-    from corerl.backend.routing import free_tokens as free_tokens
-    from corerl.backend.routing import replayed_experts as replayed_experts
 else:
     from corerl.imports import on_demand
 

@@ -16,19 +16,18 @@ from corerl.backend.state import TrainingState
 from corerl.backend.stream import WeightStream
 from corerl.config.schema import RoleConfig
 from corerl.errors import ContractError
+from corerl.kinds import experts_of
 from corerl.models.build import stored_buffers
-from corerl.models.config import experts, hf_config
+from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.hookspecs import Context
-from corerl.plugin.spec import hookimpl
+from corerl.plugin.hooks import Context
 from corerl.types import InitResult, MemoryKind, ParallelLayout
 
 
 class Backend(TrainingState, WeightStream, DeviceMemory):
     """One rank of a training backend. Every method is called on every rank, in the same order."""
 
-    @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         # The driver settles what [train] leaves open; so does whoever makes a role's config without it.
         self.config, self.context = evolve(config, train=config.train.settled(config.device)), context
@@ -53,7 +52,6 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
         self.phase = ""
         return InitResult(layout=self.layout, optimizer_step=optimizer_step, weights_version=self.weights_version)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         with contextlib.ExitStack() as closing:  # each that `init` has come to, whatever the others raise
             for name in ("_sleeper", "_memory_writer", "_writer"):
@@ -62,7 +60,7 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
 
     def _require_model_supported(self) -> None:
         hf = hf_config(self.config.model)
-        if (count := experts(hf)) > 1:
+        if (count := experts_of(hf.to_dict())) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
         if Capability.BUFFERS in self.declared:  # else the model need not be looked at
             for name in stored_buffers(look_at(hf)):

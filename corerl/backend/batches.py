@@ -9,8 +9,7 @@ import torch
 from attrs import field, frozen
 
 from corerl.algorithms.losses import LossInputs
-from corerl.ops.attention import PackedSequences
-from corerl.ops.transfer import upload
+from corerl.ops.packing import PackedSequences, upload
 from corerl.types import BoolArray, ForwardResult, IntArray, MicroBatch, Output, offsets_of
 
 

@@ -9,13 +9,11 @@ import torch
 
 from corerl.backend.primitives import Primitives, StateKey
 from corerl.backend.state import is_trained
-from corerl.memory.cache import empty_cache
-from corerl.memory.measure import GIB, DeviceMeter
-from corerl.memory.snapshots import Snapshots
+from corerl.memory.device import GIB, DeviceMeter, empty_cache
+from corerl.memory.host_weights import HostWeights
 from corerl.memory.storage import StorageSleeper, resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import model_files
-from corerl.plugin.spec import hookimpl
 from corerl.types import MemoryKind, SleepResult, WakeResult
 from corerl.weights.chunks import Chunk
 
@@ -30,9 +28,8 @@ class DeviceMemory(Primitives):
     def _open_memory(self) -> None:
         self._sleeper, self._meter = StorageSleeper(self.device), DeviceMeter(self.device)
         self._told: set[str] = set()  # notes that earlier sleeps returned
-        self._snapshots = Snapshots(self._sleeper.host)
+        self._host_weights = HostWeights(self._sleeper.host)
 
-    @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         before = self._meter.held(self._all_tensors())
         freed = sum(self._sleeper.release(kind, self.on_device(kind)) for kind in sorted(kinds))
@@ -49,7 +46,6 @@ class DeviceMemory(Primitives):
             notes=tuple(notes),
         )
 
-    @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         return WakeResult(restored_bytes=sum(self._sleeper.restore(kind) for kind in sorted(kinds)))
 
@@ -70,15 +66,15 @@ class DeviceMemory(Primitives):
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
-        self._snapshots.create(name, self.changing)
+        self._host_weights.save(name, self.changing)
 
     def load_snapshot(self, name: str, path: str) -> None:
         """Keep a model directory's weights as snapshot `name`; an empty path means the run's initial weights."""
         source = model_files(path, hf_config(self.config.model)) if path else self.initial_weights(self.changing)
-        self._snapshots.load(name, self.changing, source)
+        self._host_weights.load(name, self.changing, source)
 
     def drop_snapshot(self, name: str) -> None:
-        self._snapshots.drop(name)
+        self._host_weights.drop(name)
 
     @contextlib.contextmanager
     def using(self, weights: str) -> Iterator[None]:
@@ -87,7 +83,7 @@ class DeviceMemory(Primitives):
             yield
             return
         try:
-            with self._snapshots.swapped(weights, self.changing):
+            with self._host_weights.swapped(weights, self.changing):
                 self.after_load({StateKey.PARAM}, None)
                 yield
         finally:

@@ -11,8 +11,7 @@ from torch import Tensor
 from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
-from corerl.backend.experts import ExpertLoad, require_balance
-from corerl.backend.routing import replayed_experts
+from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
 from corerl.models.routing import Routers
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 

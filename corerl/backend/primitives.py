@@ -13,10 +13,8 @@ import torch
 from corerl.config.schema import RoleConfig
 from corerl.models.config import hf_config
 from corerl.models.files import initial_source
-from corerl.plugin.contract import HOOKS
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase
-from corerl.plugin.spec import hookimpl
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -63,12 +61,6 @@ class Primitives(BackendBase, ABC):
     weights_version = 0  # the version that engines were last sent
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # An overriding method lacks pluggy's mark, so the hook would silently have no implementation.
-        super().__init_subclass__(**kwargs)
-        for name in vars(cls).keys() & set(HOOKS):
-            hookimpl(vars(cls)[name])
 
     # ---- what a backend must implement ------------------------------------------------------------------------------
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corerl.backend.frozen_weights import digest, require_same
+import torch
+from torch.distributed import ProcessGroup
+
 from corerl.backend.primitives import SAVED, Primitives, StateKey
 from corerl.checkpoint.format import BUFFER, require_fields
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
+from corerl.errors import CheckpointError
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import hookimpl
 from corerl.types import SaveResult, Step
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import Chunk, fill
+from corerl.weights.plain import gather_plain
+from corerl.weights.verify import bit_sums
 
 
 class TrainingState(Primitives):
@@ -25,7 +30,6 @@ class TrainingState(Primitives):
     def _open_state(self) -> None:
         self._writer, self._memory_writer = BackgroundWriter(), BackgroundWriter()
 
-    @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         # One save in flight to disk and one to memory; an earlier save's failure surfaces here.
         writer = self._memory_writer if in_memory(path) else self._writer
@@ -67,7 +71,7 @@ class TrainingState(Primitives):
             return set()
         chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not is_trained(chunk.name)]
         fill(chunks, self.initial_weights(chunks), what=what)
-        self._frozen_digest = digest(chunks, self.group)
+        self._frozen_digest = digest_of_frozen(chunks, self.group)
         return {StateKey.PARAM}
 
     def _saved(self) -> SavedState | None:
@@ -122,3 +126,42 @@ class TrainingState(Primitives):
 def is_trained(name: str) -> bool:
     """Whether a role with adapters trains the HF tensor of that name."""
     return is_adapter(name) or name == VALUE_HEAD_WEIGHT
+
+
+def digest_of_frozen(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:
+    """What identifies the weights that a role with adapters does not train, and its checkpoints lack: of all ranks,
+    however they are split, in float32 or bfloat16; float16, which has fewer exponents, may round small ones to others.
+    For each tensor, the bits of its values in bfloat16 are summed, in any order. Called on every rank."""
+    own: dict[str, int] = {}
+    for chunk in chunks:
+        if not chunk.replica:
+            own[chunk.name] = own.get(chunk.name, 0) + rounded_sum(chunk.view)
+    ranks = [own] if group is None else gather_plain(own, group)
+    names = {name for sums in ranks for name in sums}
+    return of_sums({name: sum(sums.get(name, 0) for sums in ranks) for name in names})
+
+
+def rounded_sum(values: torch.Tensor) -> int:
+    """The sum of the bits of `values` in bfloat16."""
+    return bit_sums({"": values.to(torch.bfloat16)})[""]
+
+
+def of_sums(sums: Mapping[str, int]) -> str:
+    """The digest of whole tensors by name -> `rounded_sum`."""
+    lines = [f"{name} {sums[name] % 2**64:x}" for name in sorted(sums)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def require_same(extra: Mapping[str, Any], own: str, scale: float, *, where: str) -> None:
+    """Raise CheckpointError if adapters were trained with weights of another digest, or with another scale."""
+    if (digest := extra.get("frozen_weights")) != own:
+        raise CheckpointError(
+            f"{where}: its adapters belong to other weights (digest {digest or 'none'}) than this model's ({own}); "
+            "resume with the model.path, or the run.seed of random weights, that they were trained with, and in "
+            "float16 if that was their train.precision"
+        )
+    if (before := extra.get("lora_scale")) != scale:
+        raise CheckpointError(
+            f"{where}: its adapters were trained with a scale of {before} (alpha / rank, or with rslora alpha / root "
+            f"of rank), this run's is {scale}; resume with the lora.alpha and lora.rslora that they were trained with"
+        )

@@ -11,7 +11,6 @@ import torch
 
 from corerl.backend.primitives import Primitives
 from corerl.errors import Unsupported
-from corerl.plugin.spec import hookimpl
 from corerl.types import UpdateResult
 from corerl.weights.adapters import Adapters, is_adapter
 from corerl.weights.chunks import Chunk
@@ -41,7 +40,6 @@ class WeightStream(Primitives):
         self._merged = () if merged is None else merged.buckets
         self.manifest: Manifest = cut([each for each in shapes if separate or not is_adapter(each[0])])
 
-    @hookimpl
     def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         started = time.perf_counter()
         gathered, stream = self._manifest_of(adapters=adapters), self.stream_of(adapters=adapters)

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from types import FrameType
 from typing import TextIO
 
@@ -90,23 +89,16 @@ def _is_no_library(frame: FrameType) -> bool:
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere; and help
-    that cannot be written is an OSError."""
-    shown = io.StringIO()
-    try:
-        with redirect_stdout(shown):
-            args, rest = parser.parse_known_args(words)
-    except SystemExit:
-        print(shown.getvalue(), end="", flush=True)
-        raise
+    """Parse arguments. Unlike argparse, allows KEY=VALUE both before and after options, and --debug anywhere."""
+    args, rest = parser.parse_known_args(words)
     rest = [word for word in rest if word != "--debug"]
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (rest != overrides or "overrides" not in args):
-        from corerl.config.load import without_value
+        from corerl.config.load import key_of
 
         dashed = any(word.startswith("--") and "." in word.partition("=")[0] for word in rest)
         hint = "; settings are written KEY=VALUE, without dashes" if dashed and "overrides" in args else ""
-        unknown = " ".join(shorten(without_value(word), LONGEST) for word in rest)
+        unknown = " ".join(shorten(key_of(word), LONGEST) for word in rest)
         parser.error(f"unrecognized arguments: {unknown}{hint}")
     if overrides:
         args.overrides = [*args.overrides, *overrides]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,3 +81,17 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
         return inspect.signature(function)
     except (ValueError, TypeError):
         return None
+
+
+def require_callable(
+    function: Callable[..., Any], call: str, *arguments: object, setting: str, options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if a user's function does not take these positional arguments and these options by name; `call`
+    shows how it is called."""
+    signature = signature_of(function)
+    try:
+        if signature is not None:
+            signature.bind(*arguments, **options)
+    except TypeError as error:
+        given = f" with the options {', '.join(options)}" if options else ""
+        raise ConfigError(f"{setting} takes {signature}, but is called as {call}{given}: {error}") from error

@@ -14,18 +14,14 @@ from attrs import evolve
 
 from corerl.config.options import READ_AT_START
 from corerl.config.schema import Config
-from corerl.config.structuring import Keys, Problem, deeper, is_setting, try_structure
+from corerl.config.structuring import Keys, Problem, deeper, try_structure
 from corerl.config.toml_text import class_fields, escaped, parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
-# Settings whose values no message shows, and how they are set.
-SECRETS: dict[Keys, str] = {
-    ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
-    ("cluster", "secrets"): """set cluster.secrets='["NAME"]'""",
-}
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
+SECRET = (("cluster", "environment"), ("cluster", "secrets"))  # tables whose values no message shows
 # The tables of what only one plugin knows, by the table of what all plugins of its kind have.
 PLUGINS = {
     "algorithm": ("algorithms",),
@@ -93,8 +89,6 @@ def _config(data: dict[str, Any], overrides: Sequence[str]) -> Config:
 # What to do about common mistakes, by the start of tomllib's message.
 ADVICE = {
     "Invalid value": 'put text in quotes, as in name = "NAME", and write true and false in lower case',
-    "Cannot overwrite a value": "set each key once",
-    "Cannot declare": "begin each table once, and put all of its keys there",
     "Invalid statement": "wanted tables such as [run], and below them keys such as steps = 10",
     "Expected '=' after a key": "wanted tables such as [run], and below them keys such as steps = 10",
 }
@@ -120,17 +114,15 @@ def recorded(config: Config) -> Config:
 
 def _apply(text: str, data: dict[str, Any]) -> Keys:
     """Apply one override to `data`; returns the keys that it sets."""
-    said = short_repr(without_value(text))
     key, equals, value = text.partition("=")
-    keys = _keys(key)
+    said, keys = short_repr(key_of(text)), _keys(key)
     if not equals or not keys:
         raise ConfigError(f"override {said}: expected KEY=VALUE with a dotted key, such as run.steps=10")
     table: Any = data
     for depth, name in enumerate(keys[:-1], start=1):
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            path = shorten(".".join(keys[:depth]), LONGEST)
-            raise ConfigError(f"override {said}: {path} is not a table; override it as a whole")
+            raise ConfigError(f"override {said}: {'.'.join(keys[:depth])} is not a table; override it as a whole")
     table[keys[-1]] = parse_toml(value)
     return keys
 
@@ -165,13 +157,9 @@ def _elsewhere(problem: Problem) -> str:
 
 
 def _concealed(problem: Problem) -> Problem:
-    """The same problem without the value, which may be a secret, of an environment variable."""
-    keys = problem.keys
-    if not (keys == ("cluster",) or keys[:2] in SECRETS) or not problem.text.startswith("expected"):
-        return problem
-    expected = problem.text.partition(", got ")[0]
-    advice = SECRETS.get(keys, "put it in quotes" if len(keys) > 2 else "it is not shown, since it may be a secret")
-    return evolve(problem, text=f"{expected}, got something else; {advice}", within="")
+    """The same problem without the value of a setting that holds secrets."""
+    secret = problem.keys[:2] in SECRET and problem.text.startswith("expected")
+    return evolve(problem, text=problem.text.partition(", got ")[0]) if secret else problem
 
 
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
@@ -179,19 +167,11 @@ def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:
     for set_by, text in reversed(list(applied)):
         shared = min(len(keys), len(set_by))
         if keys[:shared] == set_by[:shared]:
-            return f" (override {shorten(without_value(text), LONGEST)})"
+            return f" (override {shorten(key_of(text), LONGEST)})"
     return ""
 
 
-def without_value(override: str) -> str:
-    """The override without its value, if that may be a secret: for `cluster.environment` or `cluster.secrets`, for what
-    is no setting and so may be either in another spelling, and in a table. Of what is no KEY=VALUE, only the beginning
-    that a key may be is shown."""
-    key, equals, value = override.partition("=")
-    keys = _keys(key)
-    if equals and keys:
-        hidden = keys in (*SECRETS, ("cluster",)) or keys[:2] in SECRETS or not is_setting(keys, Config) or "{" in value
-        return f"{key}=..." if hidden else override
-    shown = KEY.match(override)[0]  # type: ignore[index]  # it matches the empty string too
-    rest = override[len(shown) :]
-    return shown + ("=..." if rest.startswith("=") else "..." if rest else "")
+def key_of(override: str) -> str:
+    """What messages show of an override, whose value may be a secret; of one without an equals sign, the beginning that
+    may be a key."""
+    return override.partition("=")[0] if _keys(override.partition("=")[0]) else KEY.match(override)[0]  # type: ignore[index]

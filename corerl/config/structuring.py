@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, TypeVar, get_args, get_origin
@@ -16,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin
 import attrs
 from attrs import evolve, frozen
 
-from corerl.config.toml_text import choices, class_fields, is_union, parse_toml, spell, spell_value
+from corerl.config.toml_text import choices, class_fields, is_union, parse_toml, spell, spell_value, toml_key
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, LONGEST_LINE, did_you_mean, nearest, short_repr, shorten, shorten_inside
 
@@ -35,11 +34,7 @@ class Problem:
         """The problem with its dotted path, below `prefix`."""
         path = prefix
         for key in self.keys:
-            if isinstance(key, int):
-                path += f"[{key}]"
-            else:
-                name = shorten(key, LONGEST)
-                path += ("." if path else "") + (name if re.fullmatch(r"[\w-]+", name) else f'"{name}"')
+            path += f"[{key}]" if isinstance(key, int) else "." * bool(path) + shorten(toml_key(key), LONGEST)
         text = shorten_inside(self.text, LONGEST_LINE) + f"; did you mean {path}.{self.within}?" * bool(self.within)
         return f"{path}: {text}" if path else text
 
@@ -70,17 +65,6 @@ def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list
     except _Wrong as error:
         return None, list(error.problems)
     return found, []
-
-
-def is_setting(keys: Keys, cls: type) -> bool:
-    """Whether a dotted path leads to a setting of an attrs class, or into one of its tables of any content."""
-    kinds: list[Any] = [cls]
-    for key in keys:
-        if any(_is_a(kind, Mapping) for kind in kinds):
-            return True
-        fields = [class_fields(kind).get(str(key)) for kind in kinds if attrs.has(kind)]
-        kinds = [arm for field in fields if field for arm in _arms(field.type)]
-    return bool(kinds)
 
 
 def _arms(kind: Any) -> tuple[Any, ...]:
@@ -269,7 +253,4 @@ def _mismatch(value: Any, kind: Any) -> str:
         parsed = type(parse_toml(value))
         if parsed is kind or (kind is float and parsed is int):
             hint = "; remove the quotes"
-    # What was meant for a table may hold a variable of the environment, so a message does not show it.
-    tabular = isinstance(value, str) and value.lstrip().startswith("{")
-    got = "a string that is no valid inline table" if tabular else spell_value(value)
-    return f"expected {spell(kind)}, got {got}{hint}"
+    return f"expected {spell(kind)}, got {spell_value(value)}{hint}"

@@ -1,4 +1,4 @@
-"""A run, as its extensions may read and change it (`corerl.plugin.hookspecs.RunControl`)."""
+"""A run, as its extensions may read and change it (`corerl.plugin.hooks.RunControl`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.stop import StopRequest
 from corerl.errors import InsufficientResources
 from corerl.plan.plan import Plan
-from corerl.plugin.hookspecs import Failure
+from corerl.plugin.hooks import Failure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from corerl.backend.frozen_weights import of_sums, rounded_sum
+from corerl.backend.state import of_sums, rounded_sum
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.config.schema import Config, LoraConfig, ModelConfig
@@ -23,9 +23,8 @@ from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
 from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, look_at
-from corerl.models.lora import targets_in
+from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
-from corerl.models.peft_files import peft_config
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
 from corerl.plan.resume import read_run

@@ -50,9 +50,8 @@ from corerl.plan.resume import EXPORT
 from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet, evaluate
-from corerl.rollout.postprocess import postprocessed
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
-from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scored import ScoredRollout, postprocessed
 from corerl.trainer.shared import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 

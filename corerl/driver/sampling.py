@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,11 @@ from corerl.event_loop import EventLoop, in_thread
 from corerl.plan.plan import Plan, RolloutPlan
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
-from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scorer, Scoring
-from corerl.rollout.rewards.pool import scorer
-from corerl.rollout.sampled import DynamicSampling, SampledRollouts
+from corerl.rollout.reward_processes import RewardPool
+from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import AsynchronousRollouts, DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Sampler, SamplerContext
+from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source
 
 in_scoring_thread = partial(in_thread, name="rollout scoring")  # for sources that score while the main thread trains
@@ -34,20 +36,21 @@ STREAMED_PARTS = 4  # of an engine's share of a batch, if it answers fewer calls
 
 def start_rewards(
     plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
-) -> tuple[Scoring, list[Scoring]]:
+) -> tuple[AsyncScorer, list[AsyncScorer]]:
     """The run's reward, and that of each set of held-out prompts; those of a run that samples get processes."""
 
-    def start(reward: Reward, rewarding: RewardConfig) -> Scorer:
-        found = stack.enter_context(scorer(reward, rewarding, partial(progress.count, SCORED)))
-        return OutcomeScorer(found, failed_value=rewarding.failed_value)
+    turn = asyncio.Lock()
+    call = loop.in_caller if plan.rollout.settings.source == "synchronous" else in_scoring_thread
 
-    rollout = plan.rollout
-    reward = Scoring(
-        start(rollout.reward, rollout.rewarding) if plan.run.samples else rollout.reward,
-        loop.in_caller if rollout.settings.source == "synchronous" else in_scoring_thread,
-        noted=partial(progress.spans, SCORING),
-    )
-    sets = [reward if each.reward is None else reward.by(start(each.reward, each.rewarding)) for each in plan.eval_sets]
+    def start(reward: Reward, rewarding: RewardConfig) -> AsyncScorer:
+        outcomes = reward.outcomes
+        if rewarding.processes and plan.run.samples:
+            outcomes = stack.enter_context(contextlib.closing(RewardPool(reward, rewarding))).outcomes
+        scorer = RewardScorer(reward, outcomes, on_progress=partial(progress.count, SCORED))
+        return AsyncScorer(scorer, call, span=partial(progress.spans, SCORING), turn=turn)
+
+    reward = start(plan.rollout.reward, plan.rollout.rewarding)
+    sets = [reward if each.reward is None else start(each.reward, each.rewarding) for each in plan.eval_sets]
     return reward, sets
 
 
@@ -74,13 +77,13 @@ class Sampling:
     plan: Plan
     fleet: EngineFleet | None  # None if nothing is sampled
     loop: EventLoop
-    rewards: tuple[Scoring, Sequence[Scoring]]  # the run's, and each held-out set's
+    rewards: tuple[AsyncScorer, Sequence[AsyncScorer]]  # the run's, and each held-out set's
     progress: Progress
     stack: contextlib.ExitStack  # closes sources and samplers
 
     source: Source = field(init=False)
     # Those that have prompts; that of `data.held_out` comes first.
-    held_out: list[tuple[EvalSet, Sampler, Scoring]] = field(init=False)
+    held_out: list[tuple[EvalSet, Sampler, AsyncScorer]] = field(init=False)
     _samplers: dict[bool, Sampler] = field(factory=dict, init=False)  # by whether their texts keep special tokens
 
     def __attrs_post_init__(self) -> None:
@@ -132,30 +135,25 @@ class Sampling:
 
 
 def make_source(
-    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: Scoring, progress: Progress, *, steps: int
+    plan: RolloutPlan, fleet: EngineFleet, sampler: Sampler, reward: AsyncScorer, progress: Progress, *, steps: int
 ) -> Source:
     """The source that samples."""
     settings = plan.settings
-    source = partial(
-        SampledRollouts,
-        stream=PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
-        sampler=sampler,
-        reward=reward,
-        params=plan.params,
-        prompts=settings.prompts,
-        samples=settings.samples,
-        refill=DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None,
-        engines=fleet,
-        steps=steps,
-        on_progress=partial(progress.count, GENERATED),
-    )
-    match settings.source:
-        case "synchronous":
-            return source()
-        case "streamed":
-            return source(singly=True)
-        case "one-step-off":
-            return source(max_staleness=1)
-        case "asynchronous":
-            waits = settings.stale == "wait"
-            return source(in_order=False, singly=True, max_staleness=settings.max_staleness, waits=waits)
+    fields: dict[str, Any] = {
+        "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
+        "sampler": sampler,
+        "reward": reward,
+        "params": plan.params,
+        "prompts": settings.prompts,
+        "samples": settings.samples,
+        "refill": DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on)
+        if plan.attempts
+        else None,
+        "engines": fleet,
+        "steps": steps,
+        "on_progress": partial(progress.count, GENERATED),
+    }
+    if settings.source == "asynchronous":
+        waits = settings.stale == "wait"
+        return AsynchronousRollouts(max_staleness=settings.max_staleness, waits=waits, **fields)
+    return OrderedRollouts(ahead=settings.source == "one-step-off", singly=settings.source == "streamed", **fields)

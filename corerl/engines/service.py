@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
-from corerl.plugin.fingerprint import Origin, require_same
+from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation, options_of
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address

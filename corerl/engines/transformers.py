@@ -34,13 +34,13 @@ from corerl.engines.base import (
 )
 from corerl.engines.lifecycle import EngineLifecycle, shape_mismatch
 from corerl.engines.specs import TransformersConfig
-from corerl.memory.cache import empty_cache
+from corerl.memory.device import empty_cache
+from corerl.models.attention import carries_state
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.layouts import choose_layout, own_attention
 from corerl.models.lora import put_adapters
-from corerl.models.mixers import carries_state
 from corerl.models.names import hf_boxes
 from corerl.models.parts import parts_of
 from corerl.models.routing import routers

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.memory.cache import lone_rank_options as lone_rank_options
+    from corerl.memory.device import lone_rank_options as lone_rank_options
     from corerl.memory.storage import resident_bytes as resident_bytes
 else:
     from corerl.imports import on_demand

@@ -50,7 +50,7 @@ class StorageSleeper:
 
     def __init__(self, device: torch.device, host: HostMemory | None = None) -> None:
         self._host = host or host_memory(device)
-        self._copies = Copies(device)
+        self._copies = CopyStream(device)
         self._asleep: dict[MemoryKind, Sleeping] = {}
 
     @property
@@ -127,7 +127,7 @@ class StorageSleeper:
         return Sleeping(parts, pieces)
 
 
-class Copies:
+class CopyStream:
     """Asynchronous copies: `with copies: copies.to_host(part)`; all are done when the block ends."""
 
     def __init__(self, device: torch.device) -> None:

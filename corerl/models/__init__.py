@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.kinds import experts_of as experts_of
+    from corerl.models.attention import attention_in_pieces as attention_in_pieces
     from corerl.models.attention import register_packed_attention as register_packed_attention
     from corerl.models.build import VALUE_HEAD as VALUE_HEAD
     from corerl.models.build import VALUE_HEAD_WEIGHT as VALUE_HEAD_WEIGHT
@@ -16,16 +18,14 @@ if TYPE_CHECKING:
     from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
-    from corerl.models.experts import experts_of as experts_of
-    from corerl.models.export import write_config as write_config
     from corerl.models.files import look_at as look_at
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
     from corerl.models.lora import freeze as freeze
+    from corerl.models.lora import peft_config as peft_config
     from corerl.models.lora import put_adapters as put_adapters
     from corerl.models.lora import targets_in as targets_in
     from corerl.models.lora import trained_parameters as trained_parameters
-    from corerl.models.mixers import attention_in_pieces as attention_in_pieces
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks
     from corerl.models.names import dtensor_boxes as dtensor_boxes
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
     from corerl.models.parts import parts_of as parts_of
-    from corerl.models.peft_files import peft_config as peft_config
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from attrs import field, frozen
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -19,9 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from corerl.errors import ModelError
-from corerl.messages import did_you_mean
-from corerl.models.experts import experts_of
-from corerl.models.readers import INDEX, SINGLE
+from corerl.messages import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -29,22 +24,8 @@ if TYPE_CHECKING:
 # Fields that a config takes although its class does not declare them: older names, which become `rope_parameters` and
 # `dtype`, and head_dim, which the modeling code of some models (Qwen3-MoE) reads if present.
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
-
-
-# Fields of a config that count something, if a model type has them.
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-DTYPES = ("bfloat16", "float16", "float32", "float64")  # of weights that can be trained
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # fields that say how many tokens a sequence may have
-KNOWN = 16  # models whose config a process keeps: a rank asks for that of its own several times
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
@@ -56,31 +37,6 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
     model type or a field that transformers does not know, or fields of a model that reads pictures.
     """
-    return copy.deepcopy(_known(_asked(model)))
-
-
-@frozen
-class _Asked:
-    """A model as long as its fields and files stay as they are."""
-
-    key: tuple[object, ...]
-    model: ModelConfig = field(eq=False)
-
-
-def _asked(model: ModelConfig) -> _Asked:
-    found: list[tuple[int, int, int]] = []
-    for name in ("config.json", SINGLE, INDEX) if model.path else ():
-        try:
-            file = (Path(model.path) / name).stat()
-            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
-        except OSError:
-            found.append((0, 0, 0))
-    return _Asked((model.path, *found) if model.path else (repr(model.config),), model)
-
-
-@functools.lru_cache(KNOWN)
-def _known(asked: _Asked) -> PreTrainedConfig:
-    model = asked.model
     if model.path:
         config = _from_directory(model.path)
     elif model.config:
@@ -89,7 +45,7 @@ def _known(asked: _Asked) -> PreTrainedConfig:
         raise ModelError(
             "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
         )
-    _require_sizes(config, f"model.path={model.path!r}: config.json: " if model.path else "model.config.")
+    _require_shared_heads(config, f"model.path={model.path!r}: config.json: " if model.path else "model.config.")
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
@@ -137,42 +93,21 @@ def reads_pictures(config: PreTrainedConfig) -> bool:
     return name is not None and name == class_name(config)
 
 
-def experts(config: PreTrainedConfig) -> int:
-    """The number of experts that a layer chooses from; 1 for a dense model."""
-    return max(1, experts_of(config.to_dict()))
-
-
 def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     text = config.get_text_config()
     return next((size for name in POSITIONS if (size := getattr(text, name, None)) is not None), None)
 
 
-def _require_sizes(config: PreTrainedConfig, where: str) -> None:
-    """Raise ModelError for sizes with which transformers fails while it builds the model, or only in a forward pass."""
+def _require_shared_heads(config: PreTrainedConfig, where: str) -> None:
+    """Raise ModelError for heads that cannot share keys and values, which is built, and fails in a forward pass."""
     text = config.get_text_config()
-    sizes = {name: _size(text, name) for name in SIZES}
-    for name, size in sizes.items():
-        if isinstance(size, int) and size < 1:  # of some model types it is a list, one for each layer
-            raise ModelError(f"{where}{name}={size}, wanted at least 1")
-    for part in (config, text):
-        if part.dtype is not None and str(part.dtype).removeprefix("torch.") not in DTYPES:
-            given = str(part.dtype).removeprefix("torch.")
-            raise ModelError(f"{where}dtype={given!r}, wanted one of {', '.join(DTYPES)}; use the original model")
-    chosen, known = _size(text, "num_experts_per_tok"), experts_of(text.to_dict())
-    if known and isinstance(chosen, int) and not 1 <= chosen <= known:
-        raise ModelError(f"{where}num_experts_per_tok={chosen}, wanted 1 to {known}, the number of experts")
-    heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
-        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
-
-
-def _size(config: PreTrainedConfig, name: str) -> Any:
-    """A field; None if the config lacks it, or has one for each layer."""
     try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers' own, for models whose layers differ in it
-        return None
+        heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    except RuntimeError:  # transformers' own, for models whose layers differ in these
+        return
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
 
 
 def _forget_pad(config: PreTrainedConfig) -> None:
@@ -209,12 +144,11 @@ def _from_directory(path: str) -> PreTrainedConfig:
         raise ModelError(f"{named} cannot be read: {error.strerror}; make it readable, or use a copy") from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
-    named = _code_named_in(fields)
-    _known_type(fields, str(file), f"; the code of its own that it names ({named}) is never run" if named else "")
+    _known_type(fields, str(file), "; the code that its auto_map names is never run" if fields.get("auto_map") else "")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each config class raises whatever its own checks do
-        raise ModelError(f"transformers cannot read {file}: {_line(error)}") from error
+        raise ModelError(f"transformers cannot read {file}: {one_line(error)}") from error
     return config
 
 
@@ -226,32 +160,13 @@ def _from_fields(given: Mapping[str, Any]) -> PreTrainedConfig:
         default = AutoConfig.for_model(model_type)
         config: PreTrainedConfig = AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # each config class raises whatever its own checks do
-        raise ModelError(f"model.config is not a valid {model_type} config: {_line(error)}") from error
+        raise ModelError(f"model.config is not a valid {model_type} config: {one_line(error)}") from error
     # transformers silently keeps unknown fields, so a misspelled one would train another model.
     known = {name for name in vars(default) if not name.startswith("_")} | set(default.attribute_map) | UNDECLARED
     for name in fields:
         if name not in known:
             raise ModelError(f"model.config.{name} is not a field of a {model_type} config{did_you_mean(name, known)}")
     return config
-
-
-def code_not_run(path: str) -> str:
-    """A notice of code in a model's directory that its config.json names and that nothing runs; "" if it names none.
-    The directory's config must be one that `hf_config` has read."""
-    fields = json.loads((Path(path) / "config.json").read_bytes())
-    if not (named := _code_named_in(fields)):
-        return ""
-    return (
-        f"{path}/config.json names code of its own ({named}), which is never run: the model is transformers' own "
-        f"{fields['model_type']}"
-    )
-
-
-def _code_named_in(fields: Mapping[str, Any]) -> str:
-    """The modeling code that a config.json names, such as "modeling_x.Model"; "" if it names none."""
-    named = fields.get("auto_map")
-    known = named if isinstance(named, Mapping) else {}
-    return next((str(known[each]) for each in ("AutoModelForCausalLM", "AutoModel", "AutoConfig") if each in known), "")
 
 
 def _known_type(fields: Mapping[str, Any], where: str, more: str = "") -> str:
@@ -265,10 +180,6 @@ def _known_type(fields: Mapping[str, Any], where: str, more: str = "") -> str:
             f"{did_you_mean(model_type, CONFIG_MAPPING)}{more}"
         )
     return model_type
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def longest_sequence(config: PreTrainedConfig) -> int | None:

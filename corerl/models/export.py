@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import math
 import os
-import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.errors import ModelError, SaveFailed
-from corerl.models.peft_files import PEFT_CONFIG, PEFT_WEIGHTS
+from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.readers import INDEX, SINGLE
-from corerl.models.tokenizer import GENERATION
+from corerl.models.tokenizer import CONFIG, GENERATION
 from corerl.weights.chunks import finite
 from corerl.weights.files import write_tensors
-
-CONFIG = "config.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-HOW_LOADED = ("backend", "auto_map", "is_local", "local_files_only")  # written to a tokenizer_config.json all the same
-FLOAT = "__float__"  # the only key of an object that transformers 5 writes for a number that JSON has not
-INFINITE = re.compile(rf'\{{\s*"{FLOAT}":\s*"(-?)Infinity"\s*\}}')
-# Model type -> what version 4 calls its kinds of layers; it refuses them by any other name.
-OLD_LAYERS = {"granitemoehybrid": {"linear_attention": "mamba", "full_attention": "attention"}}
-NEW_CLASSES = ("TokenizersBackend", "SentencePieceBackend", "PythonBackend")  # of tokenizers, in transformers 5 only
 
 
 def export_directory(
@@ -52,25 +41,23 @@ def export_directory(
     `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
     `kept_config`: fields of config.json to write as given.
 
-    transformers 4, on which engines are, reads the directory too. Raises ModelError for a tensor with NaN or infinite
-    values.
-
     At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
     may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
-    directory is replaced only when the new one is complete. Raises SaveFailed if writing fails.
+    directory is replaced only when the new one is complete. Raises SaveFailed if writing fails, and ModelError for a
+    tensor with NaN or infinite values.
     """
     with _staged(Path(path)) as staging:
         written, dtype = _write_shards(staging, tensors, kept, shard_bytes)
         config = copy.deepcopy(config)
         config.dtype = config.get_text_config().dtype = dtype
-        write_config(config, staging)
+        config.save_pretrained(staging)
         if kept_config:
-            _rewrite(staging / CONFIG, lambda written: {**written, **kept_config})
+            written_config = json.loads((staging / CONFIG).read_text(encoding="utf-8"))
+            _write_json(staging / CONFIG, {**written_config, **kept_config})
         if tokenizer is not None:
             tokenizer.save_pretrained(staging)
-            _rewrite(staging / TOKENIZER_CONFIG, lambda written: _older_tokenizer(written, tokenizer.name_or_path))
         if generation is not None:
-            (staging / GENERATION).write_text(_json(generation), encoding="utf-8")
+            _write_json(staging / GENERATION, generation)
         for file in files:
             if not (staging / file.name).exists():
                 shutil.copyfile(file, staging / file.name)
@@ -85,7 +72,11 @@ def write_adapters(path: str | Path, tensors: Mapping[str, Tensor], config: Mapp
                 raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
         held = {name: tensor.contiguous() for name, tensor in tensors.items()}
         write_tensors(held, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (staging / PEFT_CONFIG).write_text(_json(config), encoding="utf-8")
+        _write_json(staging / PEFT_CONFIG, config)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -110,83 +101,6 @@ def _staged(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError | SafetensorError):  # safetensors raises the latter for a full disk
             raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
         raise
-
-
-def write_config(config: PreTrainedConfig, directory: Path) -> None:
-    """Write a config.json in the words of transformers 5 and in those of version 4."""
-    config.save_pretrained(directory)
-    _rewrite(directory / CONFIG, lambda written: {**written, **_older_names(config, written)})
-
-
-def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the contents of a JSON file."""
-    file.write_text(_json(change(json.loads(file.read_text(encoding="utf-8")))), encoding="utf-8")
-
-
-def _json(value: Any) -> str:
-    """JSON, in which an infinity is a number that is too large for a float: every version of transformers reads that as
-    infinite. Version 5 itself writes an object, which version 4 would take for the setting; that one wrote Infinity,
-    which is no JSON. NaN stays such an object."""
-    text = json.dumps(_tagged(value), indent=2, sort_keys=True, allow_nan=False)
-    return INFINITE.sub(r"\g<1>1e999", text) + "\n"
-
-
-def _tagged(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _tagged(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_tagged(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    return value
-
-
-def _older_names(config: PreTrainedConfig, written: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says in names that transformers 5 writes, in those that version 4 reads; both read them.
-    Where it lacks them, version 4 silently takes its defaults, such as another rotary base."""
-    older = {alias: written[name] for alias, name in config.attribute_map.items() if name in written}
-    if dtype := written.get("dtype"):
-        older["torch_dtype"] = dtype
-    if layers := OLD_LAYERS.get(config.model_type):
-        older["layer_types"] = older["layers_block_type"] = [layers.get(kind, kind) for kind in config.layer_types]
-    if (text := config.get_text_config()) is not config and "text_config" in written:
-        older["text_config"] = {**written["text_config"], **_older_names(text, written["text_config"])}
-    rope = written.get("rope_parameters")
-    if not rope:
-        return older
-    sliding = rope.get("sliding_attention") or {}
-    full = dict(rope if "rope_type" in rope else rope.get("full_attention") or {})
-    neox = config.model_type.startswith("gpt_neox")
-    names = {
-        "rope_theta": "rotary_emb_base" if neox else "rope_theta",
-        "partial_rotary_factor": "rotary_pct" if neox else "partial_rotary_factor",
-    }
-    older |= {name: full.pop(own) for own, name in names.items() if own in full}
-    if full.get("rope_type") == "longrope":  # Phi-3 takes no other field here
-        if (positions := full.pop("original_max_position_embeddings", None)) is not None:
-            older["original_max_position_embeddings"] = positions
-        full["type"] = full.pop("rope_type")
-    plain = full.get("rope_type") == "default" and "mrope_section" not in full  # positions of three axes
-    older["rope_scaling"] = None if plain else full
-    if "rope_theta" in sliding:
-        modernbert = config.model_type.startswith("modernbert")
-        older["local_rope_theta" if modernbert else "rope_local_base_freq"] = sliding["rope_theta"]
-        if modernbert and "rope_theta" in older:
-            older["global_rope_theta"] = older["rope_theta"]
-    return older
-
-
-def _older_tokenizer(written: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A tokenizer_config.json with a class that transformers 4 has: the one in the directory `source` that the
-    tokenizer is from, if there is one, else the general one; special tokens as version 4 lists them."""
-    older = {key: value for key, value in written.items() if key not in HOW_LOADED}
-    if older.get("tokenizer_class") in NEW_CLASSES:
-        file = Path(source) / TOKENIZER_CONFIG
-        named = json.loads(file.read_bytes()).get("tokenizer_class") if source and file.is_file() else None
-        older["tokenizer_class"] = named if named and named not in NEW_CLASSES else "PreTrainedTokenizerFast"
-    if isinstance(older.get("extra_special_tokens"), list):
-        older["additional_special_tokens"] = older.pop("extra_special_tokens")
-    return older
 
 
 def _write_shards(

@@ -22,10 +22,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
-from corerl.models.initial import RandomSource, initials
-from corerl.models.lora import put_adapters
+from corerl.models.initial import RandomSource, begins, initials
+from corerl.models.lora import PeftFiles, put_adapters
 from corerl.models.names import peft_names, shapes_of
-from corerl.models.peft_files import PeftFiles, begins
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import TensorSource

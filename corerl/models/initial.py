@@ -19,6 +19,7 @@ from corerl.errors import ModelError
 from corerl.models.build import build_on_meta, named_weights
 from corerl.models.names import hf_boxes
 from corerl.ops.noise import hash_key, normal, unit
+from corerl.weights.adapters import A
 from corerl.weights.chunks import within
 
 
@@ -133,6 +134,17 @@ BEGINS: dict[str, Any] = {
     "xavier_uniform_": lambda tensor, gain=1.0, **_: _evenly(_scaled(tensor, gain, "fan_avg")),
     "copy_": lambda tensor, other: None if other.is_meta else Fixed(other.detach().expand_as(tensor)),
 }
+
+
+def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
+    """How new adapters begin, by their names, as PEFT's do: A [rank, in] uniform within 1 / sqrt(in), which is He et
+    al. 2015 with a slope of sqrt(5), or normal with a deviation of 1 / rank; B zero."""
+    return {name: _a(shape, init) if name.endswith(A) else Constant(0.0) for name, shape in shapes.items()}
+
+
+def _a(shape: Sequence[int], init: str) -> Initial:
+    rank, inputs = shape
+    return Normal(0.0, 1 / rank) if init == "gaussian" else Uniform(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
 
 NOTHING: Mapping[str, Initial] = {}

@@ -16,14 +16,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.attention import PACKED, register_packed_attention
+from corerl.models.attention import (
+    PACKED,
+    attends,
+    counts_tokens,
+    keep_apart,
+    kept_apart,
+    mixers,
+    register_packed_attention,
+    unregistered_attention,
+)
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
 from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import look_at
-from corerl.models.mixers import attends, counts_tokens, keep_apart, kept_apart, mixers, unregistered_attention
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 
 
 @frozen
@@ -229,42 +237,15 @@ class WholePolicy(Policy):
 
 
 OFFSET = 2  # rows that OPT's table has before its first position
-SHORT = 4  # tokens
-LONGEST_TABLE = 2**24  # positions: what allows more has no table, and takes no pass on meta either
 
 
 def position_limit(model: PreTrainedModel, *, wanted: int) -> int | None:
-    """The number of the model's positions, if it cannot take a sequence of `wanted` tokens; None if it can. `model` is
-    on meta, where a look-up beyond a table's end raises nothing: learned tables are taken for limits, and of
-    all else a pass shows whether it is one."""
+    """The number of the model's positions if it has a table of so many, learned or of sines, and a sequence of `wanted`
+    tokens has more; else None."""
     positions = context_length(model.config)
-    if positions is None or not positions < wanted or positions > LONGEST_TABLE:
+    if positions is None or positions >= wanted:
         return None
     words = model.get_input_embeddings()
-    learned = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
-    if _fits(learned, positions):
-        return positions
-    made = _fits(_table_rows(model), positions)
-    if not _runs(model, SHORT):  # as models do on meta whose code looks at values
-        return positions if made else None
-    if not _runs(model, positions + OFFSET + 1):
-        return positions
-    return positions if made and _fits(_table_rows(model), positions) else None  # else the pass has made a longer one
-
-
-def _table_rows(model: nn.Module) -> list[int]:
-    return [buffer.shape[0] for buffer in model.buffers() if buffer.dim() == 2]
-
-
-def _fits(rows: list[int], positions: int) -> bool:
-    return any(positions <= each <= positions + OFFSET for each in rows)
-
-
-def _runs(model: PreTrainedModel, tokens: int) -> bool:
-    """Whether a pass with so many tokens computes shapes that fit each other."""
-    try:
-        with torch.no_grad():
-            model(input_ids=torch.zeros(1, tokens, dtype=torch.long, device="meta"), use_cache=False)
-    except Exception:  # whatever a model's code does with tensors that do not fit, or have no values
-        return False
-    return True
+    rows = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    rows += [buffer.shape[0] for buffer in model.buffers() if buffer.dim() == 2]
+    return positions if any(positions <= each <= positions + OFFSET for each in rows) else None

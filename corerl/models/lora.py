@@ -1,6 +1,12 @@
-"""Low-rank adapters in a transformers model: which linear layers have one, and what is trained then."""
+"""Low-rank adapters: which linear layers of a model have one, what is trained then, and the directories in which PEFT
+keeps them."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +16,26 @@ from corerl.config.schema import ALL_LINEAR, LoraConfig
 from corerl.errors import ModelError
 from corerl.messages import listed, nearest
 from corerl.models.build import VALUE_HEAD, VALUE_HEAD_WEIGHT
+from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import choosers
 
 LORA_PARTS = ("lora_A", "lora_B")
 SHOWN = 6  # names in one line
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+READ = ("peft_type", "r", "lora_alpha", "target_modules", "use_rslora")  # of a directory's adapter_config.json
+# What changes nothing that adapters compute, or nothing without another field that is refused.
+HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "layers_pattern", "qalora_group_size", "megatron_core", "eva_config"),
+)
+# All other fields change what adapters compute, or the weights that they are added to, unless they have these values.
+UNSET: Sequence[Any] = (None, False, [], {}, "")
+PLAIN: Mapping[str, Sequence[Any]] = {
+    "bias": ("none", None),
+    # With others adapters begin with a part of the weights, which they take from these as the directory is loaded.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", None),
+}
+SAME: Mapping[str, str] = {}
 
 
 class LoraLinear(nn.Linear):
@@ -114,3 +136,74 @@ def targets_in(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]
     if not found:
         raise ModelError(f"{type(model).__name__} has no linear layers that could have adapters; train all its weights")
     return found
+
+
+class PeftFiles(SafetensorsSource):
+    """The adapters in a directory of PEFT, by the names of `corerl.weights.adapters`; `names` has those that PEFT has
+    others for."""
+
+    holds = "a directory of PEFT"
+
+    def __init__(self, directory: str | Path, names: Mapping[str, str] = SAME) -> None:
+        super().__init__(directory)
+        self._names = names
+
+    def stored(self, name: str) -> str | None:
+        return super().stored(self._names.get(name, name))
+
+    def where(self, name: str) -> Path:
+        return self.directory / PEFT_WEIGHTS
+
+    def _find(self) -> dict[str, str]:
+        if not (self.directory / PEFT_WEIGHTS).is_file():
+            raise ModelError(f"{self.directory} has no {PEFT_WEIGHTS}; name a directory that PEFT has saved")
+        return dict.fromkeys(self._opened(PEFT_WEIGHTS).keys(), PEFT_WEIGHTS)
+
+
+def saved_settings(directory: str | Path) -> dict[str, Any]:
+    """`rank`, `alpha`, `targets` and `rslora` of a PEFT directory. Raises ModelError if it has none, or adapters that
+    compute something else than these settings say."""
+    file = Path(directory) / PEFT_CONFIG
+    try:
+        fields = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}); name a directory that PEFT has saved") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is no JSON ({error}); save the adapters again") from error
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        kind = fields.get("peft_type") if isinstance(fields, dict) else None
+        raise ModelError(f"{file} has peft_type={kind!r}, wanted 'LORA'; CoreRL trains no other adapters")
+    for name, value in fields.items():
+        if name not in (*READ, *HARMLESS) and value not in PLAIN.get(name, UNSET):
+            raise ModelError(f"{file} has {name}={value!r}; CoreRL cannot go on with such adapters")
+    rank, alpha, targets = (fields.get(name) for name in ("r", "lora_alpha", "target_modules"))
+    names = [targets] if targets == ALL_LINEAR else targets if isinstance(targets, list) else []
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0 or not names:
+        raise ModelError(
+            f"{file} has r={rank!r}, lora_alpha={alpha!r}, target_modules={targets!r}, wanted a rank of at least 1, a "
+            f"number above 0 and a list of names or {ALL_LINEAR!r}; save the adapters again"
+        )
+    return {
+        "rank": rank,
+        "alpha": float(alpha),
+        "targets": tuple(sorted(names)),
+        "rslora": bool(fields.get("use_rslora", False)),
+    }
+
+
+def peft_config(lora: LoraConfig, *, base: str, targets: Sequence[str]) -> dict[str, Any]:
+    """What PEFT's adapter_config.json says of settled adapters of the modules `targets` of the model in `base`."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": bool(lora.rslora),
+        "target_modules": list(targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }

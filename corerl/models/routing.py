@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
-from corerl.models.config import experts
+from corerl.kinds import experts_of
 
 TOPK = (torch.topk, Tensor.topk)
 REPLAYS = "replay requires routers that call torch.topk exactly once; set algorithm.routing_replay to 'none'"
@@ -70,7 +70,7 @@ class Routers:
         modules = routers(model)
         self._name = type(model).__name__
         self.layers = len(modules)
-        self.experts = experts(model.config)
+        self.experts = experts_of(model.config.to_dict())
         text = model.config.get_text_config()
         of_dbrx = getattr(getattr(text, "ffn_config", None), "moe_top_k", 0)
         self.topk = int(getattr(text, "num_experts_per_tok", 0) or of_dbrx or 0)  # experts per token

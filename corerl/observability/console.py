@@ -11,7 +11,7 @@ from corerl.observability.run_state import RunState
 from corerl.observability.specs import ConsoleOptions
 from corerl.plugin.events import Event
 from corerl.plugin.registry import Kind, load, load_implementation, scan
-from corerl.plugin.spec import Display, hookimpl
+from corerl.plugin.spec import Display
 
 
 class Console:
@@ -22,11 +22,9 @@ class Console:
         lines = PlainView(RunState(time.monotonic), sys.stdout, every=options.every)
         self._display: Display = lines if shown is None else shown
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         self._display.update(event)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self._display.close()
 

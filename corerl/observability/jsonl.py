@@ -14,7 +14,6 @@ from corerl.observability.files import reopen
 from corerl.observability.history import METRICS_FILE
 from corerl.observability.specs import JsonlOptions
 from corerl.plugin.events import Evaluated, Event, RunRewound, RunStarted, SampleShown, StepFinished
-from corerl.plugin.spec import hookimpl
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -29,7 +28,6 @@ class Jsonl:
         self._metrics: IO[str] | None = None
         self._samples: IO[str] | None = None
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -41,7 +39,6 @@ class Jsonl:
             case Evaluated():
                 self._write(event.step, event.metrics, self._chosen(event), kind="held-out")
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.close()
 

@@ -12,7 +12,6 @@ from attrs import asdict
 
 from corerl.observability.files import read_lines, reopen
 from corerl.plugin.events import Event, Notice, RunStarted
-from corerl.plugin.spec import hookimpl
 
 NOTICES_FILE = "notices.jsonl"
 
@@ -26,7 +25,6 @@ class NoticeFile:
         self._file: IO[str] | None = None
         self._written: set[str] = set()
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -38,7 +36,6 @@ class NoticeFile:
                 self._file.write(json.dumps(asdict(event)) + "\n")
                 self._file.flush()
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.close()
 

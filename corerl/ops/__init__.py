@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.ops.attention import PackedSequences as PackedSequences
     from corerl.ops.attention import one_kernel as one_kernel
     from corerl.ops.attention import packed_attention as packed_attention
     from corerl.ops.buildable import lacking as lacking
@@ -13,7 +12,8 @@ if TYPE_CHECKING:
     from corerl.ops.logprobs import token_logprobs as token_logprobs
     from corerl.ops.noise import gumbel as gumbel
     from corerl.ops.noise import hash_key as hash_key
-    from corerl.ops.transfer import upload as upload
+    from corerl.ops.packing import PackedSequences as PackedSequences
+    from corerl.ops.packing import upload as upload
 else:
     from corerl.imports import on_demand
 

@@ -1,73 +1,26 @@
-"""Causal attention within each of several packed sequences: T tokens in, T tokens out."""
+"""Causal attention within each of several packed sequences: T tokens in, T tokens out.
+
+torch's FlashAttention kernel is an operator here, which `torch.compile` accepts. `torch.nn.attention.varlen` has one
+too. That of torch 2.11 wants as many heads of keys as of queries, and each takes the longest sequence as a number,
+which a compiled layer would be recompiled for.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from corerl.ops.flash import FULL, flash_attention
-from corerl.ops.padding import Rectangles, rectangles
-from corerl.ops.transfer import upload
-from corerl.types import IntArray
+from corerl.ops.packing import PackedSequences
 
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes
 ALIGNED = 8  # kernels for half precision want head sizes that are multiples of this
-
-
-@frozen(eq=False)
-class PackedSequences:
-    """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer."""
-
-    tokens: int  # T
-    longest: int  # tokens of the longest sequence
-    longest_on_host: Tensor  # the same, [] int64: a layer would be recompiled for each number
-    cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
-    bounds: IntArray  # the same on the host
-    continuations: Tensor  # [T - S] int64 on the device: indices of all but the first token of each sequence
-
-    @classmethod
-    def of(cls, cu_seqlens: Tensor | IntArray, device: torch.device | str) -> PackedSequences:
-        """Make it from [S + 1] bounds, such as `MicroBatch.cu_seqlens`.
-
-        Raises ValueError unless they begin with 0 and never decrease.
-        """
-        host = cu_seqlens.cpu().numpy() if isinstance(cu_seqlens, Tensor) else np.asarray(cu_seqlens)
-        bounds = host.astype(np.int64)
-        if bounds.ndim != 1 or len(bounds) == 0 or bounds[0] != 0 or (np.diff(bounds) < 0).any():
-            raise ValueError(f"cu_seqlens must begin with 0 and never decrease, got {bounds.tolist()}")
-        lengths = np.diff(bounds)
-        continues = np.ones(int(bounds[-1]), dtype=np.bool_)
-        continues[bounds[:-1][lengths > 0]] = False
-        longest = int(lengths.max(initial=0))
-        return cls(
-            tokens=int(bounds[-1]),
-            longest=longest,
-            longest_on_host=torch.tensor(longest, device="cpu"),
-            cu_seqlens=upload(bounds.astype(np.int32), device),
-            bounds=bounds,
-            continuations=upload(np.flatnonzero(continues), device),
-        )
-
-    @cached_property
-    def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
-        """Rectangles for kernels that cannot pack; gather and scatter on the device, None if no token moves."""
-        layout = rectangles(self.bounds)
-        return (layout, None, None) if layout.in_place else self._on_device(layout)
-
-    @cached_property
-    def rows(self) -> tuple[Rectangles, Tensor, Tensor]:
-        """One rectangle, of which each row is a sequence; gather and scatter on the device."""
-        return self._on_device(rectangles(self.bounds, fill=0.0))
-
-    def _on_device(self, layout: Rectangles) -> tuple[Rectangles, Tensor, Tensor]:
-        device = self.cu_seqlens.device
-        return layout, upload(layout.gather, device), upload(layout.scatter, device)
+FULL = -1  # the `window` of a token that sees all before it
+NAME = "corerl::packed_attention"
 
 
 def packed_attention(
@@ -186,3 +139,76 @@ def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+@torch.library.custom_op(
+    NAME,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor longest, float scale, int window)"
+    " -> (Tensor, Tensor)",
+)
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of q [T, H, D], k and v [T, Hkv, D] in half precision on CUDA, within the sequences that
+    `cu_seqlens` [S + 1] bounds, of which the longest has `longest` [] tokens, on the host; a token sees `window`
+    tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp [H, T] of its scores."""
+    at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, at_most, at_most, 0.0, left == FULL, False,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return out, lse
+
+
+@torch.library.custom_op(
+    f"{NAME}_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor longest,"
+    " float scale, int window) -> (Tensor, Tensor, Tensor)",
+)
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
+    # Of dropout, which there is none of.
+    state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, at_most, at_most, 0.0, left == FULL, state, unused,
+        scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+@flash_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@flash_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, longest, scale, window = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest)
+    ctx.scale, ctx.window = scale, window
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *flash_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None
+
+
+flash_attention.register_autograd(_gradients, setup_context=_keep)

@@ -130,6 +130,6 @@ def kernels_for(logits: Tensor) -> Kernels | None:
 def _kernels() -> Kernels | None:
     if lacking():
         return None
-    from corerl.ops import softmax_kernels
+    from corerl.ops import kernels
 
-    return softmax_kernels
+    return kernels

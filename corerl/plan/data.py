@@ -21,7 +21,7 @@ from corerl.data.prompts import PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
-from corerl.models.tokenizer import end_tokens, unapplied
+from corerl.models.tokenizer import end_tokens
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
@@ -29,8 +29,7 @@ from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 from corerl.rollout.recorded import SavedRollouts
-from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import require_part, reward_of
+from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
@@ -70,9 +69,6 @@ def load_sampled(
                 require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward", path="reward.name"):
         reward = reward_of(config.reward)
-    if reward is not None and sampler is not None and not sampler.spec.rewards:
-        with problems.stage("algorithm.dynamic_sampling_on"):
-            require_part(reward, config.algorithm.dynamic_sampling_on, setting="algorithm.dynamic_sampling_on")
     if rollout.postprocess:
         with problems.stage("rollout.postprocess"):
             postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
@@ -163,7 +159,7 @@ def prompt_check(
 
 
 def load_eval_sets(
-    config: Config, sampled: Sampled, sampler: Loaded | None, context: int, problems: Problems
+    config: Config, sampled: Sampled, context: int, problems: Problems
 ) -> tuple[list[EvalSet], list[str]]:
     """The sets, with `data.held_out` first if there is one, and notices about their prompts. What is wrong with a set
     goes to `problems`."""
@@ -176,7 +172,7 @@ def load_eval_sets(
             continue
         with problems.stage(table):
             try:
-                each = _eval_set(config, table, own, sampled, brings_rewards=sampler is None or sampler.spec.rewards)
+                each = _eval_set(config, table, own, sampled)
                 notices += [f"{table}: {line}" for line in _checked(config, table, each, sampled, context)]
             except UserError as error:
                 lines = [line if line.startswith(table) else f"{table}: {line}" for line in error.message.splitlines()]
@@ -185,7 +181,7 @@ def load_eval_sets(
     return found, notices
 
 
-def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled, *, brings_rewards: bool) -> EvalSet:
+def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled) -> EvalSet:
     tokenizer, prompts, reward = sampled.tokenizer, sampled.prompts, sampled.reward
     assert tokenizer is not None and prompts is not None and reward is not None
     settings = own.settled(config.eval, config.rollout)
@@ -198,8 +194,6 @@ def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled, *
         source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
         held_out, rewarding = HeldOut(source, source.train), own.reward
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
-    if not brings_rewards:
-        require_part(own_reward or reward, settings.correct_on or "", setting=f"{table}.correct_on")
     every = own.every if isinstance(own, EvalSource) else None
     return EvalSet(
         name=own.called if isinstance(own, EvalSource) else "",
@@ -253,9 +247,6 @@ def notices_of_data(
     yield from held_out_and_trained_on(prompts, eval_sets)
     options, special = config.data.chat_template_options, config.reward.special_tokens
     yield from opened_reasoning(prompts, tokenizer, options, special_tokens=special)
-    given = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
-    if line := unapplied(config.model, given):  # the model's authors recommend others
-        yield line
 
 
 def unanswered(answer_key: str, prompts: PromptSource) -> Iterator[str]:

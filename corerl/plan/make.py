@@ -77,7 +77,7 @@ from corerl.plan.settle import (
     with_other_sizes,
     with_vocabulary,
 )
-from corerl.plugin.requirements import require_met
+from corerl.plugin.origins import require_met
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.evaluation import EvalSet
 
@@ -151,7 +151,7 @@ def _plan_run(config: Config, damaged: Faults, before: Answers, *, starting: boo
     named, config = config, with_absolute_paths(config)  # only now: messages name files as the user does
     start = find_start(config, sampled.prompts, problems, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did.
-    eval_sets, about_sets = load_eval_sets(named, sampled, plugins.sampler, context, problems)
+    eval_sets, about_sets = load_eval_sets(named, sampled, context, problems)
     about_files = list(_check_files(config, models, start, problems))
     device = _device(config, problems)
     sampler: MakeSampler | None = None

@@ -23,9 +23,9 @@ from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import reads_pictures
 from corerl.models.files import kept_files, look_at, model_files
 from corerl.models.layouts import unread_parameters
+from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
 from corerl.models.parts import parts_of
-from corerl.models.peft_files import PeftFiles
 from corerl.weights.adapters import is_adapter
 
 GIB = 2**30

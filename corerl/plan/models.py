@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
-from corerl.models.config import class_name, code_not_run, context_length, experts, hf_config, reads_pictures
-from corerl.models.experts import experts_of
+from corerl.kinds import experts_of
+from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
 from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
@@ -154,8 +154,6 @@ def check_files(
     path, built = model.settings.path, model.built
     if built is None:
         return
-    if path and (code := code_not_run(path)):
-        yield f"{model.table}.path: {code}"
     if path and not model.frozen and problems.none_in("model", model.table):
         with problems.stage(f"{model.table}.weights", path=f"{model.table}.path"):
             if kept := untrained(path, model.hf, built):
@@ -202,7 +200,7 @@ def kept_digests(models: Mapping[str, RoleModel]) -> dict[str, str]:
 
 
 def against_replay(replay: str, actor: RoleModel) -> Iterator[str]:
-    if replay != "none" and experts(actor.hf) == 1:
+    if replay != "none" and experts_of(actor.hf.to_dict()) <= 1:
         yield f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'"
 
 

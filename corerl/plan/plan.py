@@ -31,12 +31,11 @@ from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Plugins
 from corerl.plan.resume import Start
 from corerl.plan.roles import RolePlan
-from corerl.plugin.contract import ask_each
 from corerl.plugin.observers import load_planners
 from corerl.plugin.spec import PlanAnswer
 from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
-from corerl.rollout.rewards.base import Reward
+from corerl.rollout.rewards import Reward
 from corerl.rollout.scored import ScoredRollout
 
 
@@ -143,7 +142,7 @@ def ask_extensions(plan: PlanReady, before: Answers, *, run_dir: str) -> Answers
     settings, by = dict(before.settings), {key: before.by[key] for key in before.settings}
     reasons, remarks, problems = list(before.reasons), list[str](), list[str]()
     has = to_plain(plan.config)
-    for name, answer in ask_each(load_planners(plan.config.chosen_extensions, run_dir), "plan_ready", plan=plan):
+    for name, answer in load_planners(plan.config.chosen_extensions, run_dir).ask_each("plan_ready", plan=plan):
         if answer is None:
             continue
         if not isinstance(answer, PlanAnswer):

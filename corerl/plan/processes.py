@@ -26,7 +26,7 @@ from corerl.plan.resolve import Plugins, check_spec
 from corerl.plan.roles import RolePlan, cluster_of, plan_role
 from corerl.plugin import hooktrace
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.fingerprint import origins_of
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, Environment
 from corerl.plugin.transports import AUTO

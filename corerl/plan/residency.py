@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from corerl.config.schema import ClusterConfig, Config
 from corerl.errors import ConfigError
 from corerl.kinds import ALL_KINDS, MemoryKind
-from corerl.plugin.hookspecs import STATE
+from corerl.plugin.hooks import STATE
 from corerl.plugin.spec import ACTOR
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16

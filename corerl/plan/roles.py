@@ -14,11 +14,12 @@ from corerl.checkpoint.reader import written_ranks
 from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
 from corerl.config.toml_text import to_plain
+from corerl.kinds import experts_of
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
-from corerl.plugin.fingerprint import Origin, origins_of
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
+from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
 from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec
@@ -208,11 +209,10 @@ def needed(
 
 
 def _needed_by(model: RoleModel) -> dict[Capability, str]:
-    from corerl.models.build import stored_buffers  # slow to import, as is the next one: takes seconds
-    from corerl.models.config import experts
+    from corerl.models.build import stored_buffers  # slow to import: takes seconds
 
     needs = {}
-    if (count := experts(model.hf)) > 1:
+    if (count := experts_of(model.hf.to_dict())) > 1:
         needs[Capability.MOE] = f"a model with {count} experts"
     if model.built is not None and (buffer := next(iter(stored_buffers(model.built)), "")):
         needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"

@@ -40,7 +40,7 @@ def settle_adapters(config: Config, problems: Problems) -> Config:
             continue
         saved: Mapping[str, Any] = {}
         if lora.path:
-            from corerl.models.peft_files import saved_settings  # slow to import: takes seconds
+            from corerl.models.lora import saved_settings  # slow to import: takes seconds
 
             with problems.stage(f"{table}.path", path=f"{table}.path"):
                 saved = saved_settings(lora.path)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from corerl.plugin.helpers import check_nccl as check_nccl
     from corerl.plugin.helpers import slow_attention as slow_attention
     from corerl.plugin.helpers import version_numbers as version_numbers
-    from corerl.plugin.hookspecs import Context as Context
-    from corerl.plugin.hookspecs import Failure as Failure
-    from corerl.plugin.hookspecs import RunControl as RunControl
+    from corerl.plugin.hooks import Context as Context
+    from corerl.plugin.hooks import Failure as Failure
+    from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import installed_names as installed_names
     from corerl.plugin.registry import load as load

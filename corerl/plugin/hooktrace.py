@@ -7,14 +7,12 @@ import os
 import reprlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from enum import Enum
 from typing import Any
 
 import attrs
-import pluggy
 
 from corerl.messages import one_line
 
@@ -26,51 +24,35 @@ def wanted() -> bool:
 
 
 class HookTrace:
-    """Traces the hook calls of one process. `where` is its name, such as `actor rank 0`."""
+    """Traces the hook calls of one process, if the user asks for it. `where` is its name, such as `actor rank 0`."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._started: list[float] = []  # start times of the open calls, outermost first
+        self._on = wanted()
+        self._open = 0  # calls that have not returned yet
 
-    def follow(self, manager: pluggy.PluginManager) -> None:
-        """Trace each call that goes through `manager`."""
-
-        def after(outcome: pluggy.Result[Any], hook: str, implementations: Sequence[Any], arguments: Any) -> None:
-            self._ended(hook, outcome.exception, None if outcome.exception else outcome.get_result())
-
-        manager.add_hookcall_monitoring(
-            lambda hook, implementations, arguments: self._began(
-                hook, [each.plugin_name for each in reversed(implementations)], arguments
-            ),
-            after,
-        )
-
-    @contextmanager
-    def call(self, hook: str, plugin: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Trace a call of one plugin that does not go through the manager."""
-        self._began(hook, [plugin], arguments)
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self._ended(hook, error, None)
-
-    def _began(self, hook: str, chain: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    def call(self, hook: str, chain: Sequence[str], arguments: Mapping[str, Any], function: Callable[[], Any]) -> Any:
+        """What `function` returns: a call of the plugins in `chain`, the first outermost."""
+        if not self._on:
+            return function()
         shown = " ".join(f"{name}={summary(value)}" for name, value in arguments.items())
         self._print(f"> {hook} [{' > '.join(chain)}] {shown}")
-        self._started.append(time.perf_counter())
-
-    def _ended(self, hook: str, error: BaseException | None, result: Any) -> None:
-        taken = 1000 * (time.perf_counter() - self._started.pop())
-        outcome = f"raised {one_line(error)}" if error is not None else summary(result)
-        self._print(f"< {hook} {taken:.1f} ms {outcome}")
+        started, self._open = time.perf_counter(), self._open + 1
+        outcome = ""
+        try:
+            result = function()
+            outcome = summary(result)
+            return result
+        except BaseException as error:
+            outcome = f"raised {one_line(error)}"
+            raise
+        finally:
+            self._open -= 1
+            self._print(f"< {hook} {1000 * (time.perf_counter() - started):.1f} ms {outcome}")
 
     def _print(self, text: str) -> None:
         now = datetime.now().strftime("%H:%M:%S.%f")[:-3]
-        print(f"{now} {self._where} {'  ' * len(self._started)}{text}", file=sys.stderr, flush=True)
+        print(f"{now} {self._where} {'  ' * self._open}{text}", file=sys.stderr, flush=True)
 
 
 class _Summary(reprlib.Repr):

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
 from typing import Any, NoReturn
+
+from attrs import frozen
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import (
@@ -24,17 +26,8 @@ from corerl.errors import (
 )
 from corerl.messages import one_line, place
 from corerl.plugin.capabilities import Capability, Support, asked_by_role, refusal, support_in
-from corerl.plugin.contract import (
-    INNERMOST,
-    build_manager,
-    call_chain,
-    call_each,
-    check_backend,
-    refuse_driver_hooks,
-    require_instance,
-)
-from corerl.plugin.hookspecs import NEEDS, RESULTS, Context
-from corerl.plugin.spec import hookimpl
+from corerl.plugin.contract import WORKER_HOOKS, Extensions, Method, backend_methods, call_chain, require_instance
+from corerl.plugin.hooks import NEEDS, RESULTS, Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -118,19 +111,19 @@ class BackendBase:
         raise ContractError(f"a {type(self).__name__} cannot be pickled; build it inside the worker from its name")
 
 
-class WithoutOutputs:
-    """Around the backend of a rank that does not set `outputs`, inside of all extensions: another rank returns metrics,
-    tokens and outputs of the same samples."""
+@frozen
+class WithoutOutputs(Method):
+    """A hook of the backend on a rank that does not set `outputs`, inside of all extensions: another rank returns
+    metrics, tokens and outputs of the same samples."""
 
-    @hookimpl(wrapper=True, trylast=True)
-    def forward_backward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
-        result = yield
-        return _nothing(outputs) if isinstance(result, GradientResult) else result
-
-    @hookimpl(wrapper=True, trylast=True)
-    def forward(self, outputs: tuple[Output, ...]) -> Generator[None, Any, Any]:
-        result = yield
-        return ForwardResult.empty(outputs) if isinstance(result, ForwardResult) else result
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        match result := super().__call__(arguments):
+            case GradientResult():
+                return _nothing(arguments["outputs"])
+            case ForwardResult():
+                return ForwardResult.empty(arguments["outputs"])
+            case _:
+                return result
 
 
 def _nothing(outputs: tuple[Output, ...]) -> GradientResult:
@@ -162,11 +155,8 @@ class PluginHost:
             raise ContractError(
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
-        # pluggy calls the last registered plugin first, so the config's list is registered in reverse.
-        wrappers = [(f"extension:{each}", plugin) for each, plugin in reversed(extensions)]
-        self._manager = build_manager([(label, backend), *wrappers], where=f"{context.role} rank {context.rank}")
-        check_backend(self._manager, label)
-        refuse_driver_hooks(self._manager)
+        self._own = backend_methods(label, backend)
+        self._extensions = Extensions(extensions, hooks=WORKER_HOOKS, where=f"{context.role} rank {context.rank}")
         self.backend = backend
         self.backend.declared, self.backend.label = capabilities or {}, name
         self.name = name
@@ -196,9 +186,12 @@ class PluginHost:
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)
-        result: InitResult = self._call("init", config=config, context=context)
+        with self.entering("init"):
+            result: InitResult = self._checked("init", config=config, context=context)
         if not result.layout.outputs:
-            self._manager.register(WithoutOutputs(), INNERMOST)
+            for hook in ("forward_backward", "forward"):
+                own = self._own[hook]
+                self._own[hook] = WithoutOutputs(own.plugin, own.hook, own.function, own.takes)
         self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet
@@ -209,47 +202,42 @@ class PluginHost:
     ) -> GradientResult:
         """Raises WrongState after the step's last call. A batch without micro-batches, which is one on all ranks alike,
         adds nothing, and does not reach the backend. `at` is for messages."""
-        with self.entering("forward_backward", needs=NEEDS["forward_backward"], at=at):
+        with self.entering("forward_backward", at=at):
             self._begun = self._begun or batch.count > 0
             self._complete = last and self._begun
             if not batch.count:
                 return _nothing(outputs)
-            result: GradientResult = self._checked(
-                "forward_backward", batch=batch, loss=loss, outputs=outputs, last=last
-            )
-            return result
+            return self._checked("forward_backward", batch=batch, loss=loss, outputs=outputs, last=last)
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         """Raises WrongState without a gradient since the last step."""
-        with self.entering("optimizer_step", needs=NEEDS["optimizer_step"], at=step):
+        with self.entering("optimizer_step", at=step):
             result: StepResult = self._checked("optimizer_step", step=step, scale=scale)
             self.backend.adam_step += result.applied
             self._begun = self._complete = False
             return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        with self.entering("forward", needs=NEEDS["forward"]), self.backend.using(weights):
-            result: ForwardResult = self._checked("forward", batch=batch, outputs=outputs, weights=weights)
-            return result
+        with self.entering("forward"), self.backend.using(weights):
+            return self._checked("forward", batch=batch, outputs=outputs, weights=weights)
 
     def update_weights(self, sender: Any, version: int, adapters: bool = False) -> UpdateResult:
         """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted
         version counts as used: two streams must never share one."""
-        with self.entering("update_weights", needs=NEEDS["update_weights"]):
+        with self.entering("update_weights"):
             if version < self._next_version:
                 raise WeightUpdateError(
                     f"weights version {version} was refused on {self._where}, expected {self._next_version} or more; "
                     "versions must strictly increase"
                 )
             self._next_version = version + 1
-            result: UpdateResult = self._checked("update_weights", sender=sender, version=version, adapters=adapters)
-            return result
+            return self._checked("update_weights", sender=sender, version=version, adapters=adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         if background:
             self.backend.require(Capability.SAVE_BACKGROUND, "save(background=True)")
-        result: SaveResult = self._call("save", at=step, path=path, step=step, background=background)
-        return result
+        with self.entering("save", at=step):
+            return self._checked("save", path=path, step=step, background=background)
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         """Put `kinds` to sleep, minus those asleep. The hook runs even if none is left, to measure the residual. Raises
@@ -262,8 +250,7 @@ class PluginHost:
                 )
             going = self.resident & kinds
             self.resident -= going
-            result: SleepResult = self._checked("sleep", kinds=going)
-            return result
+            return self._checked("sleep", kinds=going)
 
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         """Wake up `kinds`, minus those awake; the hook is called only if one is left."""
@@ -282,9 +269,10 @@ class PluginHost:
             return
         failed, self.state = self.state is State.FAILED, State.CLOSED
         self.resident = frozenset()
+        own = [self._own["shutdown"]] if "shutdown" in self._own else []
         errors = [
             error if isinstance(error, CorerlError) else self._hook_failed("shutdown", error, plugin=plugin)
-            for plugin, error in call_each(self._manager, "shutdown", reason=reason)
+            for plugin, error in self._extensions.call_each("shutdown", *own, reason=reason)
         ]
         if failed:
             for error in errors:
@@ -300,19 +288,20 @@ class PluginHost:
     # ---- around every call -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def entering(self, verb: str, *, needs: Set[MemoryKind] = frozenset(), at: Step | None = None) -> Iterator[None]:
-        """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`
+    def entering(self, verb: str, *, needs: Set[MemoryKind] | None = None, at: Step | None = None) -> Iterator[None]:
+        """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`. `needs` are by
+        default the hook's.
 
         Raises WrongState, Unsupported or NotResident before the block is entered. A CorerlError from the block keeps
         its type, and its message gains rank and verb unless it is a UserError; any other error becomes HookFailed.
         """
         if self.state is not (State.NEW if verb == "init" else State.READY):
-            raise self._wrong_state(verb)
+            raise WrongState(f"{verb} on {self._where} is not allowed in state {self.state}: {ADVICE[self.state]}")
         if self._frozen and verb in TRAINED:
             raise WrongState(refused_if_frozen(verb, self._where))
         if verb in VERBS:
             self.backend.require(VERBS[verb], verb)
-        if asleep := frozenset(needs) - self.resident:
+        if asleep := frozenset(NEEDS.get(verb, ()) if needs is None else needs) - self.resident:
             kinds = ", ".join(kind for kind in MemoryKind if kind in asleep)
             raise NotResident(
                 f"{verb} on {self._where} needs memory that is asleep: {kinds}; call wake_up for it first"
@@ -346,17 +335,13 @@ class PluginHost:
             return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
         return ""
 
-    def _call(self, hook: str, *, at: Step | None = None, **arguments: Any) -> Any:
-        with self.entering(hook, needs=NEEDS.get(hook, frozenset()), at=at):
-            return self._checked(hook, **arguments)
-
     def _checked(self, hook: str, **arguments: Any) -> Any:
-        result = getattr(self._manager.hook, hook)(**arguments)
+        result = self._extensions.wrapped(self._own[hook], arguments)
         expected = RESULTS[hook]
         flaw = _flaw(result)
         if isinstance(result, expected) and not flaw:
             return result
-        chain = call_chain(self._manager, hook)
+        chain = call_chain(self._extensions, self._own[hook])
         if flaw:
             raise ContractError(f"{hook}() returned {flaw}; call chain: {chain}")
         hint = " (a wrapper with a bare yield drops the result: write return (yield))" if ">" in chain else ""
@@ -373,9 +358,6 @@ class PluginHost:
     @property
     def _where(self) -> str:
         return f"{self.context.role} rank {self.context.rank}"
-
-    def _wrong_state(self, verb: str) -> WrongState:
-        return WrongState(f"{verb} on {self._where} is not allowed in state {self.state}: {ADVICE[self.state]}")
 
     def _hook_failed(self, hook: str, error: BaseException, *, at: Step | None = None, plugin: str = "") -> HookFailed:
         where = plugin or f"backend:{self.name}"

@@ -10,10 +10,13 @@ from typing import Any
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ContractError, CorerlError, PluginBroken
 from corerl.messages import note, one_line, printable
-from corerl.plugin.contract import DRIVER_HOOKS, HookManager, ask_each, build_manager, call_each
+from corerl.plugin.contract import Extensions
 from corerl.plugin.events import Event, Notice
+from corerl.plugin.hooks import DRIVER_HOOKS
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.spec import Process
+
+ON_DRIVER = (*DRIVER_HOOKS, "shutdown")
 
 
 class Observers:
@@ -25,8 +28,7 @@ class Observers:
     """
 
     def __init__(self, extensions: Sequence[tuple[str, object]], *, showing: Collection[str] = ()) -> None:
-        plugins = [(f"extension:{name}", plugin) for name, plugin in reversed(extensions)]
-        self._manager = build_manager(plugins, hooks=(*DRIVER_HOOKS, "shutdown"), where="driver")
+        self._extensions = Extensions(extensions, hooks=ON_DRIVER, where="driver")
         self._silenced: set[str] = set()  # extensions that have raised
         self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
@@ -38,7 +40,7 @@ class Observers:
         with self._emitting:
             if self._closed:
                 return
-            for name, error in call_each(self._manager, "observe", skip=self._silenced, event=event):
+            for name, error in self._extensions.call_each("observe", skip=self._silenced, event=event):
                 self._silenced.add(name)
                 what = f"observe({type(event).__name__})"
                 print(
@@ -50,7 +52,7 @@ class Observers:
     def ask(self, hook: str, **arguments: Any) -> None:
         """Call a hook that decides something, in the config's order. Raises the first error, with the extension's
         name. An extension that was disabled is not asked."""
-        for _ in ask_each(self._manager, hook, skip=self._silenced, **arguments):
+        for _ in self._extensions.ask_each(hook, skip=self._silenced, **arguments):
             pass
 
     def shutdown(self, reason: str) -> None:
@@ -59,7 +61,7 @@ class Observers:
             if self._closed:
                 return
             self._closed = True
-            for name, error in call_each(self._manager, "shutdown", reason=reason):
+            for name, error in self._extensions.call_each("shutdown", reason=reason):
                 print(f"warning: shutdown of {name} raised {printable(one_line(error))}", file=sys.stderr)
 
 
@@ -69,7 +71,7 @@ def load_observers(
     """The run's own observers, then the extensions that run on the driver; their options may be plain tables or already
     resolved."""
     specs = {loaded.name: loaded.spec for _, loaded in extensions_for(choices, Process.DRIVER)}
-    extensions = _instances(choices, run_dir, Process.DRIVER)
+    extensions = load_extensions(choices, run_dir, Process.DRIVER)
     for name, extension in extensions:
         if hasattr(extension, "plan_ready") and not specs[name].plans:
             raise ContractError(
@@ -78,23 +80,15 @@ def load_observers(
     return Observers([*own, *extensions], showing=[name for name, spec in specs.items() if spec.shows_notices])
 
 
-def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> HookManager:
+def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> Extensions:
     """The extensions whose specs say that they plan, constructed to be asked about a plan, and for nothing else."""
-    found = [each for each in extensions_for(choices, Process.DRIVER) if each[1].spec.plans]
-    plugins = [
-        (f"extension:{loaded.name}", _instance(loaded, choice.options, run_dir)) for choice, loaded in reversed(found)
-    ]
-    manager = build_manager(plugins, hooks=(*DRIVER_HOOKS, "shutdown"), where="driver")
-    planning = {impl.plugin_name for impl in manager.hook.plan_ready.get_hookimpls()}
-    for name, _ in plugins:
-        if name not in planning:
-            raise ContractError(f"{name} implements no plan_ready; add it, or remove plans=True from its spec")
-    return manager
+    planners = [choice for choice, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.plans]
+    return Extensions(load_extensions(planners, run_dir, Process.DRIVER), hooks=ON_DRIVER, where="driver")
 
 
-def load_worker_extensions(choices: Sequence[ExtensionChoice], run_dir: str) -> list[tuple[str, object]]:
-    """The extensions that run in workers, as PluginHost takes them."""
-    return _instances(choices, run_dir, Process.WORKER)
+def traced(choices: Sequence[ExtensionChoice]) -> bool:
+    """Whether an extension on the driver wants a `CallFinished` event for every call."""
+    return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
 
 
 def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list[tuple[ExtensionChoice, Loaded]]:
@@ -103,12 +97,8 @@ def extensions_for(choices: Sequence[ExtensionChoice], process: Process) -> list
     return [(choice, loaded) for choice, loaded in pairs if loaded.spec.process is process]
 
 
-def traced(choices: Sequence[ExtensionChoice]) -> bool:
-    """Whether an extension on the driver wants a `CallFinished` event for every call."""
-    return any(loaded.spec.traces for _, loaded in extensions_for(choices, Process.DRIVER))
-
-
-def _instances(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
+def load_extensions(choices: Sequence[ExtensionChoice], run_dir: str, process: Process) -> list[tuple[str, object]]:
+    """The names and instances of the extensions that run in `process`, in order."""
     return [
         (loaded.name, _instance(loaded, choice.options, run_dir)) for choice, loaded in extensions_for(choices, process)
     ]

@@ -23,7 +23,6 @@ from corerl.config.structuring import structure
 from corerl.errors import PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.imports import Where, importable
 from corerl.messages import nearest, one_line
-from corerl.plugin.moved import PAGE, dotted, method_now, where_now
 from corerl.plugin.spec import (
     API,
     AlgorithmSpec,
@@ -107,25 +106,14 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
 }
 
 
+CHANGES = "docs/versioning.md and `corerl doctor` say what has moved"
+
+
 class Status(StrEnum):
     OK = "ok"
     BROKEN = "broken"
     INCOMPATIBLE = "incompatible"
     CONFLICT = "conflict"
-
-
-@frozen(kw_only=True)
-class Installed:
-    """An entry point that was found, and whether it can be used."""
-
-    name: str
-    distribution: str
-    version: str
-    value: str  # "package.module:SPEC"
-    status: Status
-    reason: str = ""  # empty if the status is ok
-    api: tuple[int, int] | None = None  # None if the spec could not be loaded
-    summary: str = ""
 
 
 @frozen(kw_only=True)
@@ -144,6 +132,16 @@ class Entry:
         """Whether `name`, plain or as 'distribution:name', refers to this entry point."""
         left, colon, right = name.rpartition(":")
         return self.name == right and (not colon or _normalized(self.distribution) == _normalized(left))
+
+
+@frozen(kw_only=True)
+class Installed(Entry):
+    """An entry point that was found, and whether it can be used."""
+
+    status: Status
+    reason: str = ""  # empty if the status is ok
+    api: tuple[int, int] | None = None  # None if the spec could not be loaded
+    summary: str = ""
 
 
 @frozen(kw_only=True)
@@ -249,14 +247,13 @@ def installed(kind: Kind) -> list[Installed]:
             api, summary = spec.api, spec.summary
         except PluginIncompatible as error:
             status, api = Status.INCOMPATIBLE, error.api
-            reason = f"written for API {dotted(error.api)}, but this corerl supports {dotted(API)}"
+            reason = f"written for API {_dotted(error.api)}, but this corerl supports {_dotted(API)}"
         except PluginBroken as error:
             status, reason = Status.BROKEN, one_line(error.__cause__) if error.__cause__ else error.message
         rivals = [other for other in entries if other.name == entry.name]
         if status is Status.OK and len(rivals) > 1:
             status, reason = Status.CONFLICT, _conflict(rivals)
-        own = {"name": entry.name, "distribution": entry.distribution, "version": entry.version, "value": entry.value}
-        found.append(Installed(**own, status=status, reason=reason, api=api, summary=summary))
+        found.append(Installed(**asdict(entry), status=status, reason=reason, api=api, summary=summary))
     return found
 
 
@@ -266,8 +263,7 @@ def load_implementation(kind: Kind, loaded: Loaded, value: str = "") -> Any:
     code = value or loaded.spec.implementation
     found = _imported(f"{kind.noun} {loaded}", code, loaded.distribution)
     if lacks := sorted(getattr(found, "__abstractmethods__", ())):
-        moved = "".join(method_now(name) for name in dir(found) if kind is Kind.BACKENDS)
-        raise PluginBroken(f"{kind.noun} {loaded}: {code} must implement {', '.join(lacks)}{moved}")
+        raise PluginBroken(f"{kind.noun} {loaded}: {code} must implement {', '.join(lacks)}; {CHANGES}")
     return found
 
 
@@ -289,10 +285,10 @@ def _loaded(kind: Kind, entry: Entry) -> Loaded:
     if not (isinstance(api, tuple) and len(api) == 2 and all(isinstance(number, int) for number in api)):
         raise PluginBroken(f"{what}: {entry.value} has api={api!r}, expected (major, minor)")
     if api[0] != API[0] or api[1] > API[1]:
-        changed = f"what changed: {PAGE}, the table of API {dotted(API)}; " if api < API else ""
+        changed = f"{CHANGES}; " if api < API else ""
         error = PluginIncompatible(
-            f"{what} was written for API {dotted(api)}, but this corerl supports {dotted(API)}; {changed}install a "
-            f"release of {entry.distribution or 'it'} for API {dotted(API)}, or a corerl that supports {dotted(api)}"
+            f"{what} was written for API {_dotted(api)}, but this corerl supports {_dotted(API)}; {changed}install a "
+            f"release of {entry.distribution or 'it'} for API {_dotted(API)}, or a corerl that supports {_dotted(api)}"
         )
         error.api = api
         raise error
@@ -309,7 +305,10 @@ def _imported(what: str, value: str, distribution: str = "") -> Any:
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
     except (Exception, SystemExit) as error:  # a module may raise anything
-        advice = where_now(error) or (f"; repair or reinstall {distribution}" if distribution else "")
+        if isinstance(error, ImportError) and f"{error.name}.".startswith("corerl."):
+            advice = f"; {CHANGES}"
+        else:
+            advice = f"; repair or reinstall {distribution}" if distribution else ""
         raise PluginBroken(f"{what} cannot be loaded from {value}: {one_line(error)}{advice}") from error
     return found
 
@@ -357,3 +356,7 @@ def _is_module(name: str) -> bool:
 
 def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _dotted(api: tuple[int, int]) -> str:
+    return ".".join(map(str, api))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, Literal, Protocol, TypeAlias
 
-import pluggy
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
@@ -24,9 +23,6 @@ from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
 
 API = (2, 0)  # of the contract between core and plugins
-PROJECT = "corerl"
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @frozen(kw_only=True)
@@ -250,8 +246,6 @@ class SamplerSpec(Spec):
     # The rows that a run has prompts from whose `[data]` names no source, as those of a data file: objects with the
     # fields of `data.prompt_key`, `data.answer_key` and any others, as many as `len` says, each the same in every run.
     prompts: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None  # (options)
-    # Whether samples may bring rewards (`Rollout.outcomes`): these may have parts that nobody knows before.
-    rewards: bool = False
     # Whether a sample may have another number of rows than one, or none of the policy's tokens.
     episodes: bool = False
 

@@ -6,11 +6,11 @@ if TYPE_CHECKING:
     from corerl.event_loop import EventLoop as EventLoop
     from corerl.event_loop import in_coroutine as in_coroutine
     from corerl.event_loop import in_thread as in_thread
+    from corerl.event_loop import start_user_coroutine as start_user_coroutine
     from corerl.rollout.encoding import Rejected as Rejected
     from corerl.rollout.encoding import TextEncoder as TextEncoder
     from corerl.rollout.encoding import render as render
     from corerl.rollout.encoding import wrong_option as wrong_option
-    from corerl.rollout.loop import begin as begin
     from corerl.rollout.reasoning import CLOSING as CLOSING
     from corerl.rollout.reasoning import OPENING as OPENING
     from corerl.rollout.reasoning import TAGS as TAGS
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from corerl.rollout.reasoning import end_of_reasoning as end_of_reasoning
     from corerl.rollout.reasoning import left_open as left_open
     from corerl.rollout.reasoning import split as split
-    from corerl.rollout.rewards.base import Failure as Failure
-    from corerl.rollout.rewards.base import Judged as Judged
-    from corerl.rollout.rewards.base import Outcome as Outcome
-    from corerl.rollout.rewards.base import Reward as Reward
-    from corerl.rollout.rewards.base import described as described
-    from corerl.rollout.rewards.base import number as number
-    from corerl.rollout.rewards.base import short as short
-    from corerl.rollout.rewards.lookup import exact_match as exact_match
-    from corerl.rollout.rewards.lookup import position_match as position_match
+    from corerl.rollout.rewards import Failure as Failure
+    from corerl.rollout.rewards import Judged as Judged
+    from corerl.rollout.rewards import Outcome as Outcome
+    from corerl.rollout.rewards import Reward as Reward
+    from corerl.rollout.rewards import described as described
+    from corerl.rollout.rewards import exact_match as exact_match
+    from corerl.rollout.rewards import number as number
+    from corerl.rollout.rewards import position_match as position_match
+    from corerl.rollout.rewards import short as short
     from corerl.rollout.sampler import PromptSampler as PromptSampler
     from corerl.rollout.sampler import Rollout as Rollout
     from corerl.rollout.sampler import Sampler as Sampler

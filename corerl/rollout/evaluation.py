@@ -14,9 +14,10 @@ from corerl.config.schema import RewardConfig
 from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
 from corerl.plugin.events import SampleShown
-from corerl.rollout.rewards.base import Reward, Scores, Scoring, described
+from corerl.rollout.rewards import Reward, described
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import exact_share, first_samples, shown
+from corerl.rollout.scoring import AsyncScorer, Scores
 from corerl.types import Array, BoolArray, IntArray
 
 STEP = -1  # in place of the rollout step, for noise: no step of training has it
@@ -53,7 +54,7 @@ class Evaluation:
     first_failure: str = ""  # as one line
 
 
-async def evaluate(sampler: Sampler, held_out: EvalSet, reward: Scoring, *, show: int = 3) -> Evaluation:
+async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, show: int = 3) -> Evaluation:
     """Sample and score each prompt. The same weights give the same scores at any step: noise depends on the seed, the
     prompt and the sample's number, and is that of no training step.
 

@@ -27,7 +27,7 @@ from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from corerl.rollout.rewards.base import Outcome
+    from corerl.rollout.rewards import Outcome
 
 
 @frozen(kw_only=True)

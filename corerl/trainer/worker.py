@@ -18,13 +18,14 @@ from corerl.backend import Backend
 from corerl.data.packing import pack
 from corerl.data.plan import StepShare
 from corerl.errors import PluginError, WrongState
-from corerl.memory.cache import empty_cache, lone_rank_options
+from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.fingerprint import require_same
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import load_worker_extensions
+from corerl.plugin.observers import load_extensions
+from corerl.plugin.origins import require_same
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
+from corerl.plugin.spec import Process
 from corerl.plugin.transports import open_sender, transport_named
 from corerl.types import (
     Compilation,
@@ -91,7 +92,7 @@ class Worker:
         self.host = PluginHost(
             self.backend,
             name=loaded.name,
-            extensions=load_worker_extensions(assignment.extensions, run_dir=self.context.run_dir),
+            extensions=load_extensions(assignment.extensions, self.context.run_dir, Process.WORKER),
             context=self.context,
             capabilities=loaded.spec.capabilities,
         )
@@ -258,7 +259,7 @@ class Worker:
             self.backend.load_snapshot(name, path)
 
     def drop_snapshot(self, name: str) -> None:
-        with self.host.entering("snapshot", needs=frozenset()):
+        with self.host.entering("snapshot"):
             self.backend.drop_snapshot(name)
 
     # ---- inside -----------------------------------------------------------------------------------------------------

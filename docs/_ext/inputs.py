@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
-from corerl.models.peft_files import BEGINNING, HARMLESS, LIBRARY, PLAIN, READ
-from corerl.models.tokenizer import SHAPING
+from corerl.models.lora import HARMLESS, READ
 from corerl.plan.models import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED
 
@@ -56,11 +55,18 @@ MODEL = (
     ),
     Rule("^(transformers_version|_name_or_path|architectures|init_device)$", "ignored", "says where it came from"),
     Rule("^quantization_config$", "refused", "weights are trained in 16 or 32 bits"),
-    Rule("^(auto_map|custom_pipelines)$", "noted", "code of a model's directory is never run"),
+    Rule("^(auto_map|custom_pipelines)$", "ignored", "code of a model's directory is never run"),
 )
 GENERATION = (
     Rule("^eos_token_id$", "used", "ends samples"),
-    Rule(f"^({'|'.join(SHAPING)})$", "noted", "samples are drawn as `[rollout]` says"),
+    Rule(
+        "^(temperature|.*top_p|typical_p|guidance_scale|num_beams|(encoder_)?repetition_penalty|top_[kh]|min_p|epsilon_cutoff"
+        "|eta_cutoff|penalty_alpha|dola_layers|(encoder_)?no_repeat_ngram_size|exponential_decay_length_penalty|.*_words_ids"
+        "|(begin_)?suppress_tokens|sequence_bias|forced_.*|min_length|min_new_tokens|stop_strings|constraints"
+        "|watermarking_config)$",
+        "ignored",
+        "samples are drawn as `[rollout]` says",
+    ),
     Rule("^max_|^do_sample$|^num_return", "ignored", "`[rollout]` says how many, and how long"),
     Rule("^(length_penalty|early_stopping|num_beam_groups|diversity_penalty|low_memory)$", "ignored", "of beams"),
     Rule(
@@ -135,11 +141,8 @@ CHECKPOINT = (
 )
 ADAPTERS = (
     Rule(f"^({'|'.join(READ)})$", "used", "as `[lora]`"),
-    Rule(f"^({'|'.join(PLAIN)})$", "refused", "unless its value changes nothing"),
-    Rule(f"^({'|'.join(BEGINNING)})$", "ignored", "how adapters began, which the directory's have"),
-    Rule("_config$", "refused", "other kinds of adapters"),
-    Rule(f"{LIBRARY}$", "ignored", "names a library for another kind, whose table is refused"),
     Rule(f"^({'|'.join(HARMLESS)})$", "ignored", "they change nothing that adapters compute"),
+    Rule("", "refused", "unless unset: they change what adapters compute"),
 )
 
 

@@ -3,7 +3,7 @@
 
 config        a table for each table of the TOML file, from corerl.config.schema
 plugins       a table for each table of an engine or algorithm of CoreRL's, and of its backends that are installed
-hooks         each hook with its exact arguments, from corerl.plugin.hookspecs
+hooks         each hook with its exact arguments, from corerl.plugin.hooks
 hooktypes     what hooks are given and give back, as the code of corerl.types and corerl.plugin writes it
 extensions    those of CoreRL's wheels that are installed, and their options
 errors        the tree of errors with their exit status, from corerl.errors
@@ -37,9 +37,9 @@ from corerl.config.schema import Config, RoleConfig
 from corerl.config.toml_text import FieldHelp, describe
 from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import TABLES
-from corerl.plugin import events, hookspecs
+from corerl.plugin import events, hooks
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
@@ -102,20 +102,20 @@ def plugins_reference() -> str:
     return "\n".join(lines)
 
 
-def hooks() -> dict[str, Callable[..., Any]]:
-    return {name: function for name, function in vars(hookspecs.Hooks).items() if not name.startswith("_")}
+def hook_functions() -> dict[str, Callable[..., Any]]:
+    return {name: function for name, function in vars(hooks.Hooks).items() if not name.startswith("_")}
 
 
 def hooks_reference() -> str:
     """A section for each hook, whose heading is its call; `hook-NAME` is what links to it."""
     lines: list[str] = []
-    for name, function in hooks().items():
+    for name, function in hook_functions().items():
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
         call = f"{name}({', '.join(p.name for p in parameters)})"
         arguments = ", ".join(str(p).replace("'", "") for p in parameters)
         answer = inspect.signature(function).return_annotation
-        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if kind in hookspecs.NEEDS.get(name, ())) or "nothing"
-        who = "the backend, alone" if name in hookspecs.REQUIRED else "every plugin that has it"
+        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if kind in hooks.NEEDS.get(name, ())) or "nothing"
+        who = "the backend, alone" if name in hooks.RESULTS else "every plugin that has it"
         lines += [f"(hook-{name})=", f"### `{call}`", "", "```text", f"{name}({arguments}) -> {answer}", "```", ""]
         lines += [inspect.getdoc(function) or "", "", f"Answered by {who}. Must be resident: {needs}.", ""]
     return "\n".join(lines)
@@ -124,7 +124,7 @@ def hooks_reference() -> str:
 def hooktypes_reference() -> str:
     """The code of each type that a hook's signature names, and of those that these hold, in order of appearance."""
     known = {each.__name__: each for each in (Context, RoleConfig, PlanReady, PlanAnswer)}
-    known |= {**vars(types), **vars(events), **vars(hookspecs)}
+    known |= {**vars(types), **vars(events), **vars(hooks)}
     found: dict[str, type] = {}
 
     def add(annotation: str) -> None:
@@ -137,7 +137,7 @@ def hooktypes_reference() -> str:
                 if named is not RoleConfig:  # whose parts are tables of the configuration
                     add(" ".join(str(each.type) for each in attrs.fields(named)) if attrs.has(named) else "")
 
-    for function in hooks().values():
+    for function in hook_functions().values():
         signature = inspect.signature(function)
         add(" ".join(str(p.annotation) for p in signature.parameters.values()) + f" {signature.return_annotation}")
     lines: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from corerl.backend.frozen_weights import digest
+from corerl.backend.state import digest_of_frozen
 from corerl.weights.chunks import Chunk
 
 
@@ -26,4 +26,4 @@ def digest_of_halves() -> str:
             start, stop = ((0, 4), (4, len(tensor)))[rank]
             part = tensor[start:stop].clone()
             chunks.append(Chunk(name, tuple(tensor.shape), (start, 0), tuple(part.shape), part))
-    return digest(chunks, group)
+    return digest_of_frozen(chunks, group)

@@ -16,7 +16,7 @@ from corerl.backend import StateKey
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models.export import write_adapters
-from corerl.models.peft_files import peft_config
+from corerl.models.lora import peft_config
 from corerl.trainer.worker import Worker
 from corerl.types import Array, Output
 from corerl.weights.adapters import is_adapter
@@ -48,7 +48,7 @@ def apart(one: Array, other: Array) -> float:
 def kept_by(worker: Worker) -> int:
     """Bytes of the reference's snapshot."""
     backend: Any = worker.backend
-    return sum(each.view.nbytes for each in backend._snapshots.chunks(REFERENCE, backend.changing))
+    return sum(tensor.nbytes for tensor in backend._host_weights._kept[REFERENCE].tensors)
 
 
 def test_the_reference_of_adapters_keeps_only_adapters(setup: Setup) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
 from corerl.backend.passes import StepLosses, forward_outputs
 from corerl.models.routing import Routers
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import LossSpec, MicroBatch, Output, PackedBatch
 from tests.backend.test_batches import CPU, micro_batch
 

@@ -42,9 +42,9 @@ def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == (
         "",
         (
-            "corerl: error: run.steps: expected integer, got string 'ten' (override run.steps=ten)\n"
+            "corerl: error: run.steps: expected integer, got string 'ten' (override run.steps)\n"
             "corerl: error: algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? "
-            "(override algorithm.entropy_ceof=...)\n"
+            "(override algorithm.entropy_ceof)\n"
         ),
     )
 

@@ -132,7 +132,7 @@ def test_settings_written_as_options_are_answered_with_the_form(capsys: pytest.C
         command.main(["keeping", "F", "--cluster.environment.KEY=secret"])
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.partition(": error: ")[2] == (
-        "unrecognized arguments: --cluster.environment.KEY=...; settings are written KEY=VALUE, without dashes"
+        "unrecognized arguments: --cluster.environment.KEY; settings are written KEY=VALUE, without dashes"
     )
 
 

@@ -46,7 +46,7 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     ],
 )
 def test_a_value_for_a_table_suggests_its_first_setting(tmp_path: Path, override: str, line: str) -> None:
-    assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override})"]
+    assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override.partition('=')[0]})"]
 
 
 def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
@@ -213,7 +213,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
     path = write(tmp_path, "[backend]\nnmae = 'plain'\n[train]\nepochs = 0\nmini_batches = 0\n")
     assert problems_of(path, "steps", "algorithm.entropy_ceof=0.28", "run.steps=many") == [
         "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
-        "run.steps: expected integer, got string 'many' (override run.steps=many)",
+        "run.steps: expected integer, got string 'many' (override run.steps)",
         (
             "backend.name: required but missing; set string: an installed training backend, 'distribution:name', or "
             "'package.module:SPEC'"
@@ -221,7 +221,7 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
         "backend.nmae: unknown key; did you mean 'name'?",
         "train.mini_batches: must be at least 1, got 0",
         "train.epochs: must be at least 1, got 0",
-        "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof=...)",
+        "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof)",
     ]
 
 
@@ -229,15 +229,15 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
     ("override", "line"),
     [
         ("", "override '': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("=3", "override '=...': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("run..steps=3", "override 'run..steps=...': expected KEY=VALUE with a dotted key, such as run.steps=10"),
-        ("backend.name.x=3", "override 'backend.name.x=...': backend.name is not a table; override it as a whole"),
-        ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x=...)"),
-        ("rollout=3", "rollout: expected table, got integer 3 (override rollout=3)"),
-        ("backends.absent=x", "backends.absent: expected table, got string 'x' (override backends.absent=x)"),
-        ("engines.sglang=8", "engines.sglang: expected table, got integer 8 (override engines.sglang=8)"),
-        ("lr=1e-6", "lr: unknown key; did you mean 'train.optimizer.lr'? (override lr=...)"),  # not 'lora'
-        ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout=...)"),
+        ("=3", "override '': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("run..steps=3", "override 'run..steps': expected KEY=VALUE with a dotted key, such as run.steps=10"),
+        ("backend.name.x=3", "override 'backend.name.x': backend.name is not a table; override it as a whole"),
+        ("run.dir.x=3", "run.dir: expected string, got a table (override run.dir.x)"),
+        ("rollout=3", "rollout: expected table, got integer 3 (override rollout)"),
+        ("backends.absent=x", "backends.absent: expected table, got string 'x' (override backends.absent)"),
+        ("engines.sglang=8", "engines.sglang: expected table, got integer 8 (override engines.sglang)"),
+        ("lr=1e-6", "lr: unknown key; did you mean 'train.optimizer.lr'? (override lr)"),  # not 'lora'
+        ("rollout={prompt=1}", "rollout.prompt: unknown key; did you mean 'prompts'? (override rollout)"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> None:
@@ -249,8 +249,6 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
     [
         ("[backend]\nname = plain", "line 2", "put text in quotes"),
         ("[run]\ndir = 'a'\n[checkpoint]\nbackground = True", "line 4", "true and false in lower case"),
-        ("[run]\nsteps = 3\nsteps = 4\n", "line 3", "set each key once"),
-        ("[run]\nsteps = 3\n[run]\nseed = 4", "line 3", "begin each table once"),
         ('{"run": {"steps": 3}}', "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
         ("run:\n  steps: 3", "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
     ],
@@ -278,6 +276,23 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
         "model.lora": "there is lora",
         "data.zzz": "",
     }
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "cluster.environment=KEY:hunter2",
+        "cluster.environment={KEY=hunter2",
+        "cluster.environment.KEY=2",
+        "cluster.secrets=hunter2",
+        "cluster.enviroment.KEY=hunter2",
+        "cluster.environment.KEY.x=hunter2",
+    ],
+)
+def test_no_message_shows_a_secret(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of({"backend": {"name": "plain"}}, [override])
+    assert "2" not in caught.value.message and override.partition("=")[0] in caught.value.message
 
 
 def test_control_characters_are_escaped_in_a_dumped_config(tmp_path: Path) -> None:
@@ -326,7 +341,7 @@ def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
         ("run.steps=" + "[" * 5000, "run.steps: expected integer, got string '[[[["),
         ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
         ("a" * 5000, "override 'aaaa"),
-        ("run." + "a" * 5000 + "=1", 'run."aaaa'),
+        ("run." + "a" * 5000 + "=1", "run.aaaa"),
         ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),
     ],
 )

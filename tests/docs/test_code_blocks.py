@@ -93,7 +93,7 @@ def test_names_in_the_text_are_public() -> None:
     unknown = []
     for page in PAGES:
         text = re.sub(
-            r"<!-- table: corerl\.plugin\.moved .*?\n\n", "", page.read_text(), flags=re.DOTALL
+            r"<!-- table: corerl_doctor\.moved .*?\n\n", "", page.read_text(), flags=re.DOTALL
         )  # of old names
         for package, name in re.findall(r"`(corerl\.[a-z]\w*)\.(\w+)", text):
             module = f"{package}.{name}"

@@ -12,7 +12,7 @@ import pytest
 
 from corerl import types
 from corerl.config.schema import Config
-from corerl.plugin import hookspecs
+from corerl.plugin import hooks as hook_module
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 
@@ -35,7 +35,7 @@ def page(name: str) -> str:
 
 def specified() -> dict[str, tuple[list[str], str]]:
     """Each hook's arguments, and its signature as text, by parsing the file that specifies them."""
-    tree = ast.parse(Path(hookspecs.__file__).read_text())
+    tree = ast.parse(Path(hook_module.__file__).read_text())
     (hooks,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Hooks"]
     found = {}
     for function in hooks.body:
@@ -59,7 +59,7 @@ def test_every_hook_has_a_heading_with_its_arguments() -> None:
 def test_every_type_of_a_hook_is_shown_with_its_fields() -> None:
     text = page("reference/hooks.md")
     shown = dict(re.findall(r"^### `(\w+)`\n\n`[\w.]+`\n\n```python3\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
-    assert {cls.__name__ for cls in hookspecs.RESULTS.values()} < shown.keys()
+    assert {cls.__name__ for cls in hook_module.RESULTS.values()} < shown.keys()
     assert {"RoleConfig", "Context", "PackedBatch", "MicroBatch", "LossSpec", "Step", "StepFinished"} < shown.keys()
     for name, code in shown.items():
         cls = getattr(types, name, None)

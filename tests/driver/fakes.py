@@ -31,7 +31,6 @@ from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
-from corerl.plugin.spec import hookimpl
 from corerl.trainer.group import TrainGroup
 from corerl.trainer.shared import SharedBatch
 from corerl.types import (
@@ -221,11 +220,9 @@ class Ears:
         self.heard: list[Event] = []
         self.ends: list[str] = []
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         self.heard.append(event)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.ends.append(reason)
 

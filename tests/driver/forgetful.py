@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from corerl.config.options import option
 from corerl.config.schema import RoleConfig
 from corerl.models.build import stored_buffers
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.types import ParallelLayout
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model

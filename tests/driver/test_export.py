@@ -252,13 +252,8 @@ def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path:
 # ---- what is not a directory -----------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_of_many_characters_is_taken_for_no_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_of_many_characters_is_taken_for_no_directory(tmp_path: Path) -> None:
     tokenizer = "characters:" + "".join(map(chr, range(0x4E00, 0x4E00 + 90)))  # longer than a file's name may be
     config = make_config(model={**DATA["model"], "tokenizer": tokenizer})
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    monkeypatch.chdir(tmp_path)
     written = export(save(tmp_path, config, make_model(config, seed=1), step=2), tmp_path / "model")
-    told = json.loads((written / "tokenizer_config.json").read_text())
-    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert len(AutoTokenizer.from_pretrained(written)) == 4 + 90

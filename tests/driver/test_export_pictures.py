@@ -17,7 +17,7 @@ from corerl.config.schema import LoraConfig, ModelConfig, RunConfig
 from corerl.driver.export import export
 from corerl.models.config import hf_config
 from corerl.models.files import kept_digest
-from corerl.models.peft_files import saved_settings
+from corerl.models.lora import saved_settings
 from corerl.plan.model_files import require_adapters, with_adapters
 from corerl.types import FloatArray
 from tests.checkpoint.changes import rewrite

@@ -31,9 +31,8 @@ from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.roles import RolePlan
-from corerl.plugin.hookspecs import Failure
+from corerl.plugin.hooks import Failure
 from corerl.plugin.observers import Observers
-from corerl.plugin.spec import hookimpl
 from corerl.types import InitResult, ParallelLayout
 from corerl.weights.transport import Address
 from tests.driver.fakes import Ears, Group, make_updates, told
@@ -402,7 +401,6 @@ class Deciding:
     overrides: Sequence[str] = ()
     heard: list[Failure] = field(factory=list)
 
-    @hookimpl
     def ranks_failed(self, run: Control, failure: Failure) -> None:
         self.heard.append(failure)
         if self.overrides:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from corerl import hookimpl
 from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
@@ -109,7 +108,6 @@ def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch:
     heard = threading.Event()
 
     class Waits(Ears):
-        @hookimpl
         def observe(self, event: Event) -> None:
             super().observe(event)
             if isinstance(event, PhaseProgress):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from corerl.checkpoint.writer import BackgroundWriter, in_memory
 from corerl.config.schema import RoleConfig
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.types import ParallelLayout, SaveResult, Step, StepResult, UpdateResult
 from corerl.weights.transport import WeightSender
 from corerl_fsdp.backend import FsdpBackend

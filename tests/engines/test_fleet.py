@@ -21,7 +21,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
-from corerl.plugin.fingerprint import origins_of
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from tests.engines.services import generation_of, serve
 

@@ -45,7 +45,7 @@ PRELOAD = [
         "corerl.rollout.source",
         "corerl.rollout.sampled",
         "corerl_agents.sampler",
-        "corerl.rollout.rewards.base",
+        "corerl.rollout.rewards",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
     *("corerl.observability.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),

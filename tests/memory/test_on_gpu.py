@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from corerl.memory.cache import empty_cache, lone_rank_options
-from corerl.memory.measure import DeviceMeter
+from corerl.memory.device import DeviceMeter, empty_cache, lone_rank_options
 from corerl.memory.pool import PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind

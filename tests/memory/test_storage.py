@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from corerl.memory import storage
 from corerl.memory.pool import HostMemory, Piece
-from corerl.memory.storage import SMALL, Copies, Part, StorageSleeper, resident_bytes
+from corerl.memory.storage import SMALL, CopyStream, Part, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
 
 CPU = torch.device("cpu")
@@ -180,14 +180,14 @@ def test_what_cannot_be_restored_sleeps_on_whole_and_comes_back_later(
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, verb: str, number: int) -> None:
     """The copy of that number, from 0, fails."""
-    copy, seen = getattr(Copies, verb), itertools.count()
+    copy, seen = getattr(CopyStream, verb), itertools.count()
 
-    def failing(self: Copies, part: Part) -> None:
+    def failing(self: CopyStream, part: Part) -> None:
         if next(seen) == number:
             raise RuntimeError("the copy failed")
         copy(self, part)
 
-    monkeypatch.setattr(Copies, verb, failing)
+    monkeypatch.setattr(CopyStream, verb, failing)
 
 
 @pytest.fixture

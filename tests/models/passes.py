@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from corerl.models.build import materialize, stored_buffers
 from corerl.models.layouts import make_policy
 from corerl.models.policy import Policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 from corerl_testing import smallest_config
 

@@ -1,3 +1,5 @@
+"""Which modules mix tokens, and how, is told by their code; states are kept within each sequence."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -7,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
 from transformers.masking_utils import (
     create_causal_mask,
     create_chunked_causal_mask,
@@ -17,8 +19,22 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from corerl.errors import ModelError
-from corerl.models.attention import PACKED, Seen, register_packed_attention
-from corerl.ops.attention import PackedSequences
+from corerl.kinds import InPieces
+from corerl.models.attention import (
+    PACKED,
+    Seen,
+    attends,
+    attention_in_pieces,
+    carries_state,
+    keep_apart,
+    mixers,
+    register_packed_attention,
+    unregistered_attention,
+)
+from corerl.models.files import look_at
+from corerl.models.parts import parts_of
+from corerl.ops.packing import PackedSequences
+from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
 
 Load = Callable[[Path, str], PreTrainedModel]
@@ -76,3 +92,96 @@ def mask_of(make: Callable[..., Any], fields: dict[str, Any]) -> Any:
         setattr(config, name, value)
     embeds, mask = torch.zeros(1, 9, 64), torch.ones(1, 9, dtype=torch.long)
     return make(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None)
+
+
+FOUND = {
+    "qwen3": {"Qwen3Attention"},
+    "qwen3_5_text": {"Qwen3_5GatedDeltaNet", "Qwen3_5Attention"},
+    "nemotron_h": {"NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHBlock"},  # the last of experts alone
+    "mamba": {"MambaMixer"},
+    "bloom": {"BloomAttention"},
+    "openai-gpt": set(),
+}
+
+
+@pytest.mark.parametrize("model_type", FOUND)
+def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
+    decoder = parts_of(look_at(smallest_config(model_type))).decoder
+    assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
+    assert attends(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
+    assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
+    alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
+    assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "wanted"),
+    [
+        ("qwen3", {}, None),
+        ("qwen3", {"head_dim": 256}, None),
+        ("qwen3", {"head_dim": 264}, InPieces.HEADS),
+        ("deepseek_v3", {}, None),
+        ("gemma2", {}, InPieces.CAPS),
+        ("gemma2", {"attn_logit_softcapping": None}, None),
+        ("gpt_oss", {}, InPieces.SINKS),
+        ("qwen3_5_text", {}, InPieces.STATE),
+        ("bloom", {}, InPieces.OWN),
+        ("openai-gpt", {}, InPieces.OWN),
+    ],
+)
+def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
+    model_type: str, fields: dict[str, Any], wanted: InPieces | None
+) -> None:
+    decoder = parts_of(look_at(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
+    assert attention_in_pieces(decoder) is wanted
+
+
+class Sums(nn.Module):
+    """A layer whose state is the sum of what it has seen."""
+
+    def forward(self, hidden: Tensor, scale: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
+        total = hidden.cumsum(1) * scale
+        return total, total[:, -1]
+
+
+@pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
+def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
+    block = nn.ModuleDict({"mixer": Sums()})
+    assert keep_apart(block) == [block["mixer"]]
+    hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
+    packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
+    got, state = block["mixer"](hidden, scale=scale, packing=packing)
+    parts = zip(hidden[0].split(lengths), scale[0].split(lengths), strict=True)
+    wanted = torch.cat([part.cumsum(0) * by for part, by in parts])[None]
+    torch.testing.assert_close(got, wanted)
+    assert state is None
+    weights = torch.rand(got.shape, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), hidden) for each in (got, wanted)))
+
+
+def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
+    block = nn.ModuleDict({"mixer": Sums()})
+    keep_apart(block)
+    hidden = torch.zeros(1, 4, 2)
+    with pytest.raises(ModelError, match="^Sums is called without the bounds of sequences"):
+        block["mixer"](hidden, scale=hidden)
+    packing = PackedSequences.of(torch.tensor([0, 4]), "cpu")
+    with pytest.raises(ModelError, match="^Sums computes attention with its own code"):
+        block["mixer"](hidden, scale=hidden, past_key_values=Seen(), packing=packing)
+
+
+def test_the_code_of_a_class_is_read_even_if_its_module_is_listed_no_more() -> None:
+    class Orphan(nn.Module):
+        def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None) -> Tensor:
+            attention_interface = ALL_ATTENTION_FUNCTIONS["eager"]
+            return attention_interface(hidden_states)  # type: ignore[no-any-return]
+
+    decoder = nn.Sequential(Orphan())
+    assert attends(decoder)
+    Orphan.__module__ = "a_module_that_is_gone"
+
+    class Later(Orphan):  # so that what is known of the other is not remembered
+        pass
+
+    assert attends(nn.Sequential(Later()))

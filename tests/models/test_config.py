@@ -24,10 +24,9 @@ def test_a_directory_and_its_fields_give_the_same_config(tiny_models: dict[str, 
     assert from_fields.architectures == from_path.architectures == ["Qwen3MoeForCausalLM"]
 
 
-def test_a_config_is_the_callers_own_and_read_again_when_its_file_changes(tmp_path: Path) -> None:
+def test_a_config_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     file, model = tmp_path / "config.json", ModelConfig(path=str(tmp_path))
     file.write_text(json.dumps({**tiny_fields("qwen3"), "vocab_size": 97}))
-    hf_config(model).vocab_size = 1
     assert hf_config(model).vocab_size == 97
     file.write_text(json.dumps({**tiny_fields("qwen3"), "vocab_size": 101}))
     assert hf_config(model).vocab_size == 101

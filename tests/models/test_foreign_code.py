@@ -17,13 +17,11 @@ from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
-from corerl.models.config import code_not_run, hf_config
+from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
-from corerl.plan.make import make_plan
 from corerl.plan.model_files import built, require_weights
 from corerl_testing.models import tiny_fields
-from tests.driver.saved import config_in
 
 POISON = "import pathlib\n\npathlib.Path({mark!r}).touch()\n"
 CLASSES = """
@@ -121,24 +119,8 @@ def test_a_model_type_that_is_nothing_without_its_code_is_refused(poisoned: Path
     file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "poison"}))
     with pytest.raises(ModelError, match="model_type 'poison' is unknown to transformers") as caught:
         config_of(poisoned)
-    assert caught.value.message.endswith("; the code of its own that it names (poison.Model) is never run")
+    assert caught.value.message.endswith("; the code that its auto_map names is never run")
     assert "\n" not in caught.value.message and not mark.exists()
-
-
-def test_code_that_a_config_names_is_told_not_to_be_run(poisoned: Path, tmp_path: Path, mark: Path) -> None:
-    path = {"path": str(poisoned), "tokenizer": "characters:abc"}
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    data = {"source": str(tmp_path / "prompts.jsonl"), "held_out": 0}
-    plan = make_plan(config_in(tmp_path / "run", model=path, data=data))
-    _, notice = plan.notices  # after one on answers
-    assert notice == (
-        f"model.path: {poisoned}/config.json names code of its own (poison.Model), which is never run: the model is "
-        "transformers' own qwen3"
-    )
-    assert not mark.exists()
-    file = poisoned / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "auto_map": {}}))
-    assert code_not_run(str(poisoned)) == ""
 
 
 def test_an_export_names_no_code(poisoned: Path, tmp_path: Path, mark: Path) -> None:

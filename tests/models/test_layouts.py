@@ -29,8 +29,8 @@ from corerl.models.layouts import (
     unread_parameters,
 )
 from corerl.models.parts import parts_of
-from corerl.ops import attention
-from corerl.ops.padding import Rectangles, rectangles
+from corerl.ops import packing
+from corerl.ops.packing import Rectangles, rectangles
 from corerl.types import Output
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config, tiny_fields
@@ -238,8 +238,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_atten
         ("opt", {"max_position_embeddings": 48, "word_embed_proj_dim": 64, "ffn_dim": 96}, 48),
         ("gpt_neo", {"max_position_embeddings": 48, "attention_types": [[["global"], 2]]}, 48),
         ("gptj", {"n_positions": 48, "rotary_dim": 8}, 48),  # of sines, in a buffer
-        ("mpt", {"max_seq_len": 48}, 48),  # biases of the scores, made in the pass
-        ("xglm", {"max_position_embeddings": 48, "num_layers": 2, "attention_heads": 4}, None),  # sines that it adds to
+        ("xglm", {"max_position_embeddings": 48, "num_layers": 2, "attention_heads": 4}, 48),
         ("qwen3", {"max_position_embeddings": 48}, None),
         ("qwen3", {"max_position_embeddings": 64}, None),  # as many as tokens
         ("qwen3_moe", {"max_position_embeddings": 48, "num_experts": 4, "moe_intermediate_size": 32}, None),
@@ -247,7 +246,7 @@ SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_atten
         ("bloom", {}, None),
     ],
 )
-def test_only_models_that_fail_beyond_a_position_end_there(
+def test_only_models_with_a_table_of_positions_end_with_it(
     kind: str, fields: dict[str, Any], positions: int | None
 ) -> None:
     config = AutoConfig.for_model(kind, **{**SIZES, **fields})
@@ -294,7 +293,7 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
         gather[[cell for cell in range(len(gather)) if cell not in rows.scatter]] = 0
         return evolve(rows, gather=gather)
 
-    monkeypatch.setattr(attention, "rectangles", padded_with_the_first_token)
+    monkeypatch.setattr(packing, "rectangles", padded_with_the_first_token)
     torch.testing.assert_close(passed(policy, [short, longer])[Output.LOGPROBS][:9], together, rtol=0, atol=1e-6)
 
 

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from corerl.backend import StateKey
 from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models import names
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.files import look_at
-from corerl.models.lora import LoraLinear, adapter_parameters, freeze, put_adapters, targets_in, trained_parameters
+from corerl.models.lora import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    LoraLinear,
+    PeftFiles,
+    adapter_parameters,
+    freeze,
+    peft_config,
+    put_adapters,
+    saved_settings,
+    targets_in,
+    trained_parameters,
+)
 from corerl.models.names import peft_names, shapes_of
-from corerl.weights.adapters import PREFIX, B, adapted, is_adapter
+from corerl.types import LossSpec, Output
+from corerl.weights.adapters import PREFIX, A, B, adapted, is_adapter
 from corerl_testing import smallest_config
+from corerl_testing.harness import Setup, forward, packed_for_training, running, samples_at
 from corerl_testing.models import drawn_model, tiny_config
+from corerl_testing.tolerances import LOGPROBS
+from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
 ATTENTION = [f"self_attn.{name}_proj" for name in ("k", "o", "q", "v")]
@@ -181,3 +204,243 @@ def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch:
         "have an adapter; leave it out of lora.targets"
     )
     assert any(map(is_adapter, shapes_of(look_at(tiny_config("qwen3"), lora=of("self_attn.q_proj")))))
+
+
+# One loss that needs nothing but log-probs: minus the sum of weights * advantages * ratio, as nothing is clipped.
+RATIO = LossSpec(name="clipped", params={"clip_low": 0.999, "clip_high": 1e6}, outputs=(Output.LOGPROBS,))
+GRADIENTS = 1e-5  # relative L2, in float32
+
+# Kind of model -> what PEFT is asked for. No two ranks or scales are alike, and none is a default.
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj"]},
+    "qwen2": {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "use_rslora": True},  # layers have biases
+    "llama": {"r": 5, "lora_alpha": 7, "target_modules": ["self_attn.o_proj", "down_proj"], "lora_dropout": 0.1},
+    "qwen3-moe": {"r": 6, "lora_alpha": 9, "target_modules": ["q_proj", "k_proj", "o_proj"]},
+}
+MAKE = """
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+def adapted(path, settings):
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+
+def named(model, part):
+    return {name.replace(".default", ""): each for name, each in model.named_parameters() if part in name}
+
+torch.manual_seed(3)
+found = {}
+for case in asked["cases"]:
+    model = adapted(case["path"], case["settings"])
+    for b in named(model, "lora_B").values():
+        b.data.normal_(0, 0.05)
+    model.save_pretrained(case["directory"])
+    loss, logprobs = 0.0, []
+    for tokens, factors, old in zip(case["tokens"], case["factors"], case["old"]):
+        log_p = (model(input_ids=tokens[None]).logits[0, :-1] / case["temperature"]).log_softmax(-1)
+        logprobs.append(log_p.gather(-1, tokens[1:, None])[:, 0])
+        loss = loss - (factors[1:] * (logprobs[-1] - old[1:]).exp()).sum()
+    loss.backward()
+    gradients = {name: each.grad for name, each in named(model, "lora_").items()}
+    found[case["kind"]] = [each.detach() for each in logprobs], gradients
+for init in (True, "gaussian"):
+    model = adapted(asked["cases"][0]["path"], {"r": 64, "target_modules": "all-linear", "init_lora_weights": init})
+    found[str(init)] = {name: each.data for name, each in named(model, "lora_").items()}
+"""
+
+
+@frozen(kw_only=True, eq=False)
+class Made:
+    """What PEFT has made of one case, and computed."""
+
+    setup: Setup  # goes on from it
+    directory: Path
+    logprobs: list[torch.Tensor]  # of each sample, from its second token on
+    gradients: Mapping[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def found(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("peft")
+    cases = []
+    for kind, settings in CASES.items():
+        samples = samples_at(0)
+        setup = Setup(backend="plain", model=str(tiny_models[kind])).packed_by(10**6)
+        with running(setup) as worker:
+            (micro,) = packed_for_training(worker, setup, samples).micro_batches
+        of_row = {int(row): place for place, row in enumerate(micro.samples)}
+        spans = [slice(*micro.cu_seqlens[[of_row[row], of_row[row] + 1]]) for row in range(len(of_row))]
+        factors = micro.columns["weights"] * micro.columns["advantages"]
+        columns = {"tokens": micro.tokens, "factors": factors, "old": micro.columns["old_logprobs"]}
+        case = {name: [torch.tensor(column[span]) for span in spans] for name, column in columns.items()}
+        case |= {"kind": kind, "path": str(tiny_models[kind]), "directory": str(directory / kind)}
+        cases.append({**case, "settings": settings, "temperature": samples.temperature})
+    return {**run_with_peft(MAKE, {"cases": cases}, directory), "directory": directory}
+
+
+@pytest.fixture
+def made(found: dict[str, Any], tiny_models: dict[str, Path]) -> Callable[[str], Made]:
+    def of(kind: str) -> Made:
+        directory = found["directory"] / kind
+        lora = LoraConfig(path=str(directory)).settled(saved_settings(directory))
+        setup = Setup(backend="plain", model=str(tiny_models[kind]), lora=lora).packed_by(10**6)
+        logprobs, gradients = found[kind]
+        return Made(setup=setup, directory=directory, logprobs=logprobs, gradients=gradients)
+
+    return of
+
+
+@needs_peft
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", CASES)
+def test_a_run_that_goes_on_from_adapters_of_peft_begins_with_its_log_probs_and_its_gradients(
+    kind: str, made: Callable[[str], Made]
+) -> None:
+    case, settings = made(kind), CASES[kind]
+    lora = case.setup.lora
+    assert lora is not None and lora.targets is not None
+    assert (lora.rank, lora.alpha, lora.rslora) == (
+        settings["r"],
+        settings["lora_alpha"],
+        settings.get("use_rslora", False),
+    )
+    if settings["target_modules"] != "all-linear":  # which PEFT replaces by the names it has found
+        assert sorted(lora.targets) == sorted(settings["target_modules"])
+    samples = samples_at(0)
+    with running(case.setup) as worker:
+        result = forward(worker, case.setup, samples, outputs=(Output.LOGPROBS,))
+        backend: Any = worker.backend
+        batch = packed_for_training(worker, case.setup, samples)
+        backend.forward_backward(batch, RATIO, (), True)
+        gradients = {f"{PREFIX}{name}": param.grad for name, param in backend.trained.items()}
+        loaded = {each.name: each.view.clone() for each in backend.local_state(StateKey.MASTER)}
+    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+        found, wanted = result.outputs[Output.LOGPROBS][start + 1 : stop], case.logprobs[row].numpy()
+        assert np.abs(wanted).min() > 1
+        assert np.abs(found - wanted).max() < LOGPROBS.absolute
+    held = load_file(case.directory / PEFT_WEIGHTS)
+    assert loaded.keys() == held.keys() and all(torch.equal(loaded[name], held[name]) for name in held)
+    assert gradients.keys() == case.gradients.keys()
+    for name, gradient in case.gradients.items():
+        assert gradient.norm() > 0
+        assert (gradients[name] - gradient).norm() < GRADIENTS * gradient.norm(), name
+
+
+@needs_peft
+@pytest.mark.processes
+@pytest.mark.parametrize(("init", "as_peft"), [("kaiming", "True"), ("gaussian", "gaussian")])
+def test_new_adapters_begin_as_those_of_peft(
+    init: str, as_peft: str, found: dict[str, Any], tiny_models: dict[str, Path]
+) -> None:
+    lora = evolve(LoraConfig(rank=64).settled({}), init=init)
+    setup = Setup(backend="plain", model=str(tiny_models["qwen3-tied"]), lora=lora)
+    with running(setup) as worker:
+        held = {each.name: each.view.clone() for each in worker.backend.local_state(StateKey.MASTER)}
+    wanted: dict[str, torch.Tensor] = found[as_peft]
+    assert {name: each.shape for name, each in held.items()} == {name: each.shape for name, each in wanted.items()}
+    assert all(bool((each[name] == 0).all()) for each in (held, wanted) for name in wanted if not name.endswith(A))
+    deciles = torch.linspace(0, 1, 11)
+    for inputs in {each.shape[1] for name, each in wanted.items() if name.endswith(A)}:
+        of_each = [
+            torch.cat(
+                [each.flatten() for name, each in tensors.items() if name.endswith(A) and each.shape[1] == inputs]
+            )
+            for tensors in (held, wanted)
+        ]
+        ours, theirs = (torch.quantile(each, deciles) for each in of_each)
+        assert (ours - theirs)[1:-1].abs().max() < 0.05 * theirs[-2]
+        if init == "kaiming":  # whose ends are known, where a normal distribution has none
+            assert (ours - theirs)[[0, -1]].abs().max() < 0.01 * theirs[-1]
+    a = [each for name, each in held.items() if name.endswith(A)]
+    assert not any(torch.equal(one, other) for place, one in enumerate(a) for other in a[:place])
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+PLAIN = peft_config(LoraConfig(rank=4, alpha=10.0).settled({}), base="hub/model", targets=["q_proj", "v_proj"])
+
+
+def config_at(directory: Path, **changes: Any) -> Path:
+    """A PEFT directory's config with some of its fields changed; ... takes a field away."""
+    told = {name: value for name, value in {**PLAIN, **changes}.items() if value is not ...}
+    (directory / PEFT_CONFIG).write_text(json.dumps(told))
+    return directory
+
+
+def test_the_settings_of_a_directory_are_read(tmp_path: Path) -> None:
+    read = {"rank": 4, "alpha": 10.0, "targets": ("q_proj", "v_proj"), "rslora": False}
+    assert saved_settings(config_at(tmp_path)) == read
+    assert saved_settings(config_at(tmp_path, use_rslora=True)) == {**read, "rslora": True}
+    assert saved_settings(config_at(tmp_path, target_modules="all-linear")) == {**read, "targets": ("all-linear",)}
+    assert saved_settings(config_at(tmp_path, lora_alpha=0.5, r=1)) == {**read, "rank": 1, "alpha": 0.5}
+
+
+def test_what_does_not_change_what_adapters_compute_may_stand_in_their_config(tmp_path: Path) -> None:
+    for harmless in (
+        {"lora_dropout": 0.1},  # of PEFT's own training
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": False},
+        {"task_type": None, "revision": "main", "peft_version": "9.9", "inference_mode": False},
+        {"use_dora": None, "rank_pattern": None, "modules_to_save": [], "loftq_config": {}, "eva_config": None},
+        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0, "tau": 0.99}},  # which PEFT always writes with "eva"
+    ):
+        assert saved_settings(config_at(tmp_path, **harmless))["rank"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"use_dora": True}, "use_dora=True; CoreRL cannot go on with such adapters"),
+        ({"bias": "lora_only"}, "bias='lora_only'; CoreRL cannot go on with such adapters"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']; CoreRL cannot go on with such adapters"),
+        ({"arrow_config": {"scale": 1}}, "arrow_config={'scale': 1}; CoreRL cannot go on with such adapters"),
+        ({"a_field_to_come": 3}, "a_field_to_come=3; CoreRL cannot go on with such adapters"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'; CoreRL cannot go on with such adapters"),
+        ({"peft_type": "IA3"}, "peft_type='IA3', wanted 'LORA'; CoreRL trains no other adapters"),
+        ({"target_modules": ".*_proj"}, "target_modules='.*_proj', wanted a rank"),
+        ({"target_modules": None}, "target_modules=None, wanted a rank"),
+        ({"r": 0}, "r=0, lora_alpha=10.0"),
+        ({"lora_alpha": 0}, "lora_alpha=0, target_modules"),
+    ],
+)
+def test_what_corerl_would_compute_otherwise_is_refused(tmp_path: Path, changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        saved_settings(config_at(tmp_path, **changes))
+    assert caught.value.message.startswith(f"{tmp_path}/{PEFT_CONFIG} has ") and shown in caught.value.message
+
+
+def test_a_config_that_is_missing_or_damaged_is_told(tmp_path: Path) -> None:
+    file = tmp_path / PEFT_CONFIG
+
+    def told() -> str:
+        with pytest.raises(ModelError) as caught:
+            saved_settings(tmp_path)
+        return caught.value.message
+
+    assert told() == f"{file} cannot be read (No such file or directory); name a directory that PEFT has saved"
+    file.write_text('{"peft_type": "LORA",')
+    assert told().startswith(f"{file} is no JSON (Expecting property name") and told().endswith(
+        "; save the adapters again"
+    )
+    file.write_text("[]")
+    assert told() == f"{file} has peft_type=None, wanted 'LORA'; CoreRL trains no other adapters"
+
+
+def test_weights_that_are_missing_or_damaged_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        PeftFiles(tmp_path)
+    assert caught.value.message == f"{tmp_path} has no {PEFT_WEIGHTS}; name a directory that PEFT has saved"
+    (tmp_path / PEFT_WEIGHTS).write_bytes(b"\x10\x00\x00")
+    with pytest.raises(ModelError, match=f"^{tmp_path}/{PEFT_WEIGHTS} .*"):
+        PeftFiles(tmp_path)
+    with pytest.raises(ModelError, match="'/nowhere' is not a directory, expected a directory of PEFT"):
+        PeftFiles("/nowhere")
+
+
+def test_any_box_of_an_adapter_can_be_read(tmp_path: Path) -> None:
+    name, tensor = f"{PREFIX}model.layers.0.mlp.up_proj{A}", torch.arange(12.0).view(3, 4)
+    save_file({name: tensor}, tmp_path / PEFT_WEIGHTS)
+    files = PeftFiles(tmp_path)
+    assert files.names == {name} and files.shape(name) == (3, 4) and files.shape("other") is None
+    assert torch.equal(files.read(name, (1, 2), (2, 2)), tensor[1:, 2:])
+    assert files.where(name) == files.where("other") == tmp_path / PEFT_WEIGHTS

@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from corerl.errors import ModelError
+from corerl.kinds import InPieces
 from corerl.models.build import build_on_meta
 from corerl.models.files import look_at
-from corerl.models.parts import Head, parts_of
+from corerl.models.parts import Head, parts_of, size_of
 from corerl.ops.logprobs import LOGITS
 from corerl.types import Output
 from corerl_testing import smallest_config
@@ -170,3 +171,20 @@ def test_a_model_whose_head_needs_more_than_hidden_states_is_refused(
 ) -> None:
     with torch.device("meta"), pytest.raises(ModelError, match=f"^CoreRL cannot separate the decoder .* {message}"):
         parts_of(kind(LLAMA))
+
+
+def test_a_models_size_is_that_of_its_parts() -> None:
+    fields = tiny_fields("qwen3-moe")
+    model = look_at(AutoConfig.for_model(**fields))
+    found = size_of(model)
+    assert found.total == sum(param.numel() for param in model.parameters())
+    expert = 3 * fields["hidden_size"] * fields["moe_intermediate_size"]
+    assert found.experts == (fields["num_experts"] * expert,) * fields["num_hidden_layers"]
+    assert found.embedding == fields["vocab_size"] * fields["hidden_size"] and found.rest == fields["hidden_size"]
+    tied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": True})))
+    untied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": False})))
+    assert (tied.head, untied.head) == (0, untied.embedding)
+    critic = size_of(look_at(AutoConfig.for_model(**fields), value_head=True))
+    assert critic.head == fields["hidden_size"]
+    wide = size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264})))
+    assert (found.in_pieces, wide.in_pieces) == (None, InPieces.HEADS)

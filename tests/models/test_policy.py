@@ -12,7 +12,7 @@ from corerl.errors import ModelError
 from corerl.models.attention import PACKED
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.layouts import PackedPolicy, make_policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config

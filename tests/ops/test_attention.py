@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.ops.attention import PackedSequences, packed_attention
+from corerl.ops.attention import packed_attention
+from corerl.ops.packing import PackedSequences
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 LAYOUTS = {

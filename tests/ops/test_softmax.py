@@ -31,7 +31,7 @@ RUNS_KERNELS = importlib.util.find_spec("triton") and (DEVICE == "cuda" or os.en
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels: ModuleType | None = None
     if request.param == "kernels":
-        from corerl.ops import softmax_kernels as kernels
+        from corerl.ops import kernels
     monkeypatch.setattr(softmax, "kernels_for", lambda logits: kernels)
     return str(request.param)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from corerl import hookimpl
 from corerl.errors import DataError
 from corerl.plan.plan import PlanReady
 from corerl.plugin import ExtensionSpec, PlanAnswer, Process
@@ -27,7 +26,6 @@ class Planner:
     def __init__(self, *, options: Answers, run_dir: str) -> None:
         self.options = options
 
-    @hookimpl
     def plan_ready(self, plan: PlanReady) -> Any:
         SEEN.append(plan)
         options = self.options
@@ -46,16 +44,6 @@ class Planner:
                 return PlanAnswer(settings=options.settings, notices=options.notices, problems=options.problems)
 
 
-class Silent:
-    """Says that it plans, and does not."""
-
-    def __init__(self, *, options: Answers, run_dir: str) -> None:
-        pass
-
-    @hookimpl
-    def observe(self, event: object) -> None: ...
-
-
 FIRST = ExtensionSpec(
     implementation="tests.plan.planners:Planner",
     config=Answers,
@@ -66,4 +54,3 @@ FIRST = ExtensionSpec(
 )
 SECOND = FIRST
 UNASKED = evolve(FIRST, plans=False)
-SILENT = evolve(FIRST, implementation="tests.plan.planners:Silent")

@@ -15,8 +15,8 @@ from corerl.errors import UserError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
 from corerl.models.files import kept_digest
+from corerl.models.lora import peft_config
 from corerl.models.names import shapes_of
-from corerl.models.peft_files import peft_config
 from corerl.plan.make import make_plan
 from corerl.plan.model_files import with_adapters
 from corerl.plan.plan import Plan

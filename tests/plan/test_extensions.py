@@ -136,9 +136,6 @@ def test_an_error_of_an_extension_has_its_name(tmp_path: Path) -> None:
 
 
 def test_a_spec_says_whether_its_extension_plans(tmp_path: Path) -> None:
-    assert message(ContractError, tmp_path, SILENT={}) == (
-        "extension:SILENT implements no plan_ready; add it, or remove plans=True from its spec"
-    )
     unasked = asking(tmp_path, UNASKED={})
     make_plan(unasked)
     assert SEEN == []

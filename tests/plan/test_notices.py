@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +14,7 @@ from corerl.plan.data import opened_reasoning
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl_agents.script import byte_tokenizer
-from tests.driver.saved import DATA, config_in, make_config, make_model
+from tests.driver.saved import DATA, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -35,28 +34,6 @@ def planned(tmp_path: Path, **tables: Any) -> Plan:
         mock.patch.object(make, "device_memory", return_value=2**40),
     ):
         return make_plan(config)
-
-
-@pytest.mark.parametrize(
-    ("settings", "rollout", "told"),
-    [
-        ({"repetition_penalty": 1.05, "top_k": 20, "eos_token_id": 2, "do_sample": True}, {}, "top_k=20"),
-        ({"suppress_tokens": [7], "min_new_tokens": 0, "repetition_penalty": 1.0}, {}, "suppress_tokens=[7]"),
-        ({"temperature": 0.6, "top_p": 0.9, "top_k": 9}, {"temperature": 0.6, "top_p": 0.9, "top_k": 9}, ""),
-        ({"temperature": 1.0, "top_p": 1.0, "top_k": None}, {"temperature": 0.7}, ""),
-    ],
-)
-def test_recommended_sampling_that_is_not_done_is_noted(
-    tmp_path: Path, settings: dict[str, Any], rollout: dict[str, Any], told: str
-) -> None:
-    make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
-    plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
-    found = [line for line in plan.notices if "generation_config.json" in line]
-    assert len(found) == bool(told)
-    assert all(told in line and line.endswith("ignored: sampling follows [rollout]") for line in found)
-    assert ("repetition_penalty=1.05" in "".join(found)) == (settings.get("repetition_penalty") == 1.05)
 
 
 @pytest.mark.parametrize(

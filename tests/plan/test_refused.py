@@ -70,7 +70,6 @@ algorithm.advantages=no_such_module:f                     | algorithm.advantages
 algorithm.postprocess=no_such_module:f                    | algorithm.postprocess      | no_such_module
 algorithm.dynamic_sampling_on=x                           | algorithm.dynamic_sampling_on | 'x'
 algorithm.name=dapo rollout.source=streamed               | algorithm.dynamic_sampling | change that, or set this to 0
-algorithm.dynamic_sampling=2 algorithm.dynamic_sampling_on=x | algorithm.dynamic_sampling_on | no part
 algorithm.name=ppo                                        | roles.critic               | needs a critic
 roles.critic.ranks=1                                      | roles.critic               | uses no critic
 {CRITIC} algorithm.advantages=json:dumps                  | algorithm.advantages       | critic
@@ -96,7 +95,6 @@ eval.samples=4 data.held_out=0                            | eval.samples        
 eval.samples=4 eval.temperature=0.0                       | eval.temperature           | eval.samples
 eval.top_p=0.5                                            | eval.temperature           | eval.top_p
 eval.answer=json:dumps                                    | eval.answer                | majority
-eval.correct_on=x                                         | eval.correct_on            | no part
 {SETS},samples=2,temperature=0.0}}]                       | eval.sets[0].temperature   | eval.sets[0].samples
 {SETS},reward={{name="exakt-match"}}}}]                   | eval.sets[0].reward.name   | exakt-match
 {SETS}}},{{source="sort-digits",name="a"}}]               | eval.sets[0].name eval.sets[1].name | another one

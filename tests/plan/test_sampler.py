@@ -39,7 +39,6 @@ SPEC = SamplerSpec(
     summary="for tests",
     check=check,
     prompts=lambda options: [{"prompt": f"{index}>", "answer": str(index)} for index in range(options.count)],
-    rewards=True,
 )
 WITHOUT_CLASS = evolve(SPEC, implementation="corerl.rollout.sampler:sampling_params", prompts=None)
 

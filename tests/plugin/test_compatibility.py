@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corerl.config.schema import ModelConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.host import PluginHost, State
 from corerl.plugin.registry import Kind, Status, installed, load, load_implementation
 from corerl.types import LossSpec, MemoryKind, PackedBatch, Step
@@ -27,7 +27,6 @@ CONFIG = RoleConfig(
 )
 CODE = """
 import numpy as np
-from corerl import hookimpl
 from corerl.plugin.host import BackendBase
 from corerl.types import (
     ForwardResult, GradientResult, InitResult, ParallelLayout, SaveResult, SleepResult, StepResult, UpdateResult,
@@ -35,35 +34,27 @@ from corerl.types import (
 )
 
 class Code(BackendBase):
-    @hookimpl
     def init({init}):
         return InitResult(layout=ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1))
 
-    @hookimpl
     def forward_backward({forward_backward}):
         return GradientResult(metrics={{}}, tokens=batch.count)
 
-    @hookimpl
     def optimizer_step({optimizer_step}):
         return StepResult(applied=True, grad_norm={grad_norm})
 
-    @hookimpl
     def forward({forward}):
         return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={{}})
 
-    @hookimpl
     def update_weights(self, version):
         return UpdateResult(version=version, bytes=0, seconds=0.0)
 
-    @hookimpl
     def save(self, path):
         return SaveResult(path=path, bytes=0, complete=True)
 
-    @hookimpl
     def sleep(self):
         return SleepResult(freed_bytes=1, residual_bytes=0)
 
-    @hookimpl
     def wake_up(self):
         return WakeResult(restored_bytes=1)
 """

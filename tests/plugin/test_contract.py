@@ -1,75 +1,17 @@
-"""Each way to break the contract of hooks is found when plugins are registered, in words that its author can use."""
+"""Each breach of the contract of hooks is found when plugins are registered, in words that its author can use."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import wraps
-from types import FunctionType
 from typing import Any
 
-import pluggy
 import pytest
 
-from corerl import hookimpl
 from corerl.errors import ContractError
-from corerl.plugin.contract import build_manager, call_each, check_backend
+from corerl.plugin.contract import WORKER_HOOKS, Extensions, Method, backend_methods
 
-
-class Backend:
-    """All required hooks, each an ordinary method."""
-
-    @hookimpl
-    def init(self, config: Any, context: Any) -> str:
-        return "init"
-
-    @hookimpl
-    def forward_backward(self, batch: Any, loss: Any, outputs: Any, last: Any) -> str:
-        return "forward_backward"
-
-    @hookimpl
-    def optimizer_step(self, step: Any, scale: Any) -> str:
-        return "optimizer_step"
-
-    @hookimpl
-    def forward(self, batch: Any, outputs: Any, weights: Any) -> str:
-        return "forward"
-
-    @hookimpl
-    def update_weights(self, sender: Any, version: Any) -> str:
-        return "update_weights"
-
-    @hookimpl
-    def save(self, path: Any, step: Any, background: Any) -> str:
-        return "save"
-
-    @hookimpl
-    def sleep(self, kinds: Any) -> str:
-        return "sleep"
-
-    @hookimpl
-    def wake_up(self, kinds: Any) -> str:
-        return "wake_up"
-
-
-def registered(*extensions: tuple[str, object], backend: object = None) -> pluggy.PluginManager:
-    manager = build_manager([("backend:mine", backend or Backend()), *extensions])
-    check_backend(manager, "backend:mine")
-    return manager
-
-
-def test_a_backend_with_every_required_hook_is_accepted() -> None:
-    assert registered().hook.optimizer_step(step=1, scale=2) == "optimizer_step"
-
-
-def test_a_wrapper_may_take_fewer_or_newer_arguments() -> None:
-    class Newer:
-        @hookimpl(wrapper=True)
-        def optimizer_step(self, step: int, future: int = 7) -> Generator[None, str, Any]:
-            result = yield
-            return (result, step, future)
-
-    found = registered(("extension:t", Newer())).hook.optimizer_step(step=3, scale=2)
-    assert found == ("optimizer_step", 3, 7)
+ON_DRIVER = ("observe", "shutdown")
 
 
 def extension(**hooks: Any) -> object:
@@ -84,21 +26,6 @@ def yields(self: Any) -> Iterator[None]:
 def returns(self: Any) -> None: ...
 
 
-async def awaits(self: Any, event: Any) -> None: ...
-
-
-def keyword_only(self: Any, batch: Any, *, loss: Any) -> Iterator[None]:
-    return (yield)
-
-
-def positional_only(self: Any, batch: Any, /) -> Iterator[None]:
-    return (yield)
-
-
-def star(self: Any, **everything: Any) -> Iterator[None]:
-    return (yield)
-
-
 def unknown(self: Any, batch: Any, index: Any) -> Iterator[None]:
     return (yield)
 
@@ -111,152 +38,113 @@ def logged(function: Any) -> Any:
     return inner
 
 
-def marked(function: Any, **options: Any) -> Any:
-    """A copy, marked as a hook."""
-    code = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
-    code.__dict__.update(function.__dict__)
-    return hookimpl(**options)(code)
-
-
-def wrapper(function: Any, **options: Any) -> Any:
-    return marked(function, wrapper=True, **options)
-
-
-STEP = "extension:t implements optimizer_step() for optimizer_step(step, scale): "
-BACKWARD = "extension:t implements forward_backward{} for forward_backward(batch, loss, outputs, last): {}"
-ORDER = "tryfirst and trylast override the order of the config's list; remove them"
+BACKWARD = (
+    "extension:t implements forward_backward(batch, index) for forward_backward(batch, loss, outputs, last): parameter "
+    "'index' does not exist in the hook; rename it or give it a default"
+)
+STEP_ITSELF = (
+    "extension:t implements optimizer_step itself, which only a backend may do; to wrap it, end with 'return (yield)'"
+)
 
 
 @pytest.mark.parametrize(
     ("plugin", "message"),
     [
-        (Backend, "extension:t is the class Backend, expected an instance; instantiate it first"),
+        (Method, "extension:t is the class Method, expected an instance; instantiate it first"),
+        (extension(helps=returns), "extension:t implements no hook; known hooks: init, forward_backward, "),
         (
-            extension(observe=returns),
-            "extension:t implements no hook; mark its methods with @hookimpl (from corerl import hookimpl)",
+            extension(shutdown=returns, optimizer_stpe=yields),
+            "extension:t has 'optimizer_stpe'; did you mean the hook 'optimizer_step'? Else rename it",
         ),
+        (extension(wakeup=yields), "extension:t has 'wakeup'; did you mean the hook 'wake_up'? Else rename it"),
+        (extension(forward_backward=unknown), BACKWARD),
+        (extension(forward_backward=logged(unknown)), BACKWARD),  # a decorator hides nothing
+        (extension(optimizer_step=returns), STEP_ITSELF),
         (
-            extension(optimizer_stpe=wrapper(yields)),
-            "extension:t implements unknown hook 'optimizer_stpe'; did you mean 'optimizer_step'?",
-        ),
-        (
-            extension(wakeup=wrapper(yields, optionalhook=True)),
-            "extension:t implements unknown hook 'wakeup'; did you mean 'wake_up'?",
-        ),
-        (
-            extension(around=wrapper(yields, specname="optimiser_step")),
-            "extension:t implements unknown hook 'optimiser_step'; did you mean 'optimizer_step'?",
-        ),
-        (
-            extension(forward_backward=wrapper(keyword_only)),
-            BACKWARD.format(
-                "(batch, *, loss)", "keyword-only parameter 'loss' is never passed; move it before the '*'"
-            ),
-        ),
-        (
-            extension(forward_backward=wrapper(logged(keyword_only))),  # a decorator hides nothing
-            BACKWARD.format(
-                "(self, batch, *, loss)", "keyword-only parameter 'loss' is never passed; move it before the '*'"
-            ),
-        ),
-        (
-            extension(forward_backward=wrapper(positional_only)),
-            BACKWARD.format("(batch, /)", "parameter 'batch' is positional-only; remove the '/'"),
-        ),
-        (
-            extension(forward_backward=wrapper(star)),
-            BACKWARD.format(
-                "(**everything)", "star parameter 'everything' receives nothing; name the arguments you need"
-            ),
-        ),
-        (
-            extension(forward_backward=wrapper(unknown)),
-            BACKWARD.format(
-                "(batch, index)", "parameter 'index' does not exist in the hook; rename it or give it a default"
-            ),
-        ),
-        (
-            extension(observe=marked(awaits)),
+            extension(observe=lambda self, event: None),
             (
-                "extension:t implements observe(event) for observe(event): it is async, but hooks are never awaited; "
-                "make it an ordinary function"
-            ),
-        ),
-        (
-            extension(optimizer_step=marked(yields, hookwrapper=True)),
-            STEP + "hookwrapper=True hides the backend's own error; write wrapper=True and 'return (yield)'",
-        ),
-        (
-            extension(optimizer_step=wrapper(returns)),
-            STEP + "a wrapper needs exactly one yield; write 'return (yield)'",
-        ),
-        (
-            extension(optimizer_step=marked(yields)),
-            STEP + "it yields but is not a wrapper; write @hookimpl(wrapper=True)",
-        ),
-        (extension(optimizer_step=wrapper(yields, tryfirst=True)), STEP + ORDER),
-        (extension(optimizer_step=wrapper(yields, trylast=True)), STEP + ORDER),
-        (
-            extension(shutdown=wrapper(yields)),
-            (
-                "extension:t implements shutdown() for shutdown(reason): shutdown is called on each plugin separately "
-                "and cannot be wrapped; implement it without wrapper=True"
-            ),
-        ),
-        (
-            extension(optimizer_step=marked(returns)),
-            (
-                "extension:t implements optimizer_step itself, which only backend:mine may do; to wrap it, use "
-                "@hookimpl(wrapper=True) and end with 'return (yield)'"
+                "extension:t implements observe, but it is called on the driver only; remove it, or move it to an "
+                "extension whose spec has process=Process.DRIVER"
             ),
         ),
     ],
 )
 def test_each_breach_of_the_contract_is_named(plugin: object, message: str) -> None:
     with pytest.raises(ContractError) as caught:
-        registered(("extension:t", plugin))
-    assert caught.value.message == message
+        Extensions([("t", plugin)], hooks=WORKER_HOOKS, where="")
+    assert caught.value.message.startswith(message)
 
 
-def test_only_optional_hooks_may_be_unknown() -> None:
-    newer = extension(quench=marked(returns, optionalhook=True), observe=hookimpl(lambda self, event: None))
-    registered(("extension:t", newer))
-    with pytest.raises(ContractError, match="^extension:t implements unknown hook 'quench'; known hooks: init, "):
-        registered(("extension:t", extension(quench=marked(returns))))
-
-
-def test_a_backend_must_implement_each_required_hook_exactly_once() -> None:
-    class Forgets(Backend):
-        def save(self, path: Any, step: Any, background: Any) -> str:  # overriding loses the mark
-            return "save"
-
-    class Twice(Backend):
-        @hookimpl(specname="optimizer_step")
-        def step_too(self, step: Any) -> str:
-            return "optimizer_step"
-
-    for backend, found in (
-        (Forgets(), "save not at all, expected exactly one method without wrapper=True: save(path, step, background)"),
-        (
-            Twice(),
-            "optimizer_step 2 times, expected exactly one method without wrapper=True: optimizer_step(step, scale)",
-        ),
-    ):
-        with pytest.raises(ContractError) as caught:
-            registered(backend=backend)
-        assert caught.value.message == f"backend:mine implements {found}"
-
-
-def test_backends_do_not_observe_and_names_are_unique() -> None:
-    class Curious(Backend):
-        @hookimpl
-        def observe(self, event: Any) -> None: ...
-
-    with pytest.raises(ContractError, match="backend:mine implements observe, which only extensions may do"):
-        registered(backend=Curious())
-    watches = extension(observe=hookimpl(lambda self, event: None))
+def test_an_extension_is_listed_once() -> None:
+    watches = extension(shutdown=returns)
     with pytest.raises(ContractError, match="extension:t is listed twice; list each extension once"):
-        registered(("extension:t", watches), ("extension:t", watches))
+        Extensions([("t", watches), ("t", watches)], hooks=WORKER_HOOKS, where="")
+
+
+def test_a_backend_has_each_hook_and_none_of_the_drivers() -> None:
+    hooks = dict.fromkeys(set(WORKER_HOOKS) - {"shutdown"}, returns)
+    assert set(backend_methods("backend:mine", extension(**hooks))) == hooks.keys()
+    with pytest.raises(ContractError, match="backend:mine implements observe, but it is called on the driver only"):
+        backend_methods("backend:mine", extension(**hooks, observe=returns))
+    hooks.pop("save")
+    with pytest.raises(ContractError, match=r"^backend:mine does not implement save\(path, step, background\)$"):
+        backend_methods("backend:mine", extension(**hooks))
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def wrapped(*plugins: object, step: Callable[..., Any] = lambda step, scale: (step, scale)) -> Any:
+    extensions = Extensions([(f"e{number}", each) for number, each in enumerate(plugins)], hooks=WORKER_HOOKS, where="")
+    innermost = Method("backend:mine", "optimizer_step", step, ("step", "scale"))
+    return extensions.wrapped(innermost, {"step": 3, "scale": 2})
+
+
+def test_a_wrapper_may_take_fewer_or_newer_arguments() -> None:
+    class Newer:
+        def optimizer_step(self, step: int, future: int = 7) -> Generator[None, Any, Any]:
+            result = yield
+            return (result, step, future)
+
+    class All:
+        def optimizer_step(self, **arguments: Any) -> Generator[None, Any, Any]:
+            return ((yield), arguments)
+
+    assert wrapped(Newer(), All()) == (((3, 2), {"step": 3, "scale": 2}), 3, 7)
+
+
+def test_wrappers_see_the_error_of_what_they_wrap() -> None:
+    log = []
+
+    class Sees:
+        def __init__(self, replaces: bool) -> None:
+            self.replaces = replaces
+
+        def optimizer_step(self) -> Generator[None, Any, Any]:
+            try:
+                return (yield)
+            except ValueError as error:
+                log.append(str(error))
+                if self.replaces:
+                    raise ValueError("other") from error
+                raise
+
+    def fails(**_: Any) -> None:
+        raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="other") as caught:
+        wrapped(Sees(False), Sees(True), step=fails)
+    assert log == ["boom", "other"] and str(caught.value.__cause__) == "boom"
+
+
+def test_a_wrapper_yields_once() -> None:
+    class Twice:
+        def optimizer_step(self) -> Iterator[None]:
+            yield
+            yield
+
+    with pytest.raises(ContractError, match="^extension:e0: optimizer_step yields twice; yield once, and return"):
+        wrapped(Twice())
 
 
 def test_calling_each_reaches_all_and_yields_what_they_raised() -> None:
@@ -266,15 +154,14 @@ def test_calling_each_reaches_all_and_yields_what_they_raised() -> None:
         def __init__(self, name: str, error: Exception | None = None) -> None:
             self.name, self.error = name, error
 
-        @hookimpl
         def observe(self, event: Any, future: str = "own default") -> None:
             heard.append((self.name, event, future))
             if self.error:
                 raise self.error
 
     boom = ValueError("boom")
-    manager = registered(("extension:in", Watches("in")), ("extension:out", Watches("out", boom)))
-    assert list(call_each(manager, "observe", event=1)) == [("extension:out", boom)]
+    extensions = Extensions([("out", Watches("out", boom)), ("in", Watches("in"))], hooks=ON_DRIVER, where="")
+    assert list(extensions.call_each("observe", event=1)) == [("extension:out", boom)]
     assert heard == [("out", 1, "own default"), ("in", 1, "own default")]
-    assert list(call_each(manager, "observe", skip={"extension:out"}, event=2)) == []
+    assert list(extensions.call_each("observe", skip={"extension:out"}, event=2)) == []
     assert heard[2:] == [("in", 2, "own default")]

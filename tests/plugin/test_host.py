@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.config.schema import ModelConfig, RoleConfig, TrainConfig, WeightsConfig
 from corerl.errors import (
     ContractError,
@@ -24,7 +23,7 @@ from corerl.errors import (
     WrongState,
 )
 from corerl.plugin.capabilities import Capability, not_implemented
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
     ForwardResult,
@@ -76,50 +75,41 @@ class Fake(BackendBase):
         if hook in self.errors:
             raise self.errors[hook]
 
-    @hookimpl
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         self.note("init", context.rank)
         layout = ParallelLayout(rank=1, world_size=2, dp_rank=1, dp_size=2)
         return InitResult(layout=layout, weights_version=self.version)
 
-    @hookimpl
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
         self.note("forward_backward", batch.count, outputs, last)
         return ADDED
 
-    @hookimpl
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         self.note("optimizer_step", step.optimizer_step, scale)
         return STEPPED
 
-    @hookimpl
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
         self.note("forward", outputs, weights)
         return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
 
-    @hookimpl
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
         self.note("update_weights", version)
         return UpdateResult(version=version, bytes=10, seconds=0.1)
 
-    @hookimpl
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self.note("save", path)
         return SaveResult(path=path, bytes=10, complete=True)
 
-    @hookimpl
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         self.note("sleep", kinds)
         return SleepResult(freed_bytes=100 * len(kinds), residual_bytes=7)
 
-    @hookimpl
     def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
         self.note("wake_up", kinds)
         return WakeResult(restored_bytes=100 * len(kinds))
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.note("shutdown", reason)
 
@@ -130,14 +120,12 @@ class Logs:
     def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
         self.name, self.log, self.error = name, log, error
 
-    @hookimpl(wrapper=True)
     def optimizer_step(self, step: Step) -> Iterator[None]:
         self.log.append(f"{self.name}>")
         result = yield
         self.log.append(f"<{self.name}")
         return result
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.log.append(f"{self.name} ends")
         if self.error:
@@ -375,10 +363,7 @@ def test_a_rank_without_outputs_keeps_only_extensions_metrics(output_rank: bool)
         def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
             return given
 
-        init, forward_backward, forward = hookimpl(init), hookimpl(forward_backward), hookimpl(forward)
-
     class Measures:
-        @hookimpl(wrapper=True)
         def forward_backward(self) -> Generator[None, GradientResult, GradientResult]:
             result = yield
             return evolve(result, metrics={**result.metrics, **measured})
@@ -490,7 +475,6 @@ def test_a_version_whose_update_failed_is_used_up() -> None:
 
 def test_a_dropped_result_is_reported_with_the_call_chain() -> None:
     class Drops:
-        @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:
             yield
 
@@ -515,13 +499,11 @@ def test_a_dropped_result_is_reported_with_the_call_chain() -> None:
 @pytest.mark.parametrize("half", ["forward_backward", "optimizer_step"])
 def test_plain_numbers_as_metrics_are_refused_by_name(half: str, metrics: Any, told: str) -> None:
     class Wrong(Fake):
-        @hookimpl
         def forward_backward(
             self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
         ) -> GradientResult:
             return evolve(ADDED, metrics=metrics) if half == "forward_backward" else ADDED
 
-        @hookimpl
         def optimizer_step(self, step: Step, scale: float) -> StepResult:
             return evolve(STEPPED, metrics=metrics)
 
@@ -599,7 +581,7 @@ def test_errors_of_shutdown_are_collected_into_one() -> None:
     host, backend = ready(Fake(shutdown=SaveFailed("disk full")), ("a", extension))
     with pytest.raises(CorerlError) as caught:
         host.shutdown("finished")
-    raises = Logs.shutdown.__code__.co_firstlineno + 4  # the extension is of the backend's package
+    raises = Logs.shutdown.__code__.co_firstlineno + 3  # the extension is of the backend's package
     assert caught.value.message == (
         f"extension:a, actor rank 1: shutdown failed: ValueError: full (tests/plugin/test_host.py:{raises}); disk full"
     )

@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from corerl import hookimpl
 from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken, WorkerDied
 from corerl.plugin.events import Event, Notice
-from corerl.plugin.hookspecs import RunControl
+from corerl.plugin.hooks import RunControl
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers, extensions_for, load_observers, load_worker_extensions, traced
+from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers, traced
 from corerl.plugin.spec import Process
 from tests.plugin.test_host import CONTEXT, Fake
 
 Install = Callable[..., Path]
 
 CODE = """
-from corerl import hookimpl
 
 class Code:
     def __init__(self, options, run_dir):
@@ -28,7 +26,6 @@ class Code:
             raise ValueError("every is below 0")
         self.options, self.run_dir = options, run_dir
 
-    @hookimpl
     def observe(self, event):
         print(self.run_dir, self.options.every, event.text)
 """
@@ -38,13 +35,11 @@ class Hears:
     def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
         self.name, self.log, self.error = name, log, error
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         self.log.append(self.name)
         if self.error:
             raise self.error
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self.log.append(f"{self.name} {reason}")
         if self.error:
@@ -64,20 +59,20 @@ def test_each_extension_is_constructed_in_its_process(capsys: pytest.CaptureFixt
     assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
     load_observers(choices, "runs/x").emit(Notice(text="hello"))
     assert capsys.readouterr().out == "runs/x 5 hello\n"
-    ((name, instance),) = load_worker_extensions(choices, "runs/x")
+    ((name, instance),) = load_extensions(choices, "runs/x", Process.WORKER)
     assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("plugins")
 def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
     with pytest.raises(PluginBroken) as caught:
-        load_worker_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x")
+        load_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x", Process.WORKER)
     assert caught.value.message == (
         "extension 'wrap' (corerl-wrap 0.1.0) cannot be started: wrap_ob_code:Code(options, run_dir) raised "
         "ValueError: every is below 0"
     )
     with pytest.raises(ConfigError, match=r"^extensions\.wrap\.options\.evry: unknown key"):
-        load_worker_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x")
+        load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
 
 
 def test_a_run_is_traced_if_an_extension_asks() -> None:
@@ -127,7 +122,6 @@ class Decides:
     def __init__(self, name: str, log: list[str], error: BaseException | None = None) -> None:
         self.name, self.log, self.error = name, log, error
 
-    @hookimpl
     def between_steps(self, run: RunControl) -> None:
         self.log.append(f"{self.name} {run}")
         if self.error:
@@ -153,7 +147,6 @@ def test_an_error_of_a_deciding_hook_names_the_extension() -> None:
 
 def test_an_extension_that_was_disabled_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
     class Both(Hears):
-        @hookimpl
         def between_steps(self) -> None:
             self.log.append("asked")
 
@@ -176,12 +169,10 @@ def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.Ca
 
 def test_hooks_of_another_process_are_refused() -> None:
     class Wraps:
-        @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:
             return (yield)
 
     class Hears:
-        @hookimpl
         def observe(self, event: object) -> None: ...
 
     with pytest.raises(ContractError, match="^extension:a implements observe, but it is called on the driver only; "):
@@ -189,6 +180,6 @@ def test_hooks_of_another_process_are_refused() -> None:
     with pytest.raises(ContractError) as caught:
         Observers([("t", Wraps())])
     assert caught.value.message == (
-        "extension:t implements optimizer_step, which is called in workers only; its spec must have "
-        "process=Process.WORKER"
+        "extension:t implements optimizer_step, but it is called in workers only; remove it, or move it to an "
+        "extension whose spec has process=Process.WORKER"
     )

@@ -149,7 +149,7 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     install: Install, backend_spec: str, api: tuple[int, int]
 ) -> None:
     major, minor = api
-    changed = "" if api > API else "what changed: docs/versioning.md, the table of API 2.0; "
+    changed = "" if api > API else "docs/versioning.md and `corerl doctor` say what has moved; "
     install(
         "corerl-mine",
         {"backends": {"mine": "mine_k:SPEC"}},

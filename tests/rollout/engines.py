@@ -16,8 +16,9 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
-from corerl.rollout.rewards.base import Scorer, Scores, Scoring
+from corerl.rollout.rewards import Reward
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
 from corerl.rollout.source import Source
 from corerl.types import FloatArray, IntArray
 from tests.engines.services import serve
@@ -251,15 +252,15 @@ def logprobs(tokens: IntArray, versions: IntArray) -> FloatArray:
     return -(tokens + versions / 64).astype(np.float32)
 
 
-def aside(scorer: Scorer) -> Scoring:
+def aside(scorer: Scorer | Reward) -> AsyncScorer:
     """Scores in threads of its own."""
-    return Scoring(scorer, in_scoring_thread)
+    return AsyncScorer(RewardScorer(scorer) if isinstance(scorer, Reward) else scorer, in_scoring_thread)
 
 
-def at_once(scorer: Scorer) -> Scoring:
+def at_once(scorer: Scorer | Reward) -> AsyncScorer:
     """Scores in the loop's thread, which does nothing else meanwhile."""
 
     async def call(score: Callable[[], Scores]) -> Scores:
         return score()
 
-    return Scoring(scorer, call)
+    return AsyncScorer(RewardScorer(scorer) if isinstance(scorer, Reward) else scorer, call)

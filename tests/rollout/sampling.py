@@ -9,16 +9,16 @@ import numpy as np
 from corerl.data.prompts import PromptStream, SortDigits
 from corerl.engines.base import SamplingParams
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.rewards.base import Scorer, Scoring
-from corerl.rollout.rewards.lookup import resolve_reward
-from corerl.rollout.sampled import SampledRollouts
+from corerl.rollout.rewards import Reward, find_reward
+from corerl.rollout.sampled import OrderedRollouts
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scoring import AsyncScorer, Scorer
 from tests.rollout.engines import Engines, aside
 from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
 PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
-REWARD = resolve_reward("position-match", {})
+REWARD = find_reward("position-match", {})
 PROMPTS, SAMPLES = 3, 2
 
 
@@ -30,12 +30,19 @@ def upcoming(count: int) -> list[int]:
     return [prompt.index for prompt in stream().take(count)]
 
 
-def source(engines: Engines, *, seed: int = 7, reward: Scoring | Scorer = REWARD, **fields: Any) -> SampledRollouts:
-    """On demand and in order, unless `fields` say otherwise; a scorer scores in threads of its own."""
-    given = {
+def source(engines: Engines, **fields: Any) -> OrderedRollouts:
+    """On demand, unless `fields` say otherwise; a scorer scores in threads of its own."""
+    return OrderedRollouts(**given(engines, **fields))
+
+
+def given(
+    engines: Engines, *, seed: int = 7, reward: AsyncScorer | Scorer | Reward = REWARD, **fields: Any
+) -> dict[str, Any]:
+    """The fields that both orders have."""
+    return {
         "stream": stream(seed),
         "sampler": prompt_sampler(tokenizer=TOKENIZER, generate=engines.fleet.generate, seed=7),
-        "reward": reward if isinstance(reward, Scoring) else aside(reward),
+        "reward": reward if isinstance(reward, AsyncScorer) else aside(reward),
         "params": PARAMS,
         "prompts": PROMPTS,
         "samples": SAMPLES,
@@ -43,7 +50,6 @@ def source(engines: Engines, *, seed: int = 7, reward: Scoring | Scorer = REWARD
         "steps": 4,
         **fields,
     }
-    return SampledRollouts(**given)
 
 
 def indices(scored: ScoredRollout) -> list[int]:

@@ -15,15 +15,14 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.evaluation import EvalSet, Evaluation, counted, evaluate, majority_at
-from corerl.rollout.rewards.base import Reward
-from corerl.rollout.rewards.lookup import resolve_reward
+from corerl.rollout.rewards import Reward, find_reward
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(tokenizer="characters:0123456789>s", path="")
 PARAMS = SamplingParams(max_tokens=6, stop_tokens=(2,))
-REWARD = resolve_reward("position-match", {})
+REWARD = find_reward("position-match", {})
 PROMPTS = [Prompt(index=i, text=f"{i}>", answer=answer) for i, answer in enumerate(["12", "98", "5"])]
 
 

@@ -16,10 +16,11 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, DataError, EngineFailed, RewardError, WorkerDied
-from corerl.rollout.rewards.base import Reward, Scorer, Scores, Scoring
-from corerl.rollout.sampled import DynamicSampling, SampledRollouts
+from corerl.rollout.rewards import Reward, position_match
+from corerl.rollout.sampled import DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
 from corerl.rollout.source import Arrived
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
@@ -40,7 +41,7 @@ from tests.rollout.sampling import (
 KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "streamed": {"singly": True},
-    "one-step-off": {"max_staleness": 1},
+    "one-step-off": {"ahead": True},
 }
 
 
@@ -48,9 +49,9 @@ def texts(steps: Sequence[ScoredRollout]) -> list[list[str]]:
     return [each.rollout.texts for each in steps]
 
 
-def in_caller(engines: Engines, reward: Scorer = REWARD) -> Scoring:
+def in_caller(engines: Engines, reward: Reward = REWARD) -> AsyncScorer:
     """Scores in the thread that waits, as a synchronous run does."""
-    return Scoring(reward, engines.fleet.loop.in_caller)
+    return AsyncScorer(RewardScorer(reward), engines.fleet.loop.in_caller)
 
 
 # ---- all of them -----------------------------------------------------------------------------------------------------
@@ -64,7 +65,9 @@ def test_steps_have_fresh_prompts_noise_and_their_rewards(engines: Engines) -> N
     assert [index for scored in steps for index in indices(scored)] == [each.index for each in stream().take(12)]
     assert len(set(engines.keys)) == len(engines.keys) == 24
     for scored in steps:
-        expected = [REWARD(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)]
+        expected = [
+            position_match(scored.rollout.prompts[row // 2], text) for row, text in enumerate(scored.rollout.texts)
+        ]
         assert scored.rewards.tolist() == pytest.approx(expected)
         assert scored.exact_match == 0.0
         assert scored.seconds.keys() == {"rollout", "reward"}
@@ -231,7 +234,7 @@ class OneByOne(Engines):
             return self.keys[:rows]
 
 
-def arrivals(engines: Engines, begun: SampledRollouts) -> list[Arrived]:
+def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
     return list(iter(lambda: engines.run(begun.arrived()), None))
 
 
@@ -291,8 +294,8 @@ class Held(Engines):
         return drawn
 
 
-def ahead(engines: Engines, **fields: Any) -> SampledRollouts:
-    return source(engines, max_staleness=1, **fields)
+def ahead(engines: Engines, **fields: Any) -> OrderedRollouts:
+    return source(engines, ahead=True, **fields)
 
 
 def test_an_update_waits_for_samples_but_not_for_rewards(use: Use[Engines], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,7 +445,7 @@ class Equal:
         return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
 
 
-def refilled(engines: Engines, attempts: int, reward: Scorer, **fields: Any) -> SampledRollouts:
+def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
     refill = DynamicSampling(useful=spread, attempts=attempts)
     return source(engines, reward=at_once(reward), **{"prompts": 4, "refill": refill, **fields})
 

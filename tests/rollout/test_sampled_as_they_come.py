@@ -18,9 +18,10 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import EngineFailed
 from corerl.rollout.recorded import write_rollout
-from corerl.rollout.rewards.base import OutcomeScorer, Reward, Scores
-from corerl.rollout.sampled import DynamicSampling, SampledRollouts
+from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import AsynchronousRollouts, DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
+from corerl.rollout.scoring import Scores
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -113,13 +114,13 @@ def join_episodes() -> None:
 
 def asynchronous(
     engines: Engines, *, max_staleness: int = 1, steps: int = 6, episodes: Sampler | None = None, **fields: Any
-) -> SampledRollouts:
+) -> AsynchronousRollouts:
     """Of single responses, or of `episodes`."""
-    fields = {"in_order": False, "singly": True, "max_staleness": max_staleness, "steps": steps, **fields}
+    fields = {"max_staleness": max_staleness, "steps": steps, **fields}
     if episodes is not None:
         fields |= {"sampler": episodes, "params": evolve(PARAMS, max_tokens=10)}
-        fields["reward"] = OutcomeScorer(fields.get("reward", REWARD), failed_value=-1.0)
-    return sampling.source(engines, **fields)
+        fields["reward"] = evolve(fields.get("reward", REWARD), failed_value=-1.0)
+    return AsynchronousRollouts(**sampling.given(engines, **fields))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_fast_engines_are_given_one_step_ahead(engines: Engines) -> None:
 def test_a_resumed_source_restarts_exactly_what_was_in_flight(
     function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling
 ) -> None:
-    def begin(engines: Engines) -> SampledRollouts:
+    def begin(engines: Engines) -> AsynchronousRollouts:
         return asynchronous(engines, max_staleness=2, episodes=episodes(engines, function) if function else None)
 
     engines = use(Slow(until=9, max_staleness=2))

@@ -14,8 +14,8 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, PluginBroken
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.rewards.base import samples_of
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
+from corerl.rollout.scoring import samples_of
 from tests.rollout.samplers import prompt_sampler
 
 TOKENIZER = load_tokenizer(

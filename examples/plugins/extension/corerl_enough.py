@@ -4,7 +4,6 @@ from collections import deque
 
 from attrs import frozen
 
-from corerl import hookimpl
 from corerl.config import at_least, option
 from corerl.plugin import Event, ExtensionSpec, Process, RunControl, RunRewound, StepFinished
 
@@ -21,14 +20,12 @@ class Enough:
         self.options = options
         self.values: deque[float] = deque(maxlen=options.steps)
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         if isinstance(event, StepFinished):
             self.values.append(event.metrics.get(self.options.metric, float("-inf")))
         elif isinstance(event, RunRewound):  # steps come again
             self.values.clear()
 
-    @hookimpl
     def between_steps(self, run: RunControl) -> None:
         options = self.options
         if len(self.values) == options.steps and min(self.values) >= options.value:

@@ -23,7 +23,7 @@ from corerl.models import load_tokenizer
 from corerl.rollout import Reward, Rollout, ScoredRollout
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
-from corerl_testing import EvalSet, OutcomeScorer, evaluate, exact_share, read_rollout, write_rollout
+from corerl_testing import EvalSet, evaluate, exact_share, read_rollout, write_rollout
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
@@ -363,7 +363,7 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
         async def sample(self, *_: Any, **__: Any) -> Rollout:
             return rollout
 
-    reward = at_once(OutcomeScorer(Reward(name="r", function=lambda prompt, text: prompt.index**2), failed_value=0.0))
+    reward = at_once(Reward(name="r", function=lambda prompt, text: prompt.index**2))
     given: Any = Given()
     found = asyncio.run(evaluate(given, EvalSet(source=Listed(prompts), params=PARAMS), reward, show=2))
     told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]

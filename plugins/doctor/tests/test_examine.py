@@ -255,9 +255,9 @@ def test_extensions_that_always_join_are_examined_whatever_is_listed(monkeypatch
     assert asked == [{"console", "jsonl", "tensorboard", "curves", "elastic", "forecast"}, {"forecast"}]
 
 
-def test_an_unmet_requirement_has_its_command(old_pluggy: str) -> None:
+def test_an_unmet_requirement_has_its_command(old_tomli_w: str) -> None:
     (finding,) = amiss(list(installation.requirements(["corerl", "corerl-fsdp"])))
-    assert f"{finding.what}; {finding.fix}" == old_pluggy
+    assert f"{finding.what}; {finding.fix}" == old_tomli_w
     assert finding.level is Level.ERROR
 
 

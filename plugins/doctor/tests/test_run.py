@@ -12,7 +12,7 @@ from attrs import asdict, evolve
 from corerl.cluster.nodes import Answer
 from corerl.cluster.runtime import ray_session
 from corerl.plan.resolve import Selection
-from corerl.plugin.fingerprint import look_for
+from corerl.plugin.origins import look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import Level
 from corerl_doctor import run

@@ -83,7 +83,7 @@ def test_a_rejected_resize_exits_with_status_2(run_dir: Path, capsys: pytest.Cap
         ([], "no sizes are given; name some, such as roles.actor.ranks=4 or rollout.replicas=2"),
         (
             ["rollout.replica=2"],
-            "rollout.replica: unknown key; did you mean 'replicas'? (override rollout.replica=...)",
+            "rollout.replica: unknown key; did you mean 'replicas'? (override rollout.replica)",
         ),
         (
             ["train.epochs=2"],

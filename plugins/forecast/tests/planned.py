@@ -9,7 +9,6 @@ from unittest import mock
 
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.config.schema import Config, ExtensionChoice
 from corerl.plan import make
 from corerl.plan.make import make_plan
@@ -40,7 +39,6 @@ class Seeing:
     def __init__(self, *, options: Any, run_dir: str) -> None:
         pass
 
-    @hookimpl
     def plan_ready(self, plan: PlanReady) -> None:
         SEEN.append(plan)
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from corerl.models.build import materialize
 from corerl.models.layouts import make_policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 from corerl_forecast.activations import activations_of
 from corerl_testing.models import tiny_fields

@@ -11,7 +11,7 @@ from benchmarks.memory import CASES, predicted
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plan.make import make_plan
 from corerl.types import MemoryKind
 from corerl_forecast.forecast import GIB, PROCESS

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from corerl import hookimpl
 from corerl.errors import CorerlError
 from corerl.types import MemoryKind, Output
 from corerl_observe.memory_recorder import MemoryRecorder, ResidentMeter
@@ -23,7 +22,6 @@ class Wasteful:
     def __init__(self, taken: dict[int, int]) -> None:
         self.taken, self.calls = taken, 0
 
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Iterator[None]:
         bytearray(self.taken.get(self.calls, 0))
         self.calls += 1

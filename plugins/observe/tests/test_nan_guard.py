@@ -12,7 +12,6 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.errors import CorerlError
 from corerl.types import Metric, Output, StepResult
 from corerl_observe.nan_guard import NanGuard, in_columns, in_metrics, in_norm
@@ -48,12 +47,10 @@ def test_the_backend_is_entered_before_anything_is_raised(tmp_path: Path) -> Non
     entered = []
 
     class Enters:
-        @hookimpl(wrapper=True)
         def forward_backward(self) -> Iterator[None]:
             entered.append("forward_backward")
             return (yield)
 
-        @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:
             entered.append("optimizer_step")
             return (yield)
@@ -78,14 +75,12 @@ def test_what_was_found_in_a_call_is_told_at_the_step_however_many_calls_follow(
 
 
 class FailsInAPass:
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Iterator[None]:
         yield
         raise ValueError("out of luck")
 
 
 class FailsInAStep:
-    @hookimpl(wrapper=True)
     def optimizer_step(self) -> Iterator[None]:
         yield
         raise ValueError("out of luck")
@@ -129,7 +124,6 @@ def test_what_is_only_logged_is_counted_and_the_run_goes_on(tmp_path: Path, caps
 
 def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -> None:
     class Spoils:
-        @hookimpl(wrapper=True)
         def forward(self) -> Iterator[None]:
             result: Any = yield
             values = result.outputs[Output.LOGPROBS].copy()
@@ -144,7 +138,6 @@ def test_a_number_of_forward_is_told_with_its_sample_and_token(tmp_path: Path) -
 
 def test_the_first_parameter_that_is_not_finite_is_named(tmp_path: Path) -> None:
     class Breaks:
-        @hookimpl(wrapper=True)
         def optimizer_step(self) -> Iterator[None]:
             result = yield
             with torch.no_grad():

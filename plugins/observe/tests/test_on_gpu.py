@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from corerl import hookimpl
 from corerl.errors import HookFailed
 from corerl_observe.memory_recorder import MemoryRecorder
 from corerl_observe.profiler import Profiler
@@ -28,7 +27,6 @@ class Allocates:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Iterator[None]:
         torch.empty(self.size, dtype=torch.uint8, device="cuda")
         return (yield)

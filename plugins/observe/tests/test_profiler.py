@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from corerl import hookimpl
 from corerl.errors import HookFailed
 from corerl_observe.profiler import Profiler
 from corerl_observe.specs import ProfilerOptions
@@ -53,7 +52,6 @@ def test_a_step_of_several_calls_is_one_profile_and_steps_around_it_are_none(tmp
 
 def test_a_call_that_fails_ends_the_profile_that_it_began(tmp_path: Path) -> None:
     class Fails:
-        @hookimpl(wrapper=True)
         def forward_backward(self) -> Iterator[None]:
             yield
             raise ValueError("out of luck")

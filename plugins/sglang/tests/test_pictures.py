@@ -99,6 +99,7 @@ if __name__ == "__main__":
     asked = json.load(sys.stdin)
     engine = sglang.Engine(
         model_path=asked["model"], skip_tokenizer_init=True, enable_multimodal=False, mem_fraction_static=0.3,
+        max_total_tokens=4096,
         disable_cuda_graph=True, sampling_backend="pytorch", grammar_backend="none", log_level="error",
         attention_backend=asked["attention"], dtype="bfloat16",
     )
@@ -151,7 +152,7 @@ def test_the_server_is_started_for_text_alone(family: str, tmp_path: Path) -> No
 def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> None:
     attention = os.environ.get("ATTENTION", "triton")
     write_larger(family, tmp_path / "model")
-    engine = sglang(attention_backend=attention)
+    engine = sglang(attention_backend=attention, memory=0.3)
     train_two_steps(tmp_path, "cluster.device=cuda", "backend.name=fsdp", *engine, apart=0.02)
     export = tmp_path / "run/model"
     prompts = [[7, 4, 9, 5, 3, 14, 3, 4, 5, 7, 9, 2], list(range(3, 15))]

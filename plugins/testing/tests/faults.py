@@ -12,7 +12,7 @@ from corerl.backend import StateKey
 from corerl.config.options import option
 from corerl.config.schema import ClusterInfo, RoleConfig
 from corerl.plugin.capabilities import Capability
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.plugin.spec import BackendSpec, Problem
 from corerl.types import MicroBatch, Output, ParallelLayout
 from corerl.weights.chunks import Chunk

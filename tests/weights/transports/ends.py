@@ -87,7 +87,8 @@ class Engine:
 def peer(address: Address, index: int, size: str, *acts: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """An engine in a process of its own, see peer.py; yields a function that reads its next line."""
     argv = [str(Path(__file__).with_name("peer.py")), json.dumps(attrs.asdict(address)), str(index), size, *acts]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ours, theirs = os.pipe()
     process: Forked | subprocess.Popen[bytes]
     with open(theirs, "wb") as stdout, open(os.devnull, "w+b") as nothing:

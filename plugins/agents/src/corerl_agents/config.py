@@ -76,6 +76,5 @@ SPEC = SamplerSpec(
     api=(2, 0),
     summary="samples are episodes: a function of yours queries the policy at an OpenAI-compatible URL",
     check=check,
-    rewards=True,
     episodes=True,
 )

@@ -17,7 +17,17 @@ from corerl.config import imported, signature_of
 from corerl.data import Prompt
 from corerl.errors import ConfigError
 from corerl.messages import short_repr
-from corerl.rollout import Failure, Judged, Outcome, begin, described, in_coroutine, in_thread, number, short
+from corerl.rollout import (
+    Failure,
+    Judged,
+    Outcome,
+    described,
+    in_coroutine,
+    in_thread,
+    number,
+    short,
+    start_user_coroutine,
+)
 from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
 
 
@@ -86,7 +96,7 @@ class EpisodeFunction:
         else:
             value = await in_thread(functools.partial(self._called, episode), name=name)
         if inspect.isawaitable(value):
-            value = await asyncio.wrap_future(begin(self._awaited(value, episode.prompt), name=name))
+            value = await asyncio.wrap_future(start_user_coroutine(self._awaited(value, episode.prompt), name=name))
         if value is None or isinstance(value, Failure):
             return value
         try:

@@ -20,7 +20,7 @@ from corerl.plugin import (
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.memory import memory
 from corerl_deepspeed.probe import probe
-from corerl_deepspeed.raw import ZERO, refusals, unread
+from corerl_deepspeed.raw import refusals
 
 NO_FLOAT16 = (
     "DeepSpeed raises its loss scale before it divides gradients by it, which halves them in that step, and this "
@@ -45,14 +45,8 @@ def check(config: DeepSpeedConfig, cluster: ClusterInfo) -> Iterable[Problem]:
         yield Problem(
             "node_shard_size", f"{size} does not divide the role's {ranks} ranks; use a divisor of {ranks}, or 1"
         )
-    refused = dict(refusals(config.raw)) or dict(unread(config.raw, config.stage))
-    for path, text in refused.items():
+    for path, text in refusals(config.raw, config.stage):
         yield Problem(f"raw.{path}", text)
-    if not refused and config.stage == 1 and config.raw.get(ZERO, {}).get("overlap_comm"):
-        yield Problem(
-            f"raw.{ZERO}.overlap_comm",
-            "true with stage=1, which reduces gradients only after all computation; set stage=2, or remove it",
-        )
 
 
 def slow(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Iterable[SlowPath]:

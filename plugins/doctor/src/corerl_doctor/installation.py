@@ -16,12 +16,12 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from corerl.ops.buildable import lacking
+from corerl.plugin.origins import installing, unmet
 from corerl.plugin.registry import Entry, Kind, scan
-from corerl.plugin.requirements import installing, unmet
 from corerl.plugin.spec import Finding, Level, ok
 
 PIP = "python -m pip"
-LIBRARIES = ("torch", "transformers", "ray", "numpy", "pluggy")
+LIBRARIES = ("torch", "transformers", "ray", "numpy")
 
 
 def interpreter() -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from corerl.models.layouts import WholePolicy, make_policy, own_attention
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.policy import Policy
 from corerl.models.routing import routers
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.plugin.spec import Finding, Level, ok
 from corerl.types import Output, offsets_of
 from corerl.weights.chunks import fill

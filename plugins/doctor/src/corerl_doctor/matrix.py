@@ -28,7 +28,7 @@ from corerl.models.files import look_at
 from corerl.models.layouts import choose_layout, make_policy
 from corerl.models.names import hf_boxes
 from corerl.models.policy import Policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 from corerl_doctor.smallest import drawn_model, smallest_config
 

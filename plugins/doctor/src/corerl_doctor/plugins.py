@@ -27,6 +27,7 @@ from corerl.plugin.registry import (
 from corerl.plugin.spec import API, BackendSpec, Finding, Level, all_ranks, ok
 from corerl_doctor.child import CheckStarted, Report
 from corerl_doctor.installation import PIP
+from corerl_doctor.moved import replaced
 
 
 def check_specs(plugins: Sequence[tuple[str, str]]) -> Iterator[Report]:
@@ -120,7 +121,7 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
     """Whether the backend keeps the hook contract, as a worker checks before the first call."""
-    from corerl.plugin.hookspecs import Context
+    from corerl.plugin.hooks import Context
     from corerl.plugin.host import PluginHost
 
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
@@ -166,7 +167,7 @@ def finding_of(error: PluginError, kind: Kind, name: str, entry: Entry | None = 
     elif isinstance(error, PluginBroken):
         why = useless
         fix = reinstall(entry) if entry is not None else f"fix {name}"
-    return Finding(level=Level.ERROR, what=error.message, why=why, fix=fix)
+    return Finding(level=Level.ERROR, what=error.message + replaced(error), why=why, fix=fix)
 
 
 def reinstall(entry: Entry) -> str:

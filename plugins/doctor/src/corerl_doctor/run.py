@@ -13,7 +13,7 @@ from corerl.errors import CorerlError, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Selection, ignored_tables, selected
-from corerl.plugin.fingerprint import Origin, look_for
+from corerl.plugin.origins import Origin, look_for
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import ACTOR, Finding, Level, ok
 from corerl_doctor.child import CheckStarted, Report
@@ -89,7 +89,7 @@ def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], ad
     try:
         with ray_session(address=address, cpus=1.0):
             answers = ask_each_node(
-                "corerl.plugin.fingerprint:plugins_here",
+                "corerl.plugin.origins:plugins_here",
                 question,
                 environment=environment,
                 timeout=ANSWER_WITHIN,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from corerl import hookimpl
 from corerl.config.functions import imported
 from corerl.driver.control import Control
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
@@ -33,7 +32,6 @@ class Elastic:
         self._metrics: list[Mapping[str, float]] = []  # of steps that the scaler's statistics do not have yet
         self._places: Places | None = None
 
-    @hookimpl
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         config, scaling = plan.config, self._scaling
         divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
@@ -45,7 +43,6 @@ class Elastic:
         )
         return PlanAnswer(problems=[problem])
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             begin(self._run_dir)
@@ -54,7 +51,6 @@ class Elastic:
 
     # ---- between steps ----------------------------------------------------------------------------------------------
 
-    @hookimpl
     def between_steps(self, run: Control) -> None:
         """Resize the groups if `corerl scale` or the scaler asks for it. A rejected resize is a notice."""
         self._count_steps(run)
@@ -103,7 +99,6 @@ class Elastic:
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    @hookimpl
     def ranks_failed(self, run: Control, failure: Failure) -> None:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if

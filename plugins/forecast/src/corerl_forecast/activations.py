@@ -25,7 +25,7 @@ from corerl.models.build import decoder_layers, recompute_layers
 from corerl.models.files import Described
 from corerl.models.layouts import make_policy
 from corerl.models.policy import Policy
-from corerl.ops.attention import PackedSequences
+from corerl.ops.packing import PackedSequences
 from corerl.types import Output
 
 KNOWN = 64  # passes whose memory a process keeps: roles of one model ask alike

@@ -8,10 +8,9 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.config.schema import ClusterInfo, Config
 from corerl.config.toml_text import to_plain
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import place_of, role_options
 from corerl.plugin import PlanAnswer
@@ -27,7 +26,6 @@ class Forecasting:
     def __init__(self, *, options: Any, run_dir: str) -> None:
         pass
 
-    @hookimpl
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         if plan.processes.device != "cuda" or not plan.config.run.trains:
             return None

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ClusterInfo
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plugin.spec import BackendSpec, RankMemory
 from corerl.types import MemoryKind, Output
 from corerl_forecast.activations import activations_of

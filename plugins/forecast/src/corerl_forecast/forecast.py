@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ModelError
 from corerl.models.files import look_at
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES, ProcessPlan

@@ -12,7 +12,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from corerl import hookimpl
 from corerl.observability import History, phases, scores
 from corerl.plugin import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
 from corerl_observe.specs import CurvesOptions
@@ -32,7 +31,6 @@ class Curves:
         self._title = ""
         self._stale = False  # whether there are numbers that the file does not show
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case RunStarted():
@@ -51,7 +49,6 @@ class Curves:
             case RunFinished():
                 self._write()
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         # A failed run may have steps that are not drawn yet.
         if self._stale:

@@ -11,7 +11,6 @@ from typing import IO, Any
 import torch
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.config import RoleConfig
 from corerl.plugin import Context
 from corerl.types import GradientResult, InitResult, Metric, Reduction, Step, StepResult
@@ -76,7 +75,6 @@ class MemoryRecorder:
         self._next = 0  # the step that gradients are added for
         self._peak = self._of_step = 0  # bytes: of the last call, and of this step so far
 
-    @hookimpl(wrapper=True)
     def init(self, config: RoleConfig, context: Context) -> Generator[None, Any, InitResult]:
         self._name = f"{context.role}-{context.rank}"
         if not self._options.ranks or context.rank in self._options.ranks:
@@ -88,7 +86,6 @@ class MemoryRecorder:
         self._next = result.optimizer_step
         return result
 
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Generator[None, Any, GradientResult]:
         if self._chosen:
             self._record(True)
@@ -96,7 +93,6 @@ class MemoryRecorder:
         self._of_step = max(self._of_step, self._peak)
         return result
 
-    @hookimpl(wrapper=True)
     def optimizer_step(self, step: Step) -> Generator[None, Any, StepResult]:
         result: StepResult = yield from self._around("optimizer_step", step)
         if self._chosen:
@@ -107,27 +103,21 @@ class MemoryRecorder:
             return result
         return evolve(result, metrics={**result.metrics, PEAK: Metric(peak / 2**30, 1.0, Reduction.MAX)})
 
-    @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:
         return (yield from self._around("forward"))
 
-    @hookimpl(wrapper=True)
     def update_weights(self) -> Generator[None, Any, Any]:
         return (yield from self._around("update_weights"))
 
-    @hookimpl(wrapper=True)
     def save(self, step: Step) -> Generator[None, Any, Any]:
         return (yield from self._around("save", step))
 
-    @hookimpl(wrapper=True)
     def sleep(self) -> Generator[None, Any, Any]:
         return (yield from self._around("sleep"))
 
-    @hookimpl(wrapper=True)
     def wake_up(self) -> Generator[None, Any, Any]:
         return (yield from self._around("wake_up"))
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         if self._cuda and self._options.on_out_of_memory:
             self._record(False)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from corerl import hookimpl
 from corerl.config import RoleConfig
 from corerl.errors import HookFailed
 from corerl.plugin import Context
@@ -48,13 +47,11 @@ class NanGuard:
         self._model: torch.nn.Module | None = None
         self._found: list[str] = []  # in this step so far
 
-    @hookimpl(wrapper=True)
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
         self._context = context
         self._scales_loss = config.train.precision == "float16"
         return (yield)
 
-    @hookimpl(wrapper=True)
     def forward_backward(self, batch: PackedBatch) -> Generator[None, GradientResult, GradientResult]:
         if self._options.inputs:
             self._found += in_columns(batch)
@@ -71,7 +68,6 @@ class NanGuard:
         self._found += in_metrics(result.metrics)
         return result
 
-    @hookimpl(wrapper=True)
     def optimizer_step(self, step: Step) -> Generator[None, StepResult, StepResult]:
         found, self._found = self._found, []
         try:
@@ -88,7 +84,6 @@ class NanGuard:
             raise self._error("optimizer_step", found)
         return evolve(result, metrics={**result.metrics, FOUND: Metric(float(len(found)), 1.0, Reduction.SUM)})
 
-    @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, ForwardResult, ForwardResult]:
         result = yield
         found = [

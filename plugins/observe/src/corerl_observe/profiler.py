@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from corerl import hookimpl
 from corerl.config import RoleConfig
 from corerl.plugin import Context
 from corerl.types import GradientResult, InitResult, Step, StepResult
@@ -32,7 +31,6 @@ class Profiler:
         self._next = 0  # the step that gradients are added for
         self._profiler: profile | None = None
 
-    @hookimpl(wrapper=True)
     def init(self, config: RoleConfig, context: Context) -> Generator[None, InitResult, InitResult]:
         self._name = f"{context.role}-{context.rank}"
         self._on = not self._options.ranks or context.rank in self._options.ranks
@@ -44,7 +42,6 @@ class Profiler:
             self._directory.mkdir(parents=True, exist_ok=True)
         return result
 
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Generator[None, GradientResult, GradientResult]:
         if self._on and self._next in self._steps and self._profiler is None:
             self._profiler = self._started()
@@ -54,7 +51,6 @@ class Profiler:
             self._stopped()
             raise
 
-    @hookimpl(wrapper=True)
     def optimizer_step(self, step: Step) -> Generator[None, StepResult, StepResult]:
         try:
             result = yield

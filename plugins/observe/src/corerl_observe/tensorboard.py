@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from corerl import hookimpl
 from corerl.messages import printable
 from corerl.observability import number
 from corerl.plugin import CheckpointSaved, Event, RunFinished, RunRewound, RunStarted, SampleShown
@@ -30,7 +29,6 @@ class Tensorboard(Tracker):
 
         self._library = SummaryWriter(log_dir=str(self._run_dir / EVENTS_DIR), purge_step=purge, flush_secs=5)
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         super().observe(event)
         if self._library is not None and isinstance(event, RunRewound):

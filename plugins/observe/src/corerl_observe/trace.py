@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from corerl import hookimpl
 from corerl.messages import printable
 from corerl.observability import keep
 from corerl.plugin import (
@@ -55,7 +54,6 @@ class Trace:
         self._asked: dict[tuple[str, float], None] = {}  # calls already drawn on the driver's row
         self._arrows = 0
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         match event:
             case PhaseStarted():
@@ -76,7 +74,6 @@ class Trace:
             case CallFinished():
                 self._draw(event)
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         self._end_phase()
         if self._file is not None:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from corerl import hookimpl
 from corerl.config import CONFIG_FILE
 from corerl.errors import DataError
 from corerl.plugin import Evaluated, Event, RunFinished, RunStarted, SampleShown, StepFinished
@@ -39,7 +38,6 @@ class Tracker(ABC):
     def close(self, library: Any, reason: str) -> None:
         """Close what `start` opened; `reason` is RunFinished's, or else the shutdown's."""
 
-    @hookimpl
     def observe(self, event: Event) -> None:
         if isinstance(event, RunStarted):
             self.start(event)
@@ -55,7 +53,6 @@ class Tracker(ABC):
             case RunFinished():
                 self._reason = event.reason
 
-    @hookimpl
     def shutdown(self, reason: str) -> None:
         library, self._library = self._library, None
         if library is not None:

@@ -29,7 +29,7 @@ from corerl.engines import (
 )
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.messages import message_of
-from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters, write_config
+from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, server_arguments
@@ -103,7 +103,7 @@ class SglangEngine(Engine):
         # Otherwise the model's own end of sequence would end samples that [rollout] does not.
         config.eos_token_id = config.get_text_config().eos_token_id = None
         add_published_fields(config)
-        write_config(config, self._directory / "model")
+        config.save_pretrained(self._directory / "model")
         return modules
 
     # ---- sampling ----------------------------------------------------------------------------------------------------

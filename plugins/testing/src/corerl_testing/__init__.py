@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from corerl.models.build import named_weights as named_weights
     from corerl.models.lora import LoraLinear as LoraLinear
     from corerl.models.tokenizer import character_tokenizer as character_tokenizer
-    from corerl.ops.flash import FULL as FULL
-    from corerl.ops.flash import flash_attention as flash_attention
-    from corerl.ops.flash import flash_attention_backward as flash_attention_backward
+    from corerl.ops.attention import FULL as FULL
+    from corerl.ops.attention import flash_attention as flash_attention
+    from corerl.ops.attention import flash_attention_backward as flash_attention_backward
     from corerl.plan.make import make_plan as make_plan
     from corerl.plugin.capabilities import check_capabilities as check_capabilities
-    from corerl.plugin.contract import build_manager as build_manager
     from corerl.plugin.host import PluginHost as PluginHost
     from corerl.plugin.observers import Observers as Observers
     from corerl.plugin.transports import open_receiver as open_receiver
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from corerl.rollout.recorded import read_rollout as read_rollout
     from corerl.rollout.recorded import saved_rollouts as saved_rollouts
     from corerl.rollout.recorded import write_rollout as write_rollout
-    from corerl.rollout.rewards.base import OutcomeScorer as OutcomeScorer
     from corerl.rollout.sampler import Generate as Generate
     from corerl.rollout.scored import exact_share as exact_share
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from attrs import evolve, frozen
 
-from corerl.memory.cache import empty_cache
+from corerl.memory.device import empty_cache
 from corerl.trainer.worker import Worker
 from corerl.types import Array, MemoryKind, TrainResult
 from corerl_testing.harness import Setup, State, running, state_of, train

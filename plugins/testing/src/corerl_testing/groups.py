@@ -27,7 +27,7 @@ from corerl.event_loop import EventLoop
 from corerl.plan.models import load_models
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
-from corerl.plugin.fingerprint import origins_of
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup

@@ -20,8 +20,8 @@ from corerl.data.packing import pack
 from corerl.data.plan import plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
-from corerl.plugin.fingerprint import origins_of
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
+from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from corerl.plugin.spec import API, ExtensionSpec, Process, hookimpl
+from corerl.plugin.spec import API, ExtensionSpec, Process
 
 NAMES = ("FIRST", "SECOND", "THIRD")
 
@@ -38,7 +38,6 @@ class Wrapper:
         with self.file.open("a") as file:  # appends of short lines are atomic
             file.write(json.dumps([os.getpid(), self.name, *what]) + "\n")
 
-    @hookimpl(wrapper=True)
     def init(self, config: Any, context: Any) -> Generator[None, Any, Any]:
         import torch
 
@@ -46,23 +45,18 @@ class Wrapper:
         self.file.with_name(f"process-{context.rank}.json").write_text(json.dumps(seen))
         return (yield from self.around("init"))
 
-    @hookimpl(wrapper=True)
     def forward_backward(self) -> Generator[None, Any, Any]:
         return (yield from self.around("forward_backward"))
 
-    @hookimpl(wrapper=True)
     def optimizer_step(self) -> Generator[None, Any, Any]:
         return (yield from self.around("optimizer_step"))
 
-    @hookimpl(wrapper=True)
     def forward(self) -> Generator[None, Any, Any]:
         return (yield from self.around("forward"))
 
-    @hookimpl(wrapper=True)
     def save(self) -> Generator[None, Any, Any]:
         return (yield from self.around("save"))
 
-    @hookimpl(wrapper=True)
     def update_weights(self) -> Generator[None, Any, Any]:
         return (yield from self.around("update_weights"))
 

@@ -22,5 +22,4 @@ SPEC = SamplerSpec(
     api=(2, 0),
     summary="sums of two numbers, with prompts and rewards",
     prompts=prompts,
-    rewards=True,
 )

@@ -56,7 +56,7 @@ def without_moments(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) 
 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
 
-KEYWORD_ONLY_HOOK = broken("KeywordOnlyHook", "a hook takes an argument by keyword only", seen_by="C06")
+UNKNOWN_ARGUMENT = broken("UnknownArgument", "a hook demands an argument that core does not pass", seen_by="C06")
 DROPS_RESULT = broken("DropsResult", "a step returns nothing", seen_by="C12")
 SWALLOWS_ERRORS = broken("SwallowsErrors", "an error in a pass counts as a batch without samples", seen_by="C24")
 MUTATES_BATCH = broken("MutatesBatch", "the caller's advantages are whitened in place", seen_by="C16")

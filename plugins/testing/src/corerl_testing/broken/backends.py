@@ -16,15 +16,15 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import StateKey
 from corerl.backend.batches import OutputCollector
+from corerl.backend.experts import COLUMN
 from corerl.backend.optimizer import adamw, moments
 from corerl.backend.primitives import SAVED
-from corerl.backend.routing import COLUMN
 from corerl.checkpoint.format import tensor_file, write_index
 from corerl.checkpoint.writer import stage, with_sums, write
 from corerl.config.schema import RoleConfig
 from corerl.errors import SaveFailed
 from corerl.models.lora import LoraLinear
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -52,9 +52,9 @@ from corerl_testing.plain.backend import PlainBackend
 # ---- the contract of hooks -------------------------------------------------------------------------------------------
 
 
-class KeywordOnlyHook(PlainBackend):
-    def optimizer_step(self, step: Step, *, scale: float) -> StepResult:  # type: ignore[override]  # this is the fault
-        return super().optimizer_step(step, scale)
+class UnknownArgument(PlainBackend):
+    def optimizer_step(self, step: Step, factor: float) -> StepResult:  # this is the fault
+        return super().optimizer_step(step, factor)
 
 
 class DropsResult(PlainBackend):

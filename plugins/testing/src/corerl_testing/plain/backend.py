@@ -11,9 +11,8 @@ import torch
 
 from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
 from corerl.backend.batches import OutputCollector
-from corerl.backend.experts import ExpertLoad, require_balance
+from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
 from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
-from corerl.backend.routing import replayed_experts
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
@@ -23,7 +22,7 @@ from corerl.models.lora import freeze, put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
 from corerl.models.routing import Routed, Routers
-from corerl.plugin.hookspecs import Context
+from corerl.plugin.hooks import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,

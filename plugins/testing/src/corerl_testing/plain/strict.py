@@ -14,7 +14,7 @@ from attrs import evolve
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import ContractError
-from corerl.plugin.hookspecs import NEEDS, Context
+from corerl.plugin.hooks import NEEDS, Context
 from corerl.types import (
     Array,
     ForwardResult,

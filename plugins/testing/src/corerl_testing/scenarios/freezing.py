@@ -10,7 +10,7 @@ from corerl.backend.primitives import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plugin.registry import Kind, load
 from corerl.types import ForwardResult, MemoryKind, SleepResult
 from corerl_testing.harness import Setup, error_of, forward, make_samples, running, step_at, train

@@ -14,7 +14,7 @@ from corerl.config.schema import ClusterInfo
 from corerl.memory.storage import resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import look_at
-from corerl.models.size import size_of
+from corerl.models.parts import size_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (

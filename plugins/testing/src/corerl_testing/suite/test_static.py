@@ -22,7 +22,7 @@ from corerl.config.toml_text import to_plain
 from corerl.errors import Unsupported
 from corerl.messages import one_line
 from corerl.plugin.capabilities import Capability, check_capabilities
-from corerl.plugin.contract import build_manager, check_backend
+from corerl.plugin.contract import backend_methods
 from corerl.plugin.host import BackendBase
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import BackendSpec, Problem, Resources
@@ -79,7 +79,7 @@ def test_every_hook_is_implemented_with_its_own_arguments(loaded: Loaded) -> Non
         isinstance(cls, type) and issubclass(cls, BackendBase),
         f"{loaded.spec.implementation} is {cls!r}, expected a class that extends corerl.backend.Backend",
     )
-    check_backend(build_manager([(f"backend:{loaded.name}", cls())]), f"backend:{loaded.name}")
+    backend_methods(f"backend:{loaded.name}", cls())
 
 
 @check("C07", level=0, builds_on=["C03"])

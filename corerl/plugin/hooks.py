@@ -1,0 +1,192 @@
+"""The contract between core and backends, API 2.0: the hooks a worker calls, in the order of a backend's life.
+
+A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them, as generators that yield
+once and return the result, or observe on the driver. Hooks are called on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+from corerl.types import (
+    ForwardResult,
+    GradientResult,
+    InitResult,
+    LossSpec,
+    MemoryKind,
+    Output,
+    PackedBatch,
+    SaveResult,
+    SleepResult,
+    Step,
+    StepResult,
+    UpdateResult,
+    WakeResult,
+)
+
+if TYPE_CHECKING:
+    from corerl.config.schema import RoleConfig
+    from corerl.plan.plan import Plan, PlanReady
+    from corerl.plugin.events import Event
+    from corerl.plugin.spec import PlanAnswer
+
+# ---- arguments of hooks ----------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Context:
+    """Which rank of which role a backend is, and where its run is kept."""
+
+    role: str  # actor, ...
+    rank: int
+    world_size: int
+    local_rank: int  # index of the device on this machine
+    run_dir: str
+
+
+@frozen(kw_only=True)
+class Failure:
+    """Processes that have ended, and are about to be replaced."""
+
+    message: str  # which process, and why
+    ranks: bool  # True: the ranks of all roles are started again, from the newest checkpoint; False: engines alone
+    lost: Mapping[str, int]  # "engines" or a role -> how many of its processes were on a machine that is gone
+
+
+class RunControl(Protocol):
+    """A run, as `between_steps` and `ranks_failed` get it; valid during the call."""
+
+    @property
+    def step(self) -> int:
+        """Rollout steps done."""
+
+    @property
+    def plan(self) -> Plan:
+        """Of the groups as they are; `plan.record` is its config as plain data."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Ranks by role, and replicas, under the names of their settings: roles.actor.ranks, rollout.replicas."""
+
+    def replan(self, overrides: Sequence[str]) -> Plan:
+        """The plan with overrides of sizes, layouts and backends, such as "roles.actor.ranks=4". Changes nothing.
+        Raises UserError for other settings, and for all that is wrong with these."""
+
+    def apply(self, plan: Plan) -> list[str]:
+        """Let the groups be as `plan` says; returns a line for each that has changed, which is also a notice.
+
+        In `between_steps`, ranks go on with the state that they have, and engines are started or ended. Raises
+        ResizeFailed or UserError where a group could not be changed: then it is as before, and the run may go on; and
+        WorkerDied if ranks die, which `between_steps` lets pass: the run then goes on from its newest checkpoint.
+
+        In `ranks_failed` nothing is started yet: what is about to start does so by this plan, on the devices that are
+        left. Raises CorerlError if there are too few."""
+
+    def notice(self, text: str) -> None:
+        """Report a sentence that the user should read."""
+
+    def request_stop(self) -> None:
+        """Let the run end as a first SIGINT does: saved, as soon as another one can go on from there."""
+
+
+# ---- the hooks -------------------------------------------------------------------------------------------------------
+
+
+class Hooks(Protocol):
+    """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    the backend's."""
+
+    # ---- once --------------------------------------------------------------------------------------------------------
+
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        """Build the model on this rank, load this rank's share of the weights, and resume from `config.resume`."""
+
+    # ---- every step --------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        """Add the gradients of all micro-batches to those that the step's earlier calls have left. The loss is a plain
+        sum over weighted tokens. `outputs` are returned of the same passes. With `last`, no other call comes before
+        `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
+        alike if the gradient is not finite, and clear them."""
+
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
+
+    def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
+        """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` only the
+        adapters (`weights.lora = 'adapter'`), for engines that hold the rest."""
+
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        """Write this rank's part of the portable checkpoint into the directory `path`."""
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
+        """Give the memory of `kinds` back to the device. The host has already removed kinds that are asleep."""
+
+    def wake_up(self, kinds: Set[MemoryKind]) -> WakeResult:
+        """Restore the memory of `kinds`, bit for bit (gradients as zeros)."""
+
+    # ---- the end, and extensions -------------------------------------------------------------------------------------
+
+    def shutdown(self, reason: str) -> None:
+        """Release what outlives the process. Called once per plugin; errors are collected, and mask no earlier one.
+        `reason` is finished, interrupted or failed; for extensions on the driver also restarted: the run restarts from
+        an older checkpoint, with new instances, and without a RunFinished event."""
+
+    # ---- on the driver, for extensions alone -------------------------------------------------------------------------
+
+    def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
+        """Called where a run has been planned without a problem, before anything of it starts: by `corerl train`,
+        `corerl config check` and `corerl doctor`, and for other sizes of a run that goes on. Needs `plans=True` in the
+        spec. May read all of `plan`, change nothing of it, and answer with settings to plan again with, notices, and
+        problems that end the planning. None: nothing to say. If any extension sets what the plan does not have yet, the
+        run is planned again, and all extensions are asked again, about that plan.
+
+        The extension is constructed for this call alone: its run directory may not be there, and must not be made; it
+        gets no events and no `shutdown`. A UserError that it raises is a problem of the user's; any other error ends
+        the start, with the extension's name."""
+
+    def between_steps(self, run: RunControl) -> None:
+        """Called in a run that trains after each step but the last: it has been trained on, reported and saved, and
+        nothing else runs on the ranks. May change the groups (`run.apply`), and stop the run (`run.request_stop`).
+        Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
+        `run.apply` is to be let pass."""
+
+    def ranks_failed(self, run: RunControl, failure: Failure) -> None:
+        """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
+        May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
+        without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""
+
+    def observe(self, event: Event) -> None:
+        """Receive an event. For extensions on the driver only; workers emit no events."""
+
+
+DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
+# The backend's, by what they return.
+RESULTS: dict[str, type] = {
+    "init": InitResult,
+    "forward_backward": GradientResult,
+    "optimizer_step": StepResult,
+    "forward": ForwardResult,
+    "update_weights": UpdateResult,
+    "save": SaveResult,
+    "sleep": SleepResult,
+    "wake_up": WakeResult,
+}
+STATE = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})  # what training goes on from
+NEEDS: dict[str, frozenset[MemoryKind]] = {
+    "forward_backward": frozenset(MemoryKind),
+    "optimizer_step": frozenset(MemoryKind),
+    "forward": frozenset({MemoryKind.PARAM}),
+    "update_weights": frozenset({MemoryKind.PARAM}),
+    "save": STATE,
+}

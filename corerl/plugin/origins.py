@@ -1,0 +1,136 @@
+"""Where plugins come from, as data: every process of a run must find the same ones, with what they require."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import asdict, frozen
+
+import corerl
+from corerl.errors import PluginError, PluginIncompatible
+from corerl.plugin.registry import Kind, Loaded, load
+
+
+@frozen(kw_only=True)
+class Origin:
+    """Where one plugin, or CoreRL itself, comes from, or why it cannot be loaded. Plain data: crosses Ray."""
+
+    what: str  # such as "backend 'mine'"
+    distribution: str = ""
+    version: str = ""
+    value: str = ""  # the entry point's value
+    problem: str = ""  # why it cannot be loaded
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.source})" if self.distribution else self.what
+
+    @property
+    def source(self) -> str:
+        return f"{self.distribution} {self.version}" if self.distribution else self.value
+
+    @property
+    def requirement(self) -> str:
+        """The requirement to pass to pip."""
+        return f"{self.distribution}=={self.version}" if self.distribution else self.value
+
+    def against(self, other: Origin) -> str:
+        """How `other`, found in another process, differs; "" if it does not."""
+        if other.problem:
+            return other.problem
+        for own, there in ((self.source, other.source), (self.value, other.value)):
+            if own != there:
+                return f"{self.what} is {there}, but the driver's is {own}"
+        return ""
+
+
+def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
+    """The origins of CoreRL itself, then of each plugin."""
+    core = Origin(what="corerl", distribution="corerl", version=corerl.__version__)
+    return core, *(
+        Origin(what=f"{kind.noun} {one.name!r}", distribution=one.distribution, version=one.version, value=one.value)
+        for kind, one in plugins
+    )
+
+
+def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
+    """The origins of CoreRL itself, then of each plugin, as this process finds them."""
+    found = list(origins_of())
+    for kind, name in named:
+        try:
+            found += origins_of((kind, load(kind, name)))[1:]
+        except PluginError as error:
+            found.append(Origin(what=f"{kind.noun} {name!r}", problem=error.message))
+    return found
+
+
+def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """`look_for` each (value of Kind, name) as plain data; runs on the nodes of a cluster, which need core alone."""
+    return [asdict(each) for each in look_for([(Kind(kind), name) for kind, name in named])]
+
+
+def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:
+    """Raise PluginIncompatible if this process has loaded another CoreRL or other plugins than the driver. Called in
+    each process of a run."""
+    found = [text for there, here in zip(driver, origins_of(*plugins), strict=True) if (text := there.against(here))]
+    if found:
+        raise PluginIncompatible(f"{'; '.join(found)}; install the same corerl and the same plugins on every node")
+
+
+# ---- requirements, which pip only compares when it installs ---------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Unmet:
+    """A requirement that this environment does not meet."""
+
+    by: str  # the distribution that has the requirement, with its version
+    name: str  # of the distribution that it requires
+    wanted: str  # as pip takes it
+    found: str  # the installed version; empty if there is none
+
+    def __str__(self) -> str:
+        found = f"{self.name} {self.found} is installed" if self.found else f"no {self.name} is installed"
+        return f"{self.by} requires {self.wanted}, but {found}"
+
+
+def unmet(distributions: Iterable[str]) -> list[Unmet]:
+    """What the distributions of these names require and this environment lacks, each requirement once. Requirements of
+    extras do not count, nor those for other Pythons and systems; a name that is not installed requires nothing."""
+    # These cost more to import than all of `import corerl`.
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    def version_of(name: str) -> str:
+        try:
+            return distribution(name).version if name else ""
+        except PackageNotFoundError:
+            return ""
+
+    found: dict[str, Unmet] = {}
+    for name in distributions:
+        own = version_of(name)
+        for wanted in map(Requirement, (distribution(name).requires or ()) if own else ()):
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+            wanted.marker = None
+            version = version_of(wanted.name)
+            # A pre-release counts as its release too: vendors' containers come with such as torch 2.9.0a0.
+            releases = (version, Version(version).base_version) if version else ()
+            if not any(wanted.specifier.contains(each, prereleases=True) for each in releases):
+                lack = Unmet(by=f"{name} {own}", name=wanted.name, wanted=str(wanted), found=version)
+                found.setdefault(lack.wanted, lack)
+    return list(found.values())
+
+
+def installing(lacks: Iterable[Unmet]) -> str:
+    """The command that installs what is lacking."""
+    return " ".join(["python -m pip install", *(f"'{each.wanted}'" for each in lacks)])
+
+
+def require_met(distributions: Iterable[str]) -> None:
+    """Raise PluginIncompatible, in one line, if this environment lacks what these distributions require."""
+    if lacks := unmet(distributions):
+        raise PluginIncompatible(f"{'; '.join(map(str, lacks))}; {installing(lacks)}")

@@ -1,0 +1,287 @@
+"""Score samples in processes of their own, with a time limit per sample, so that a faulty reward cannot harm the run.
+
+A process gets a few samples at a time and sends each outcome as soon as it has it, so that the driver always knows
+which sample a process works on. One that takes too long on it is killed, one that ends by itself is lost: that sample
+fails, the others that it was given are given to any process, and another process takes its place. A process begins no
+sample a second after it was given its first one, so that slow samples spread over all processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, as_completed
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from corerl.config.schema import RewardConfig
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
+
+if TYPE_CHECKING:
+    from corerl.engines.fleet import Counted
+
+TURN = 1.0  # seconds after which a process begins no other sample of those that it was given
+GRACE = 0.5  # seconds beyond a time limit before a process is killed
+START = 120.0  # seconds for a process to start and import the reward
+POLL = 1.0  # seconds between two checks whether the pool was closed
+
+Row = int  # the number of a sample in its batch
+
+
+class WorkerLost(Exception):
+    """A process has ended, or its time is up: then `exitcode` is None."""
+
+    def __init__(self, exitcode: int | None) -> None:
+        super().__init__(exitcode)
+        self.exitcode = exitcode
+
+
+class RewardWorker:
+    """A process that imports the reward and scores samples. It starts immediately; construction does not wait for it.
+
+    It sends None when it is free, also when it has started; the ConfigError if it cannot import the reward; and
+    (row, outcome) for each sample."""
+
+    def __init__(self, config: RewardConfig, *, limit: float) -> None:
+        self.started = self.free = False
+        self.rows: list[Row] = []  # given, and without an outcome
+        self._limit = limit  # seconds between two outcomes
+        self._deadline = time.monotonic() + START
+        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, config))
+        # A Ctrl-C is for the driver: the process ignores it as soon as it can.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # now held by the process alone: the connection closes when it ends
+
+    @property
+    def deadline(self) -> float:
+        return math.inf if self.free else self._deadline
+
+    def give(self, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+        """Raises OSError if the process has ended."""
+        self.rows, self.free, self._deadline = list(rows), False, time.monotonic() + self._limit
+        self.connection.send([(row, samples[row]) for row in rows])
+
+    def receive(self) -> list[tuple[Row, Outcome]]:
+        """The outcomes that have arrived. Raises WorkerLost, and ConfigError if the reward cannot be imported."""
+        found: list[tuple[Row, Outcome]] = []
+        try:
+            while self.connection.poll():
+                message = self.connection.recv()
+                if isinstance(message, ConfigError):
+                    raise message
+                self._deadline = time.monotonic() + self._limit
+                if message is None:
+                    self.started = self.free = True
+                else:
+                    self.rows.remove(message[0])
+                    found.append(message)
+        except (EOFError, OSError) as error:
+            if not found:  # else at the next call
+                self.process.join(POLL)  # let it exit, to learn its exit code
+                raise WorkerLost(self.process.exitcode) from error
+        if not found and time.monotonic() >= self.deadline:
+            raise WorkerLost(None)
+        return found
+
+    def kill(self) -> None:
+        """Kill the process, from any thread, and what it has started; a thread that waits for it notices."""
+        pid = self.process.pid
+        assert pid is not None  # it was started
+        started = descendants(pid)
+        self.process.kill()  # first, so that it starts no others
+        _kill_pids(*started, -pid)
+
+    def end(self) -> None:
+        """Kill the process, and wait for it."""
+        self.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class RewardPool:
+    """If the reward raises, takes too long or ends its process on a sample, only that sample fails."""
+
+    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+        self._reward = reward
+        self._config = config
+        self._scoring = threading.Lock()
+        self._closed = False
+        self._workers: list[RewardWorker] = []
+        self._start()
+
+    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+        """The samples' rewards; `on_progress` gets how many are scored, and how many there are. Raises RewardError if
+        the pool is closed, ConfigError if the processes cannot import the reward."""
+        with self._scoring:
+            try:
+                return self._outcomes(samples, on_progress)
+            except BaseException:
+                self._end(*self._workers)  # a late outcome must not be taken for one of the next rollout
+                raise
+
+    def close(self) -> None:
+        """Kill the processes, and what they have started. A thread that is scoring gets an error."""
+        self._closed = True
+        for worker in [*self._workers]:
+            worker.kill()
+        with self._scoring:
+            self._end(*self._workers)
+
+    def _start(self) -> None:
+        limit = self._config.timeout + GRACE + TURN * self._reward.waits  # async ones start one after the other
+        self._require_open()
+        while len(self._workers) < self._config.processes:
+            self._workers.append(RewardWorker(self._config, limit=limit))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RewardError(f"the processes of reward {self._reward.name!r} were stopped because the run has ended")
+
+    def _end(self, *workers: RewardWorker) -> None:
+        self._workers = [each for each in self._workers if each not in workers]
+        for worker in workers:
+            worker.end()
+
+    def _outcomes(self, samples: Sequence[Sample], on_progress: Counted | None) -> list[Outcome]:
+        count = len(samples)
+        size = max(1, min(AT_ONCE, math.ceil(count / (4 * self._config.processes))))
+        waiting = deque([*range(count)[first : first + size]] for first in range(0, count, size))
+        found: dict[Row, Outcome] = {}
+        while len(found) < count:
+            self._start()
+            if on_progress is not None:
+                on_progress(len(found), count)
+            for worker in [each for each in self._workers if each.free][: len(waiting)]:
+                try:
+                    worker.give(waiting[0], samples)
+                    waiting.popleft()
+                except OSError:  # it has ended while it was free
+                    self._end(worker)
+            for worker in self._ready():
+                try:
+                    found.update(worker.receive())
+                    if not worker.free:
+                        continue
+                except WorkerLost as lost:
+                    found |= self._failed(worker, lost.exitcode, samples)
+                    self._end(worker)
+                waiting.extend([row] for row in worker.rows)  # one by one: each may be slow
+                worker.rows = []
+        return [found[row] for row in range(count)]
+
+    def _ready(self) -> list[RewardWorker]:
+        """Wait, for POLL seconds at most, for workers that have sent something or ended, or whose time is up."""
+        now = time.monotonic()
+        soonest = min((worker.deadline for worker in self._workers), default=now)
+        ready = wait([worker.connection for worker in self._workers], max(0.0, min(POLL, soonest - now)))
+        now = time.monotonic()
+        return [each for each in self._workers if each.connection in ready or each.deadline <= now]
+
+    def _failed(self, worker: RewardWorker, exitcode: int | None, samples: Sequence[Sample]) -> dict[Row, Outcome]:
+        """The failure of the sample at which a worker was lost. Of several that it awaits at once it may be any: none
+        fails before it was tried alone. Raises RewardError if the worker has not started."""
+        self._require_open()  # or the pool has killed it
+        name, limit = self._reward.name, self._config.timeout
+        if not worker.started:
+            late = f"did not import it within {START:g} seconds"
+            how = late if exitcode is None else f"ended ({_status(exitcode)}) before importing it"
+            raise RewardError(
+                f"a process for reward {name!r} {how}: the module is slow to import, or ends the process, or the "
+                "script that started the run lacks `if __name__ == '__main__':`; fix that, or set reward.processes=0"
+            )
+        if not worker.rows or (self._reward.waits and len(worker.rows) > 1):
+            return {}
+        row = worker.rows.pop(0)
+        if exitcode is None:
+            return {row: self._reward.late(limit, samples[row])}
+        return {row: self._reward.failure("died", f"ended its process ({_status(exitcode)})", samples[row])}
+
+
+def _status(exitcode: int) -> str:
+    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
+
+
+def _kill_pids(*pids: int) -> None:
+    """Kill these processes, and the group of each one that is negative."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+            os.kill(pid, signal.SIGKILL)
+
+
+# ---- in the process --------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, config: RewardConfig) -> None:
+    # A child left running by a reward would hold it open, and the end of this process would not be noticed.
+    os.set_inheritable(connection.fileno(), False)
+    os.register_at_fork(after_in_child=connection.close)
+    # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
+    os.setpgrp()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which drops one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    try:
+        reward = reward_of(config)
+    except ConfigError as error:
+        connection.send(error)
+        return
+    with contextlib.suppress(EOFError, ConnectionError):  # the driver is gone
+        while True:
+            connection.send(None)
+            for scored in _scored(reward, connection.recv(), config.timeout):
+                connection.send(scored)
+
+
+def _scored(reward: Reward, given: Sequence[tuple[Row, Sample]], limit: float) -> Iterator[tuple[Row, Outcome]]:
+    """The outcomes of the first of these samples, of an async reward as they come; the driver sees to it that others
+    keep to the limit."""
+    until = time.monotonic() + TURN
+    futures: dict[Future[Outcome], Row] = {}
+    for row, sample in given:
+        future = reward.start(sample, limit)
+        if reward.waits:
+            futures[future] = row
+        else:
+            yield row, future.result()
+        if time.monotonic() > until:
+            break
+    for each in as_completed(futures):
+        yield futures[each], each.result()
+
+
+def _end_with_driver() -> None:
+    driver = multiprocessing.parent_process()
+    if driver is not None:
+        driver.join()
+        # A reward may run forever, and nobody waits for it.
+        _kill_pids(*descendants(os.getpid()), -os.getpid())
+        os._exit(1)  # where the reward has put itself into another group
+
+
+def descendants(*pids: int) -> Sequence[int]:
+    """The processes that these have started, and so on, that run now; parents come before their children."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
+            children[parent].append(int(file.parent.name))
+    found = list(pids)
+    for pid in found:  # which grows
+        found += children[pid]
+    return found[len(pids) :]

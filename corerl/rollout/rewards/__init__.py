@@ -1,1 +1,0 @@
-"""Score samples: the user's function, its processes, and what is built in."""

@@ -1,0 +1,174 @@
+"""Score rollouts: the rewards that samples bring, and a reward function's of all others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise, repeat
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from attrs import Factory, evolve, field, frozen
+
+from corerl.errors import RewardError
+from corerl.messages import did_you_mean
+from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
+from corerl.types import BoolArray, FloatArray, IntArray, SampleBatch
+
+if TYPE_CHECKING:
+    from corerl.engines.fleet import Counted
+    from corerl.rollout.sampler import Rollout
+
+PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
+
+
+def add_parts(*sums: PartSums) -> PartSums:
+    """The sums of several calls together."""
+    total: dict[str, tuple[float, int]] = {}
+    for each in sums:
+        for name, (value, count) in each.items():
+            before, counted = total.get(name, (0.0, 0))
+            total[name] = before + value, counted + count
+    return total
+
+
+@frozen(kw_only=True)
+class Scores:
+    """The rewards of a rollout's samples, and which of them failed."""
+
+    rewards: FloatArray  # [B] reward.failed_value for failed samples
+    failures: Mapping[str, int] = field(factory=dict)  # samples by kind of failure
+    first: str = ""  # the first failure in sample order, as one line
+    # [B] True for failed samples
+    failed: BoolArray = field(default=Factory(lambda self: np.zeros(len(self.rewards), np.bool_), takes_self=True))
+    parts: PartSums = field(factory=dict)  # over all samples that did not fail
+    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part; NaN for samples that lack it
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome], *, failed_value: float) -> Scores:
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        values: dict[str, FloatArray] = {}
+        parts = [each.parts if isinstance(each, Judged) else {} for each in outcomes]
+        for row, of_sample in enumerate(parts):
+            for name, value in of_sample.items():
+                values.setdefault(name, np.full(len(outcomes), np.nan, np.float32))[row] = value
+        rewards = [failed_value if isinstance(outcome, Failure) else outcome.reward for outcome in outcomes]
+        return cls(
+            rewards=np.array(rewards, dtype=np.float32),
+            failures=dict(Counter(failure.kind for failure in failures)),
+            first=failures[0].message if failures else "",
+            failed=np.array([isinstance(outcome, Failure) for outcome in outcomes], dtype=np.bool_),
+            parts=add_parts(*({name: (value, 1) for name, value in each.items()} for each in parts)),
+            values=values,
+        )
+
+    def at(self, rows: IntArray) -> Scores:
+        """Those of these rows; failures and parts are counted as before."""
+        values = {name: each[rows] for name, each in self.values.items()}
+        return evolve(self, rewards=self.rewards[rows], failed=self.failed[rows], values=values)
+
+    def part(self, name: str, *, setting: str) -> FloatArray:
+        """[B] the part that `setting` names, but the reward of samples that lack it, such as failed ones; "" is the
+        reward itself. Raises RewardError if no sample has it."""
+        if not name or self.failed.all():
+            return self.rewards
+        if name not in self.values:
+            known = f"its parts are {', '.join(map(repr, self.values))}" if self.values else "the reward has no parts"
+            raise RewardError(f"{setting}: {name!r} is no part of the reward; {known}{did_you_mean(name, self.values)}")
+        values = self.values[name]
+        return np.where(np.isnan(values), self.rewards, values)
+
+
+class Scorer(Protocol):
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
+        broken."""
+
+
+class RewardScorer:
+    """Scores with a reward function what brings no reward of its own."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        outcomes: Callable[[Sequence[Sample], Counted | None], list[Outcome]] | None = None,
+        *,
+        on_progress: Counted | None = None,
+    ) -> None:
+        """`outcomes` calls the function, by default in this process and without a time limit. `on_progress` gets how
+        many samples of a batch are scored, and how many it has."""
+        self._reward = reward
+        self._outcomes = outcomes or reward.outcomes
+        self._on_progress = on_progress
+
+    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """As `Scorer.score`. An episode is scored once, by its last answer, and all its rows get that reward."""
+        episodes, episode_of = rollout.batch.episodes
+        if len(episodes) < len(episode_of):
+            rollout = rollout.at(episodes)
+        outcomes: dict[int, Outcome] = {
+            row: each if isinstance(each, Failure | Judged) else Judged(reward=each)
+            for row, each in enumerate(rollout.outcomes)
+            if each is not None
+        }
+        missing = [row for row in range(len(episodes)) if row not in outcomes]
+        if missing:
+            samples = samples_of(rollout, tokens=self._reward.takes_tokens)
+            found = self._outcomes([samples[row] for row in missing], None if part else self._on_progress)
+            outcomes.update(zip(missing, found, strict=True))
+        every = [outcomes[row] for row in range(len(episodes))]
+        scores = Scores.of(every, failed_value=self._reward.failed_value)
+        if scores.first and scores.failed.all() and not part:
+            raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
+        return scores.at(episode_of) if len(every) < len(episode_of) else scores
+
+
+class AsyncScorer:
+    """Scores rollouts one after the other, as rewards need not be thread-safe, while the event loop goes on."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        call: Callable[[Callable[[], Scores]], Awaitable[Scores]],
+        span: Callable[[], AbstractContextManager[None]] = nullcontext,
+        turn: asyncio.Lock | None = None,
+    ) -> None:
+        """`call` runs the scorer in a thread that may wait; its turns are in contexts of `span`. Scorers with one lock
+        `turn` wait for each other."""
+        self._scorer = scorer
+        self._call = call
+        self._span = span
+        self._turn = turn or asyncio.Lock()
+
+    async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
+        await self._turn.acquire()
+        scoring = asyncio.ensure_future(self._score(rollout, part=part))
+        scoring.add_done_callback(lambda _: self._turn.release())
+        return await asyncio.shield(scoring)
+
+    async def _score(self, rollout: Rollout, *, part: bool) -> Scores:
+        with self._span():
+            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
+
+
+def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
+    """[B] prompt, response, and the response's tokens, or none, as they are many to send to another process."""
+    found = _response_tokens(rollout.batch) if tokens else repeat((), len(rollout.texts))
+    return [
+        (rollout.prompts[group], text, ids)
+        for group, text, ids in zip(rollout.batch.rows["group"], rollout.texts, found, strict=True)
+    ]
+
+
+def _response_tokens(batch: SampleBatch) -> Iterator[Tokens]:
+    """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
+    sampled = batch.columns.get("loss_mask")
+    for first, last in pairwise(batch.offsets.tolist()):
+        row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
+        begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
+        begin = begins[0] if len(begins) else row[0] if len(row) else 0
+        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()

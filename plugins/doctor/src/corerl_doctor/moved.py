@@ -1,0 +1,101 @@
+"""What each version of the contract has moved, renamed or removed, and where it is now: for findings about older
+plugins, and for the table in docs/versioning.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from corerl.errors import PluginError
+
+NAMES = re.compile(r"pip install [\w'\[\]]+|(?:corerl|Backend)[\w.]*(?::\w+)?(?:\([^)]*\))?")
+NO_NAME = re.compile(r"cannot import name '(\w+)' from '(corerl[\w.]*)'")
+NO_METHOD = re.compile(r"must implement ([\w, ]+)")
+
+# API -> what was there before -> where it is now. What was there: a module ("corerl.testing", with all below it), a
+# name ("corerl.ops.upload:upload"), a method of Backend or a hook ("Backend.train"), or anything else of which only
+# the documentation speaks ("the command ...").
+MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
+    (2, 0): {
+        "Backend.train": (
+            "Backend.forward_backward(batch, loss, outputs, last), which adds gradients, and "
+            "Backend.optimizer_step(step, scale), which scales and clips them and takes the step"
+        ),
+        "counting applied steps in `Backend.adam_step`": "core counts them",
+        "`with Backend.using(weights)` in `forward`": "core puts the snapshot in place before `forward`",
+        "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
+        "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
+        "Backend.stream": "Backend.stream_of(adapters=False)",
+        "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
+        "corerl.backend.base:Extra": "corerl.backend: ExtraState",
+        "corerl.backend.passes:StepLosses": (
+            "corerl.backend: StepLosses(model, batch, loss, outputs, ...), whose result() has its metrics and tokens"
+        ),
+        "corerl.models.policy:CausalPolicy": "corerl.models: make_policy(config, ...), which builds its model",
+        "corerl.config.structuring:attempt": "corerl.config: try_structure",
+        "corerl.plugin.context": "corerl.plugin: Context",
+        "corerl.ops.upload": "corerl.ops: upload",
+        "corerl.plugin.probing:library": "corerl.plugin: check_library",
+        "corerl.plugin.probing:nccl": "corerl.plugin: check_nccl",
+        "corerl.plugin.probing:version": "corerl.plugin: version_numbers",
+        "corerl.plugin.events:Worked": "corerl.plugin: CallFinished",
+        "corerl.plugin.events:Shown": "corerl.plugin: SampleShown",
+        "the field `mend` of `corerl.plugin.Finding`": "`fix`",
+        "corerl.rollout.engine": "corerl.engines",
+        "corerl.rollout.episodes": "corerl_agents, which pip install 'corerl[agents]' brings",
+        "corerl.rollout.offered:misfit": "corerl.engines: shape_mismatch",
+        "corerl.rollout.receiving": "corerl.engines: Receiving",
+        "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
+        "corerl.rollout.rewards:Reward": "corerl.rollout: Reward",
+        "corerl.rollout.rewards:position_match": "corerl.rollout: position_match",
+        "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
+        "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
+        "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
+        "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
+        "the argument `told` of an engine's `generate`": "`on_finished`",
+        "the commands `corerl backends`, `engines`, `extensions` and `algorithms`": "`corerl plugins KIND`",
+        "the settings `cluster.scaler` and `cluster.spare_timeout`": (
+            "options of the extension `elastic`, which pip install 'corerl[elastic]' brings"
+        ),
+        "the settings `rollout.function` and `[rollout.episodes]`": "`[samplers.episodes]`",
+    },
+}
+
+
+def table() -> str:
+    """Rows of Markdown: of each API, what was there before, and where it is now."""
+    lines = ["| since | before | now |", "|---|---|---|"]
+    for api, rows in MOVED.items():
+        lines += [f"| {'.'.join(map(str, api))} | {_quoted(old)} | {_quoted(new)} |" for old, new in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def replaced(error: PluginError) -> str:
+    """The end of a message about a plugin that lacks a method, or whose import of something of core's has failed: what
+    is in its place. "" if the table does not say."""
+    cause, rows = error.__cause__, [row for rows in MOVED.values() for row in rows.items()]
+    missing = ""
+    if lacks := NO_METHOD.search(error.message):
+        methods = [f"Backend.{name}(" for name in lacks[1].split(", ")]
+        found = [f"{old} is {new}" for old, new in rows if any(method in new for method in methods)]
+    else:
+        if isinstance(cause, ModuleNotFoundError):
+            missing = cause.name or ""
+        elif named := NO_NAME.match(str(cause)):
+            missing = f"{named[2]}:{named[1]}"
+        found = [f"{_dotted(missing)} is {new}" for old, new in rows if _covers(old, missing)]
+    return f"; {found[-1]}" if found else ""
+
+
+def _covers(old: str, missing: str) -> bool:
+    """Whether a row is about a name, "module:name" or "module", or about a module that it is in."""
+    return old == missing or (":" not in old and f"{missing.partition(':')[0]}.".startswith(f"{old}."))
+
+
+def _dotted(name: str) -> str:
+    return name.replace(":", ".")
+
+
+def _quoted(text: str) -> str:
+    """With names of core's as code."""
+    return text if "`" in text else NAMES.sub(lambda found: f"`{_dotted(found[0])}`", text)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from corerl.weights.adapters import add_product_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# With it, Triton calls numpy instead of a GPU.
+RUNS_KERNELS = importlib.util.find_spec("triton") and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+pytestmark = [pytest.mark.processes] if DEVICE == "cuda" else []  # Triton's assembler
+needs_kernels = pytest.mark.skipif(not RUNS_KERNELS, reason="wants Triton and a GPU, or TRITON_INTERPRET=1")
+SCALE = 7 / 3
+
+
+def drawn(rows: int, columns: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    a, b = 0.1 * torch.randn(rank, columns), 0.1 * torch.randn(rows, rank)
+    return torch.randn(rows, columns).to(dtype).to(DEVICE), b.to(DEVICE), a.to(DEVICE)
+
+
+def errors(got: torch.Tensor, weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """How far a sum is from that of float64, in steps of its dtype."""
+    wanted = weight.double() + SCALE * b.double() @ a.double()
+    step = torch.exp2(torch.floor(torch.log2(wanted.abs()))) * torch.finfo(got.dtype).eps
+    exact = SCALE * 2**-21 * (b.double().abs() @ a.double().abs())  # what float32 leaves of the product
+    return ((got.double() - wanted).abs() - exact) / step
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rank", [3, 16, 100])
+def test_the_sum_of_a_weight_and_a_product_is_rounded_once(rank: int, dtype: torch.dtype) -> None:
+    weight, b, a = drawn(150, 260, rank, dtype)
+    got = weight.clone()
+    add_product_(got, b, a, scale=SCALE)
+    assert errors(got, weight, b, a).max() <= 0.5001
+    # Not so where the product is rounded too.
+    twice = weight + (SCALE * (b @ a)).to(dtype)
+    assert errors(twice, weight, b, a).max() > 0.6
+
+
+@needs_kernels
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 128), (150, 260)])
+@pytest.mark.parametrize("rank", [1, 16, 100])
+def test_the_kernel_adds_what_torch_does(rows: int, columns: int, rank: int) -> None:
+    from corerl.ops import kernels
+
+    weight, b, a = drawn(rows, columns, rank, torch.float32)
+    around = torch.full((rows + 2, columns), 9.0, device=DEVICE)  # it writes nothing outside
+    got = around[1:-1]
+    got.copy_(weight)
+    kernels.add_product_(got, b, a, scale=SCALE)
+    torch.testing.assert_close(got, weight + SCALE * b @ a, rtol=1e-5, atol=1e-5)
+    assert (around[[0, -1]] == 9.0).all()
+
+
+@needs_kernels
+def test_a_bfloat16_weight_on_a_gpu_goes_through_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        pytest.skip("wants a GPU")
+    monkeypatch.setattr(torch, "mm", None)
+    weight, b, a = drawn(64, 64, 8, torch.bfloat16)
+    got = weight.clone()
+    add_product_(got, b, a, scale=SCALE)
+    assert not torch.equal(got, weight)

@@ -1,0 +1,312 @@
+"""Real processes, which import `tests.rollout.user_rewards` by name."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.config.schema import RewardConfig, RewardFunction
+from corerl.data.prompts import Prompt
+from corerl.engines.fleet import Counted
+from corerl.errors import ConfigError, RewardError
+from corerl.rollout.reward_processes import RewardPool
+from corerl.rollout.rewards import Reward, reward_of
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.scoring import RewardScorer, Scores
+from corerl.types import SampleBatch
+from tests.machine import paced
+
+ACT = "tests.rollout.user_rewards:act"
+
+
+def rollout(texts: list[str]) -> Rollout:
+    batch = SampleBatch(
+        tokens=np.zeros(len(texts), dtype=np.int64),
+        offsets=np.arange(len(texts) + 1),
+        rows={"group": np.zeros(len(texts), dtype=np.int64)},
+    )
+    return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
+
+
+@contextmanager
+def scorer(reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> Iterator[RewardScorer]:
+    """As that of a run, in this process or in others."""
+    if not config.processes:
+        yield RewardScorer(reward, on_progress=on_progress)
+        return
+    with closing(RewardPool(reward, config)) as pool:
+        yield RewardScorer(reward, pool.outcomes, on_progress=on_progress)
+
+
+def scores(texts: list[str], name: str = ACT, options: dict[str, Any] | None = None, **settings: Any) -> Scores:
+    config = RewardConfig(name=name, options=options or {}, **settings)
+    with scorer(reward_of(config), config) as judge:
+        return judge.score(rollout(texts))
+
+
+def alive(pid: int) -> bool:
+    """Until its last thread has ended: so long what it had opened stays open."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z" or threads > 1
+
+
+def gone(pids: set[int], *, within: float = 20.0) -> bool:
+    end = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_rewards_are_in_the_order_of_the_samples() -> None:
+    texts = ["x" * (3 * i % 11) for i in range(150)]
+    inside, outside = (scores(texts, processes=processes) for processes in (0, 2))
+    assert inside.rewards.tolist() == outside.rewards.tolist() == [float(3 * i % 11) for i in range(150)]
+    assert (outside.failures, outside.first) == ({}, "")
+
+
+def test_failed_samples_get_the_failed_value() -> None:
+    texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
+    found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
+    assert found.rewards.tolist() == [2.0, *[-1.0] * 8, 4.0] * 2
+    assert found.failures == {"raised": 2, "no-number": 2, "timeout": 6, "died": 6}
+    assert found.first == (
+        f"reward {ACT!r} raised KeyError: 'x\\ny' (tests/rollout/user_rewards.py:22) on prompt 7 ('p') with the "
+        "response 'raise'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("exit", "died", "ended its process (exit status 3) on prompt 7"),
+        ("leave", "died", "ended its process (sys.exit(4)) on prompt 7"),
+    ],
+)
+def test_a_failure_says_what_the_reward_did(text: str, kind: str, message: str) -> None:
+    found = scores([text, "ok"], processes=1, timeout=0.5)
+    assert found.rewards.tolist() == [0.0, 2.0]
+    assert found.failures == {kind: 1}
+    assert message in found.first
+
+
+def test_a_lost_process_costs_one_sample_and_no_second_call(tmp_path: Path) -> None:
+    name = "tests.rollout.user_rewards:noted"
+    texts = ["a", "stuck", "bb", "ccc", "exit", "four", "seven", "raise", "loop", "last"]  # 3 travel together
+    found = scores(texts, name, {"directory": str(tmp_path)}, processes=1, timeout=0.3, failed_value=-1.0)
+    assert found.rewards.tolist() == [1.0, -1.0, 2.0, 3.0, -1.0, 4.0, 5.0, -1.0, -1.0, 4.0]
+    assert found.failures == {"timeout": 2, "died": 1, "raised": 1}
+    assert found.first == (
+        f"reward {name!r} took longer than reward.timeout=0.3 seconds on prompt 7 ('p') with the response 'stuck'"
+    )
+    assert sorted((tmp_path / "calls").read_text().split()) == sorted(texts)  # each bad one has cost its time once
+
+
+@pytest.mark.parametrize(("text", "timeout"), [("stuck", 0.3), ("ok", 600.0), ("exit", 600.0)])
+def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: float, tmp_path: Path) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
+    with scorer(reward_of(config), config) as judge:
+        judge.score(rollout([text]), part=True)
+        pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
+        assert len(pids) == 4
+        if text == "exit":  # by itself, which leaves no trace of what is in a session of its own
+            os.kill(next(pid for pid, kind in pids.items() if kind == "own session"), signal.SIGKILL)
+        if text == "ok":
+            assert all(map(alive, pids))
+        else:
+            assert gone({*pids})
+    assert gone({*pids})
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_batch_of_failures_is_an_error(processes: int) -> None:
+    with pytest.raises(RewardError, match=r"'nan'|returned nan, wanted a finite number, on prompt 7 .*all 2 samples"):
+        scores(["nan", "raise"], processes=processes)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_it_tells_how_many_samples_of_a_batch_are_scored(processes: int) -> None:
+    told: list[tuple[int, int]] = []
+    config = RewardConfig(name="position-match", processes=processes)
+    with scorer(reward_of(config), config, lambda done, of: told.append((done, of))) as judge:
+        judge.score(rollout(["a", "b"] * 40))
+        counted = list(told)
+        judge.score(rollout(["a", "b"] * 40), part=True)
+    assert told == counted and {of for _, of in told} == {80}  # a part is no batch
+    done = [each for each, _ in told]
+    assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80
+    assert processes or done == list(range(81))
+
+
+def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
+    # Each chunk of 3 takes 1.5 seconds, more than its turn and one sample's time would be without handing back.
+    found = scores(["a", "bb", "ccc"] * 2, options={"seconds": 0.5}, processes=1, timeout=5.0)
+    assert found.rewards.tolist() == [1.0, 2.0, 3.0] * 2
+    assert found.failures == {}
+
+
+def test_processes_import_no_torch_that_the_reward_does_not() -> None:
+    assert scores(["x"], name="tests.rollout.user_rewards:without_torch", processes=1).rewards.tolist() == [1.0]
+
+
+@pytest.mark.processes
+def test_an_async_reward_that_breaks_its_process_fails_alone() -> None:
+    found = scores(["one", "exit", "three", "block", "sleep"], name="tests.rollout.user_rewards:promised", timeout=0.5)
+    assert found.rewards.tolist() == [3.0, 0.0, 5.0, 0.0, 0.0]
+    assert found.failures == {"died": 1, "timeout": 2}
+    assert found.parts == {"length": (8.0, 2)}
+
+
+def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = Reward(name="tests.rollout.no_such_module:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name)) as judge:
+        with pytest.raises(ConfigError, match="no_such_module.*ModuleNotFoundError"):
+            judge.score(rollout(["x"]))
+
+
+def test_a_process_that_ended_while_free_is_replaced() -> None:
+    config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
+    with scorer(reward_of(config), config) as judge:
+        first = int(judge.score(rollout(["x"])).rewards[0])
+        os.kill(first, signal.SIGKILL)
+        assert gone({first})
+        again = judge.score(rollout(["x", "x"]))
+    assert again.failures == {}
+    assert len(set(again.rewards)) == 1 and int(again.rewards[0]) != first
+
+
+def test_a_process_that_ends_before_its_import_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards_that_exit.py").write_text("import os\nos._exit(5)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = Reward(name="rewards_that_exit:f", function=lambda prompt, response: 1.0)
+    with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
+        with pytest.raises(RewardError, match=r"'rewards_that_exit:f' ended \(exit status 5\) before importing it"):
+            judge.score(rollout(["x"]))
+
+
+def test_late_outcomes_are_not_taken_for_the_next_rollouts() -> None:
+    config = RewardConfig(name=ACT, options={"seconds": 1.0}, processes=1)
+    with scorer(reward_of(config), config) as judge:
+        assert judge.score(rollout(["x"])).rewards.tolist() == [1.0]  # it has started
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                judge.score(rollout(["seven.."]))
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+        assert judge.score(rollout(["four"])).rewards.tolist() == [4.0]
+
+
+def test_closing_the_pool_ends_scoring_with_an_error(
+    tmp_path: Path,
+) -> None:
+    options = {"directory": str(tmp_path)}
+    config = RewardConfig(name="tests.rollout.user_rewards:mark", options=options, processes=2, timeout=600.0)
+    told: list[BaseException] = []
+    before = multiprocessing.active_children()
+    with scorer(reward_of(config), config) as judge:
+
+        def score() -> None:
+            try:
+                judge.score(rollout(["x"] * 8))
+            except BaseException as error:
+                told.append(error)
+
+        thread = threading.Thread(target=score)
+        thread.start()
+        end = time.monotonic() + paced(60)
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+    thread.join(timeout=paced(60))
+    assert not thread.is_alive()
+    assert [type(error) for error in told] == [RewardError] and "were stopped because the run has ended" in str(told[0])
+    assert multiprocessing.active_children() == before and len(list(tmp_path.iterdir())) == 2
+
+
+def test_closing_the_pool_ends_the_wait_for_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "rewards_that_take_long.py").write_text(
+        f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = Reward(name="rewards_that_take_long:f", function=lambda prompt, response: 1.0)
+    with ThreadPoolExecutor(1) as thread:
+        with scorer(reward, RewardConfig(name=reward.name, processes=1)) as judge:
+            scored = thread.submit(judge.score, rollout(["x"]))
+            end = time.monotonic() + paced(60)
+            while not begun.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        with pytest.raises(RewardError, match="were stopped because the run has ended"):
+            scored.result(timeout=paced(60))
+
+
+DRIVER = """
+import contextlib
+import signal
+import sys
+from corerl.config.schema import RewardConfig
+from corerl.data.prompts import Prompt
+from corerl.rollout.reward_processes import RewardPool
+from corerl.rollout.rewards import reward_of
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+    config = RewardConfig(name="tests.rollout.user_rewards:parent", options={"directory": sys.argv[1]}, timeout=600.0)
+    with contextlib.closing(RewardPool(reward_of(config), config)) as pool:
+        pool.outcomes([(Prompt(index=0, text="p", answer=""), "loop", ())] * 2)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_busy_processes_do_not_outlive_the_driver(tmp_path: Path, how: signal.Signals) -> None:
+    script, marks = tmp_path / "driver.py", tmp_path / "marks"
+    script.write_text(DRIVER)
+    marks.mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(marks)], env=environment, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + paced(60)
+    while len(list(marks.iterdir())) < 8 and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = {int(mark.name) for mark in marks.iterdir()}
+    assert len(pids) == 8 and all(map(alive, pids))
+    # Ctrl-C in a terminal reaches the whole group: the processes leave it to the driver.
+    (os.kill if how is signal.SIGKILL else os.killpg)(driver.pid, how)
+    assert driver.wait(timeout=paced(30)) != 0
+    assert gone(pids)
+
+
+def test_with_an_async_function_others_run_in_the_main_thread() -> None:
+    names = ("promised", "lazy")
+    config = RewardConfig(
+        functions=tuple(RewardFunction(name=f"tests.rollout.user_rewards:{name}") for name in names),
+        processes=1,
+        timeout=0.5,
+    )
+    with scorer(reward_of(config), config) as judge:
+        found = judge.score(rollout(["one", "sync", "sleep", "three"]))
+    assert found.rewards.tolist() == [3.0 + 1, 0.0, 0.0, 5.0 + 1]
+    assert found.failures == {"timeout": 2}

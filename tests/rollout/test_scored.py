@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.errors import DataError
+from corerl.rollout.scored import ScoredRollout, postprocessed
+from tests.rollout.scored import scored
+
+
+def through(function: Callable[[ScoredRollout], Any]) -> ScoredRollout:
+    return postprocessed(scored(), function, name="mine:shape")
+
+
+def test_rewards_can_be_shaped() -> None:
+    halved = through(lambda batch: evolve(batch, rewards=batch.rewards / 2))
+    assert halved.rewards.tolist() == [0.5, 0.25, 0.0, 0.125]
+
+
+def test_samples_can_be_left_out() -> None:
+    def first_prompt(batch: ScoredRollout) -> ScoredRollout:
+        return evolve(batch, rollout=batch.rollout.take(np.array([0])), rewards=batch.rewards[:2])
+
+    kept = through(first_prompt)
+    assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
+
+
+def no_tokens(batch: ScoredRollout) -> ScoredRollout:
+    samples = batch.rollout.batch
+    return evolve(
+        batch,
+        rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=np.zeros(len(samples.tokens), np.bool_))),
+    )
+
+
+def other_rewards_of_a_row(batch: ScoredRollout) -> ScoredRollout:
+    """Where samples 0 and 1, and 2 and 3, are of one episode each."""
+    samples = batch.rollout.batch
+    rows = {**samples.rows, "episode": np.array([0, 0, 1, 1]), "final": np.array([False, True] * 2)}
+    return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(samples, rows=rows)))
+
+
+def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
+    """As np.where(condition, 0, mask) makes of a mask."""
+    samples = batch.rollout.batch
+    mask = np.where(samples.columns["loss_mask"], 1, 0)
+    return evolve(batch, rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=mask)))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda batch: 1 / 0, r"raised ZeroDivisionError: division by zero at step 0$"),
+        (lambda batch: None, r"returned nothing, wanted a corerl.rollout.ScoredRollout; return the batch"),
+        (
+            lambda batch: batch.rewards,
+            r"returned ndarray, wanted a corerl.rollout.ScoredRollout; return the batch",
+        ),
+        (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
+        (other_rewards_of_a_row, r"in which samples of an episode have different rewards; give each its episode's \("),
+        (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
+        (
+            lambda batch: evolve(batch, rewards=list(batch.rewards)),
+            r"whose rewards are of type list, wanted a numpy array of ",
+        ),
+        (
+            lambda batch: evolve(batch, rewards=np.array(["1"] * 4)),
+            r"whose rewards are of type <U1, wanted a numpy array of ",
+        ),
+        (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, expected bool; write mask.astype\(bool\)"),
+        (no_tokens, r"without any loss tokens$"),
+    ],
+)
+def test_an_unusable_batch_names_the_function(function: Callable[[ScoredRollout], Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"^rollout.postprocess='mine:shape' (returned a batch )?{message}"):
+        through(function)

@@ -1,0 +1,135 @@
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corerl.data.prompts import Prompt
+from corerl.errors import RewardError
+from corerl.event_loop import in_thread
+from corerl.rollout.rewards import Failure, Judged, Reward
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scores
+from corerl.types import SampleBatch
+from tests.rollout.test_rewards import SORT, rollout
+
+# ---- in turn -----------------------------------------------------------------------------------------
+
+
+class Counts:
+    """A scorer that must not be called by two threads at once."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.scoring, self.go = threading.Event(), threading.Event()
+        self.busy = threading.Lock()
+
+    def score(self, given: Rollout, *, part: bool = False) -> Scores:
+        assert self.busy.acquire(blocking=False)
+        self.order += given.texts
+        self.scoring.set()
+        assert self.go.wait(60)
+        self.busy.release()
+        if given.texts == ["broken"]:
+            raise RewardError("no score")
+        return Scores(rewards=np.array([len(given.texts[0]) + part], np.float32))
+
+
+def of(text: str) -> Rollout:
+    return rollout([text], [0], (SORT,))
+
+
+async def aside(call: Callable[[], Scores]) -> Scores:
+    return await in_thread(call, name="scoring")
+
+
+def test_rollouts_are_scored_in_turn_while_coroutines_run() -> None:
+    scorer = Counts()
+
+    async def work() -> list[Any]:
+        scoring = AsyncScorer(scorer, aside)
+        calls = [scoring.score(of("a")), scoring.score(of("broken")), scoring.score(of("abc"), part=True)]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        while not scorer.scoring.is_set():
+            await asyncio.sleep(0)
+        scorer.go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, broken, last = asyncio.run(work())
+    assert scorer.order == ["a", "broken", "abc"]
+    assert (first.rewards.tolist(), last.rewards.tolist()) == ([1.0], [4.0])
+    assert isinstance(broken, RewardError)
+
+
+def test_cancelled_scoring_still_keeps_its_turn() -> None:
+    scorer = Counts()
+
+    async def work() -> list[float]:
+        scoring = AsyncScorer(scorer, aside)
+        given_up, in_vain = (asyncio.ensure_future(scoring.score(of(text))) for text in ("broken", "never"))
+        while not scorer.scoring.is_set():
+            await asyncio.sleep(0)
+        given_up.cancel()
+        in_vain.cancel()
+        last = asyncio.ensure_future(scoring.score(of("ab")))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert given_up.cancelled() and in_vain.cancelled() and scorer.order == ["broken"]
+        scorer.go.set()
+        return (await last).rewards.tolist()
+
+    assert asyncio.run(work()) == [2.0]
+    assert scorer.order == ["broken", "ab"]
+
+
+# ---- rewards that samples bring --------------------------------------------------------------------------------------
+
+LATE = Failure(kind="timeout", message="it was late")
+
+
+def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
+    count = len(outcomes)
+    batch = SampleBatch(
+        tokens=np.zeros(count, np.int64),
+        offsets=np.arange(count + 1),
+        rows={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
+    )
+    texts = ["x" * (1 + row) for row in range(count)]
+    return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))
+
+
+def by_length(failed: float = -1.0) -> RewardScorer:
+    return RewardScorer(Reward(name="long", function=lambda prompt, text: len(text), failed_value=failed))
+
+
+def test_only_samples_that_bring_no_reward_are_scored() -> None:
+    scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
+    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
+    assert scores.failed.tolist() == [False, False, True, False]
+    assert (scores.failures, scores.first) == ({"timeout": 1}, "it was late")
+    assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
+
+
+def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
+    def raises(prompt: Prompt, response: str) -> float:
+        raise ValueError("no")
+
+    scores = RewardScorer(Reward(name="r", function=raises)).score(brought([1.5, None, LATE]))
+    assert scores.failed.tolist() == [False, True, True]
+    assert scores.failures == {"raised": 1, "timeout": 1}
+    assert scores.first.startswith("reward 'r' raised ValueError: no")
+
+
+def test_rows_of_an_episode_share_its_reward() -> None:
+    episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
+    scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
+    assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
+
+
+def test_a_batch_of_failures_is_an_error() -> None:
+    rollout = brought([LATE, LATE])
+    with pytest.raises(RewardError, match="^it was late; all 2 samples failed$"):
+        by_length().score(rollout)
+    assert by_length(0.25).score(rollout, part=True).rewards.tolist() == [0.25, 0.25]
