@@ -112,7 +112,7 @@ def test_core_names_no_backend() -> None:
         f"{path.relative_to(ROOT)}:{line}"
         for path in sorted(CORE.rglob("*.py"))
         for line in names_in(
-            path.read_text().replace(PEFT_FIELD, ""),
+            path.read_text().replace(PEFT_FIELD, '""'),
             BACKEND_NAMES,
             hints=HINTS[1] if path.relative_to(CORE).as_posix() == HINTS[0] else "",
         )
