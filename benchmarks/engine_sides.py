@@ -4,7 +4,7 @@ A `Peer` is one of them. It is given what it needs, answers "there", and then an
 
     bare       receives updates as an engine does, and loads ready buckets into the same parameters
     broadcast  takes part in a broadcast of ready buckets from the first of its group
-    corerl     `SglangEngine` with the server that it starts, as in a run
+    corerl     SGLang's engine with the server that it starts, as in a run
     alone      `sglang.Engine`, which is passed flattened buckets that are already on its GPUs, in the same order:
                `update_weights_from_tensor(..., load_format="flattened_bucket")`. Its call does not wait for the copies
                on the device; CoreRL's does. Both have the same server arguments. It generates, too.
@@ -41,8 +41,8 @@ from corerl.engines.base import EngineContext
 from corerl.models import peft_config
 from corerl.models.config import hf_config
 from corerl.plugin.transports import open_receiver
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.verify import bit_sums
 
 STAND_IN = "plugins.sglang.tests.stand_in"
 # Nothing is generated after an update: a small KV cache and few graphs leave the GPU to weights.
@@ -214,10 +214,10 @@ def serve_corerl(pipe: Connection) -> None:
     """Orders: a version, with whether only adapters come; "sums" of the bits that it holds, by tensor; "load", its
     server's own load of ready adapters."""
     from corerl_sglang.adapters import modules_of
-    from corerl_sglang.engine import SglangEngine
+    from corerl_sglang.start import start_engine
 
     replica, manifest, adapters, address = pipe.recv()
-    engine = SglangEngine(ModelConfig(config=dict(replica.fields)), replica.options, replica.context)
+    engine = start_engine(ModelConfig(config=dict(replica.fields)), replica.options, replica.context)
     loaded = 0
 
     def load() -> float:

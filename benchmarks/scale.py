@@ -77,7 +77,7 @@ CONFIG = resolve_tables(
         extensions=(),
     )
 )
-ALGORITHM = plan_algorithm(CONFIG)
+ALGORITHM = plan_algorithm(CONFIG, plugins_of(CONFIG))
 METRICS = {f"metric_{number}": Metric(1.0) for number in range(8)}  # as many as a step of the clipped loss returns
 
 

@@ -82,16 +82,13 @@ class Objects:
     def wait(self, pending: Calls) -> list[Any]:
         return [future.result() for future in pending.futures.values()]
 
-    def answers(self, pending: Calls, counted: Any = None) -> dict[int, Any]:
-        wait(pending.futures.values())
+    def answers(self, pending: Calls, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        done = wait(pending.futures.values(), timeout).done
         return {
             member: error if isinstance(error := future.exception(), CorerlError) else future.result()
             for member, future in pending.futures.items()
+            if future in done
         }
-
-    def answered(self, pending: Calls, timeout: float) -> dict[int, Any]:
-        done = set(wait(pending.futures.values(), timeout).done)
-        return self.answers(Calls({member: each for member, each in pending.futures.items() if each in done}))
 
     def ready(self, pending: Calls, timeout: float) -> bool:
         return not wait(pending.futures.values(), timeout).not_done

@@ -19,9 +19,9 @@ from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
 from corerl.types import SaveResult, Step
 from corerl.weights.adapters import is_adapter
+from corerl.weights.checksums import bit_sums
 from corerl.weights.chunks import Chunk, fill
-from corerl.weights.plain import gather_plain
-from corerl.weights.verify import bit_sums
+from corerl.weights.gather import gather_plain
 
 
 class TrainingState(Primitives):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from attrs import evolve
 from ray.exceptions import RayError
 
-from corerl.cluster.failures import LONGEST, Failure
+from corerl.cluster.failures import LONGEST, death
 from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watching, counts_of, listed
 from corerl.cluster.nodes import require_ray
 from corerl.cluster.placement import Slot
@@ -44,7 +43,6 @@ class RayGroup:
     ) -> None:
         """`failure` is the type that foreign exceptions of the processes become. With one thread, calls run in the
         order they were started; with more, that many run at once."""
-        _require_slots(names, slots)
         self.target = target
         self._environment = dict(environment)
         self._slots = list(slots)
@@ -79,8 +77,7 @@ class RayGroup:
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         """Construct each process's object, each with its own arguments."""
-        self._check_lengths("start", arguments)
-        return self._start("construct", dict(enumerate(arguments)), "start")
+        return self._start("construct", dict(zip(range(len(self)), arguments, strict=True)), "start")
 
     def listen(self, member: int) -> tuple[str, int, int]:
         """Open a listening socket in the member's process, as `Process.listen`; returns (host, port, file descriptor
@@ -94,8 +91,7 @@ class RayGroup:
 
     def start_each(self, method: str, arguments: Sequence[tuple[Any, ...]], *, at: str = "") -> Pending:
         """Call `method` in all processes, each with its own arguments. `at` is the step, for messages."""
-        self._check_lengths(method, arguments)
-        return self.start_some(method, dict(enumerate(arguments)), at=at)
+        return self.start_some(method, dict(zip(range(len(self)), arguments, strict=True)), at=at)
 
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]], *, at: str = "") -> Pending:
         """Call `method` only in the members that `arguments` names."""
@@ -132,27 +128,21 @@ class RayGroup:
             raise cause
         return [results[member].value for member in pending.members]
 
-    def answers(self, pending: Pending, counted: CallCounts | None = None) -> dict[int, Any]:
-        """Wait for each member's result or CorerlError. A failure does not end the other members. `counted` is called
-        every few seconds with the members that have not answered, and how many parts of their calls have ended; None of
-        one that does not report it."""
-        answers: dict[int, Any] = {}
-        waiting = dict(zip(pending.refs, pending.members, strict=True))
-        while waiting:
-            ready, _ = ray.wait(list(waiting), num_returns=1, timeout=None if counted is None else COUNT_SECONDS)
-            if counted is not None and not ready:
-                counts = counts_of(pending, list(waiting.values()))
-                counted({member: counts[member][0] if member in counts else None for member in waiting.values()})
-            for ref in ready:
-                member = waiting.pop(ref)
-                answers[member] = self._answer(ref, member, pending)
-        return answers
+    def answers(
+        self, pending: Pending, *, timeout: float | None = None, counted: CallCounts | None = None
+    ) -> dict[int, Any]:
+        """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
+        the other members. `counted` is called every few seconds with the members that have not answered, and how many
+        parts of their calls have ended; None of one that does not report it."""
+        members = dict(zip(pending.refs, pending.members, strict=True))
 
-    def answered(self, pending: Pending, timeout: float) -> dict[int, Any]:
-        """Like `answers`, but only of members that answer within `timeout` seconds."""
-        ended, _ = ray.wait(list(pending.refs), num_returns=len(pending.refs), timeout=timeout)
-        members = zip(pending.refs, pending.members, strict=True)
-        return {member: self._answer(ref, member, pending) for ref, member in members if ref in ended}
+        def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
+            return ray.wait(list(members), num_returns=len(members), timeout=seconds)
+
+        while counted is not None and (running := wait(COUNT_SECONDS)[1]):
+            counts = counts_of(pending, [members[ref] for ref in running])
+            counted({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
+        return {members[ref]: self._answer(ref, members[ref], pending) for ref in wait(timeout)[0]}
 
     def ready(self, pending: Pending, timeout: float) -> bool:
         """Whether `wait` would return or raise at once; waits at most `timeout` seconds for that."""
@@ -183,7 +173,6 @@ class RayGroup:
     def grow(self, names: Sequence[str], slots: Sequence[Slot], arguments: Sequence[tuple[Any, ...]]) -> None:
         """Start more processes, behind the last member, and construct their objects; returns when they are ready. If
         any fails, all of these are ended and the first one's error is raised; the other members go on."""
-        _require_slots(names, slots)
         before = len(self)
         with self._heartbeats.lock:
             self._require_alive("grow")
@@ -206,7 +195,6 @@ class RayGroup:
 
     def reassign(self, slots: Sequence[Slot]) -> None:
         """Let processes that are started in the place of these be in other slots."""
-        _require_slots(self.names, slots)
         self._slots = list(slots)
 
     def kill(self) -> None:
@@ -261,11 +249,9 @@ class RayGroup:
         try:
             result: CallResult = ray.get(ref)
         except RayError as error:
-            hook = member.beat.hook if member.beat is not None else ""
-            if (failure := Failure.of(error, member.name, pending.method, hook)) is not None:
-                if member.killed is not None:
-                    failure = evolve(member.killed, step=pending.method, details=failure.details)
-                return CallResult(error=failure.error, ended=0.0)
+            place = member.beat.place if member.beat is not None else ""
+            if (died := death(error, member.name, pending.method, killed=member.killed, place=place)) is not None:
+                return CallResult(error=died, ended=0.0)
             # The result cannot be pickled there, or not be unpickled here.
             why = shorten(last_line(error), LONGEST)
             lost = CorerlError(f"{member.name}: the result of {pending.method} could not be transferred: {why}")
@@ -277,17 +263,6 @@ class RayGroup:
             pending.reported.add(index)
             self._watching.on_answer(member.name, pending, result)
         return result
-
-    def _check_lengths(self, method: str, arguments: Sequence[Any]) -> None:
-        if len(arguments) != len(self):
-            raise CorerlError(
-                f"{method}: got {len(arguments)} sets of arguments, expected one for each of {len(self)} processes"
-            )
-
-
-def _require_slots(names: Collection[str], slots: Collection[Slot]) -> None:
-    if len(names) != len(slots):
-        raise CorerlError(f"got {len(names)} processes and {len(slots)} slots; each process needs one slot")
 
 
 def _stops(result: CallResult) -> bool:

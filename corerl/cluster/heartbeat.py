@@ -23,7 +23,6 @@ import ray
 from attrs import define, field, frozen
 from ray.exceptions import RayError
 
-from corerl.cluster.failures import Failure
 from corerl.messages import note, one_line
 from corerl.plugin.events import Span
 
@@ -50,16 +49,12 @@ class Heartbeat:
 
     pid: int = 0
     phase: str = ""  # of startup, such as 'model build'; "" once it has started
-    hook: str = ""  # the plugins' method that it is in, if any
     place: str = ""  # its innermost line of Python outside torch and Ray
     waits: bool = False  # inside a torch.distributed collective
-    stack: int = 0  # a hash of the stack: changes when the process moves
-    collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives begun
+    moved: bool = True  # its stack or its collectives are others than at the last heartbeat
+    collectives: Mapping[str, int] = field(factory=dict)  # process group -> collectives started
     calls: Mapping[int, float] = field(factory=dict)  # number of each call in progress -> seconds so far
     counts: Mapping[int, tuple[int, int]] = field(factory=dict)  # number -> parts, such as samples: done, all
-
-    def moved(self, before: Heartbeat) -> bool:
-        return (self.stack, self.collectives) != (before.stack, before.collectives)
 
 
 @define(eq=False)
@@ -94,6 +89,7 @@ class Recorder:
         self._changing = threading.Lock()
         self._working = threading.Event()  # set while there is a call
         self._sampling: threading.Thread | None = None
+        self._position: tuple[int, dict[str, int]] = (0, {})  # stack and collectives at the last heartbeat
 
     def start(self, number: int) -> None:
         """Note that a call starts in this thread."""
@@ -128,21 +124,21 @@ class Recorder:
             if call is not None and call.started <= started:  # otherwise left over from an earlier call
                 call.spans.append(Span(name=name, started=started, ended=self.clock()))
 
-    def heartbeat(self, phase: str, hook: str, counts: Mapping[int, tuple[int, int]]) -> Heartbeat:
+    def heartbeat(self, phase: str, counts: Mapping[int, tuple[int, int]]) -> Heartbeat:
         """`counts` are by thread."""
         with self._changing:
             calls = dict(self._calls)
             now = self.clock()
         frame = frame_of(next(iter(calls), 0))
         place, waits, stack = where(frame) if frame is not None else ("", False, 0)
+        before, self._position = self._position, (stack, collectives_started())
         return Heartbeat(
             pid=os.getpid(),
             phase=phase,
-            hook=hook,
             place=place,
             waits=waits,
-            stack=stack,
-            collectives=collectives_begun(),
+            moved=self._position != before,
+            collectives=self._position[1],
             calls={call.number: now - call.started for call in calls.values()},
             counts={call.number: counts[thread] for thread, call in calls.items() if thread in counts},
         )
@@ -161,7 +157,7 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 def where(frame: FrameType) -> tuple[str, bool, int]:
-    """`Heartbeat.place`, `waits` and `stack` of a thread with this innermost frame."""
+    """`Heartbeat.place` and `waits` of a thread with this innermost frame, and a hash of its stack."""
     frames: list[FrameType] = [frame]
     while frames[-1].f_back is not None:
         frames.append(frames[-1].f_back)
@@ -181,21 +177,21 @@ def collective_in(frame: FrameType | None) -> tuple[int, str] | None:
     return None
 
 
-def collectives_begun() -> dict[str, int]:
-    """Process group (name and ranks) -> collectives begun in it by this process. May be called from another thread
+def collectives_started() -> dict[str, int]:
+    """Process group (name and ranks) -> collectives started in it by this process. May be called from another thread
     during a collective. torch has no public names for this."""
     dist = sys.modules.get("torch.distributed")  # not imported here: engines may do without torch
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if dist is None or c10d is None or not dist.is_initialized():
         return {}
-    begun = {}
+    started = {}
     for group, name in list(c10d._world.pg_names.items()):
         ranks = c10d._world.pg_group_ranks.get(group)  # missing while a group is being made
         if ranks is not None:
             # gloo for host memory, NCCL for device memory; a backend that serves both is counted once.
             backends: set[Any] = {group._get_backend(device) for device in group._device_types}
-            begun[f"{name} {sorted(ranks)}"] = sum(backend._get_sequence_number_for_group() for backend in backends)
-    return begun
+            started[f"{name} {sorted(ranks)}"] = sum(backend._get_sequence_number_for_group() for backend in backends)
+    return started
 
 
 # ---- in the driver ---------------------------------------------------------------------------------------------------
@@ -210,10 +206,9 @@ class Member:
     patience: int = 3  # missing heartbeats after which it is silent
     started: bool = False  # its object exists, and has no phase of startup any more
     last: Heartbeat | None = None
-    before: Heartbeat | None = None  # the one before the last
     missed: int = 0  # heartbeats in a row
     starting: int = 0  # heartbeats that found it busy starting
-    killed: Failure | None = None  # once it was ended here
+    killed: str = ""  # why it was ended here, if it was
     _asked: Any = None  # reference to the answer
 
     @property
@@ -238,7 +233,7 @@ class Member:
             self._asked = self.actor.heartbeat.options(concurrency_group=ASIDE).remote()
 
     def receive(self, beat: Heartbeat) -> None:
-        self.before, self.last, self.missed = self.last, beat, 0
+        self.last, self.missed = beat, 0
         self.started = self.started or not beat.phase
 
     def note_started(self) -> None:
@@ -247,7 +242,7 @@ class Member:
         if not self.started:
             self.started, self.missed = True, 0
 
-    def kill(self, why: Failure) -> None:
+    def kill(self, why: str) -> None:
         self.killed = why
         ray.kill(self.actor, no_restart=True)
 
@@ -264,7 +259,7 @@ class Pending:
     reported: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
     sent: float = field(factory=time.monotonic)
     due: float = 0.0  # seconds at which the watchdog speaks; 0: for the first time
-    done: dict[int, int] = field(factory=dict)  # parts of each member's call that had ended when it last looked
+    done: dict[int, int] = field(factory=dict)  # parts of each member's call that had ended at the last check
 
 
 @frozen(kw_only=True)
@@ -313,7 +308,7 @@ class Heartbeats:
                 if self._stopped.is_set():
                     return
                 for member in self._members:
-                    if member.killed is None:
+                    if not member.killed:
                         member.poll()
                 end_hung(self._members, self._watching)
                 texts = list(self._late_calls())
@@ -348,16 +343,17 @@ def end_hung(members: Sequence[Member], watching: Watching) -> None:
     def over(beats: int, limit: float) -> bool:
         return 0 < limit <= beats * watching.period
 
-    living = [member for member in members if member.killed is None]
+    living = [member for member in members if not member.killed]
     hung = [member for member in living if member.started and over(member.missed, watching.health_timeout)]
     for member in hung:
-        member.kill(Failure.hung(member.name, watching.health_timeout, SILENCE))
+        member.kill(f"no heartbeat for {watching.health_timeout:g} s (cluster.health_timeout): {SILENCE}")
     starting = [member for member in living if not member.started]
     awaited = late(starting)
     for member in starting:
         waits = member not in awaited if awaited else member.beat is not None and member.beat.waits
         if over(member.starting, watching.start_timeout) and not waits:
-            member.kill(Failure.overdue(member.name, watching.start_timeout, described(member)))
+            limit = f"{watching.start_timeout:g} s of work (cluster.start_timeout)"
+            member.kill(f"not started after {limit}: {described(member)}")
 
 
 def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterator[str]:
@@ -374,10 +370,7 @@ def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterato
         stuck = all(done <= call.done.get(member, 0) for member, (done, _) in counts.items())
         call.done = {member: done for member, (done, _) in counts.items()}
     else:
-        stuck = any(beat is None or beat.phase for beat in beats) or not any(
-            member.before is not None and member.beat is not None and member.beat.moved(member.before)
-            for member in members
-        )
+        stuck = any(beat is None or beat.phase for beat in beats) or not any(beat.moved for beat in beats if beat)
     if stuck:
         done = [member for index, member in call.members.items() if index not in waiting]
         of_members = {call.members[member]: count for member, count in counts.items()}
@@ -397,25 +390,24 @@ def counts_of(call: Pending, members: Sequence[int]) -> dict[int, tuple[int, int
 def late(members: Sequence[Member]) -> list[Member]:
     """The members that the others wait for, and silent ones; empty if that is unclear.
 
-    A rank that has begun fewer collectives of a group than another rank of it is behind; one that has begun more is
+    A rank that has started fewer collectives of a group than another rank of it is behind; one that has started more is
     ahead. Some ranks that are behind are themselves waiting, in a smaller group, for one that is further behind.
     """
     known = [(member, member.beat) for member in members if member.beat is not None]
-    begun: dict[str, list[int]] = {}
+    started: dict[str, list[int]] = {}
     for _, beat in known:
         for group, count in beat.collectives.items():
-            begun.setdefault(group, []).append(count)
+            started.setdefault(group, []).append(count)
 
     def behind(beat: Heartbeat) -> bool:
-        return any(count < max(begun[group]) for group, count in beat.collectives.items())
+        return any(count < max(started[group]) for group, count in beat.collectives.items())
 
     def ahead(beat: Heartbeat) -> bool:
-        return any(count > min(begun[group]) for group, count in beat.collectives.items())
+        return any(count > min(started[group]) for group, count in beat.collectives.items())
 
     waiting = any(beat.waits for _, beat in known)
     for rule in (
         lambda beat: behind(beat) and not ahead(beat) and not beat.waits,
-        lambda beat: behind(beat) and not beat.waits,
         lambda beat: waiting and not beat.waits and not ahead(beat),
         lambda beat: behind(beat) and not ahead(beat),
     ):

@@ -68,10 +68,11 @@ def portable(error: BaseException, where: str, failure: type[CorerlError] = Hook
 class Process:
     """The actor. `target` is "module:Class"; the class is imported here, after the environment is set.
 
-    The object may have `phase`, the name of its startup phase; `hook`, the plugins' method that it is in; `counts()`,
-    how many parts of a thread's call have ended, of how many, by thread; and `trace(recorder)`, called before its first
-    call if the process is `traced`. `neighbors` is the number of bundles on this machine. `niceness` is the driver's,
-    and `here` its working directory, where a user's own loss or backend may be.
+    The object may have `phase`, the name of its startup phase; `counts()`, how many parts of a thread's call have
+    ended, of how many, by thread; and `trace(recorder)`, called before its first call if the process is `traced`.
+
+    `neighbors` is the number of bundles on this machine. `here` is the driver's working directory, where a user's own
+    loss or backend may be. With `bound` the process ends with its parent, Ray's raylet.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Process:
         traced: bool = False,
         neighbors: int = 1,
         environment: Mapping[str, str] | None = None,
-        niceness: int | None = None,
         here: str = "",
+        bound: bool = False,
     ) -> None:
         if here:
             put_last(here)
@@ -93,8 +94,7 @@ class Process:
         known = ray.util.get_node_ip_address() if ray.is_initialized() else ""
         if GLOO_INTERFACE not in os.environ and (interface := interface_of(known)):
             os.environ[GLOO_INTERFACE] = interface
-        if niceness is not None:  # started by `spawn`
-            take_niceness(niceness)
+        if bound:
             end_with_raylet()
         if THREADS not in started_with():
             # Ray has set it to the CPUs that the process requested, mostly less than one.
@@ -145,7 +145,7 @@ class Process:
     def heartbeat(self) -> Heartbeat:
         """Answered in a thread of its own."""
         counts = self.held.counts() if hasattr(self.held, "counts") else {}
-        return self.recorder.heartbeat(self._phase, getattr(self.held, "hook", ""), counts)
+        return self.recorder.heartbeat(self._phase, counts)
 
     @property
     def _phase(self) -> str:
@@ -199,13 +199,6 @@ def put_last(directory: str) -> None:
         sys.path[:] = [*(path for path in sys.path if path not in ("", directory)), directory]
 
 
-def take_niceness(niceness: int) -> None:
-    """Give the process this niceness; one without privileges cannot become less nice than its Ray is."""
-    for thread in Path("/proc/self/task").glob("*"):  # Linux has one for each; new threads take their creator's
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
-
-
 def cores() -> int:
     """How many cores this process may use, within its container's CPU quota."""
     own = len(os.sched_getaffinity(0))
@@ -243,5 +236,5 @@ def spawn(
     groups: dict[str, Any] = {"concurrency_groups": {ASIDE: 1}}
     actor = ray.remote(**groups)(Process)
     return actor.options(max_restarts=0, max_task_retries=0, runtime_env={"env_vars": early}, **options).remote(
-        name, target, failure, traced, neighbors, late, os.nice(0), os.getcwd()
+        name, target, failure, traced, neighbors, late, os.getcwd(), True
     )

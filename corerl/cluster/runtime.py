@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -22,7 +21,6 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
-from corerl.cluster.process import cores
 from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
 
@@ -48,7 +46,6 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
         yield False
         return
     if address:
-        _require_listening(address)
         _require_answering(address)
     # Without this, Ray warns about a changed default that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -67,8 +64,7 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
             raise _no_token(address) from error
         what = f"connect to the Ray cluster at {address}" if address else "start Ray on this machine"
         own = not address and not ray.is_initialized()
-        hint = (_busy() if _timed_out(error) else "") + _disk() if own else ""
-        raise CorerlError(f"cannot {what}: {first_line(error)}{hint}") from error
+        raise CorerlError(f"cannot {what}: {first_line(error)}{_disk() if own else ''}") from error
     try:
         yield not address
     finally:
@@ -116,14 +112,6 @@ def _timed_out(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
 
 
-def _busy() -> str:
-    """What to do about a Ray that has not started in time, twice."""
-    return (
-        f"; it was tried twice, with a load of {os.getloadavg()[0]:.1f} on {cores()} cores: end other programs and "
-        "try again, or start Ray beforehand with `ray start --head` and set cluster.address"
-    )
-
-
 def _disk() -> str:
     """Describe where Ray writes and how much is free there: Ray dies silently if the disk is full."""
     directory = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
@@ -132,50 +120,38 @@ def _disk() -> str:
     except OSError as error:
         free = str(error.strerror)
     return (
-        f"; Ray writes to {directory} ({free}; set RAY_TMPDIR to change it) and logs to ray/session_latest/logs in it"
+        f"; Ray writes to {directory} ({free}; set RAY_TMPDIR to change it) and logs to ray/session_latest/logs in it; "
+        "on a busy machine start Ray beforehand with `ray start --head` and set cluster.address"
     )
 
 
 def _require_answering(address: str) -> None:
-    """Raise ConfigError if the listener at `address` does not answer as a Ray cluster of this version. Ray itself would
-    retry for long, so a subprocess asks, which can be abandoned."""
-    if address.startswith("ray://"):
-        return  # a Ray Client server, which has no such health check
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    """Raise ConfigError if no Ray cluster of this version answers at `address`. Ray itself would retry for many
+    minutes: a socket tells at once whether somebody listens there, and a subprocess, which can be abandoned, asks."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
     try:
+        if colon:  # not a name such as "auto", which Ray resolves at once
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+        if address.startswith("ray://"):
+            return  # a Ray Client server, which has no such health check
+        command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
-        if answer.returncode == 0:
-            return
-        reason = (answer.stderr.strip() or "no answer").splitlines()[-1]
     except subprocess.TimeoutExpired:
-        reason = f"no answer within {ANSWER_SECONDS:g} s"
-    raise _no_cluster(address, reason)
+        raise _no_cluster(address, f"no answer within {ANSWER_SECONDS:g} s") from None
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+    if answer.returncode != 0:
+        raise _no_cluster(address, (answer.stderr.strip() or "no answer").splitlines()[-1])
 
 
 def _no_token(address: str) -> ConfigError:
     """The cluster was started with a token, as `ray start` does for a user who has one. Ray's own message is long
     and does not say that it looks for a token only in one of its modes."""
-    if os.environ.get("RAY_AUTH_MODE") == "token":
-        return ConfigError(
-            f"cluster.address: the Ray cluster at {address!r} refuses the token of this process; set RAY_AUTH_TOKEN to "
-            "what `ray get-auth-token` prints on the machine of `ray start --head`, or RAY_AUTH_TOKEN_PATH to its file"
-        )
     return ConfigError(
-        f"cluster.address: the Ray cluster at {address!r} demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
-        "to what `ray get-auth-token` prints on the machine of `ray start --head` (not needed if this user has it in "
-        "~/.ray/auth_token)"
+        f"cluster.address: the Ray cluster at {address!r} demands a token that this process does not have; set "
+        "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what `ray get-auth-token` prints on the machine of "
+        "`ray start --head` (not needed if this user has it in ~/.ray/auth_token)"
     )
-
-
-def _require_listening(address: str) -> None:
-    """Raise ConfigError if nobody listens at `address`: Ray itself would retry for many minutes."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if not colon:
-        return  # a name such as "auto", which Ray resolves at once
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise _no_cluster(address, error) from error
 
 
 def _no_cluster(address: str, reason: object) -> ConfigError:
@@ -195,12 +171,7 @@ def put(value: Any) -> Any:
     try:
         return ray.put(value)
     except (ObjectStoreFullError, OutOfDiskError) as error:
-        there = sum(node["Resources"].get("object_store_memory", 0.0) for node in ray.nodes() if node["Alive"])
-        buffers: list[pickle.PickleBuffer] = []
-        asked = len(pickle.dumps(value, protocol=5, buffer_callback=buffers.append))
-        asked += sum(buffer.raw().nbytes for buffer in buffers)
         raise CorerlError(
-            f"Ray's object store has no room for {asked / 2**20:.0f} MiB: the cluster's stores have "
-            f"{there / 2**20:.0f} MiB in total, and the disk they spill to is full (see df and `ray memory`); "
-            "free disk space, use a smaller rollout batch, or start Ray with more --object-store-memory"
+            "Ray's object store is full, and so is the disk that it spills to (see df and `ray memory`); free disk "
+            "space, use a smaller rollout batch, or start Ray with more --object-store-memory"
         ) from error

@@ -196,10 +196,9 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
-            manifest=groups[ACTOR].manifest().result(),
-            adapters=groups[ACTOR].manifest(adapters=True).result() if plan.processes.separate_adapters else None,
-            address=groups[ACTOR].rendezvous(address(plan.processes, fleet.receivers)),
             version=inits[ACTOR].weights_version,
+            address_of=functools.partial(address, plan.processes),
+            separate_adapters=plan.processes.separate_adapters,
             residency=residency,
             progress=progress,
         )
@@ -425,5 +424,5 @@ def make_fleet(
         calls=plan.calls,
         width=lambda replicas: rows_of_a_call(rollout, replicas=replicas, calls=plan.calls),
         restarts=rollout.restarts,
-        noted=spans,
+        span=spans,
     )

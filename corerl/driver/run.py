@@ -421,7 +421,7 @@ class Run:
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.
-        if self.residency.slept or self._pushed_at is None or fleet.dead or fleet.lacking:
+        if self.residency.slept or self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
         due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, *_ in self.sampling.held_out)

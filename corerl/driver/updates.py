@@ -25,9 +25,9 @@ from corerl.plugin.transports import abandon
 from corerl.rollout.source import Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import IntArray, UpdateResult
+from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import difference
 
 if TYPE_CHECKING:
     from corerl.driver.control import Control
@@ -40,18 +40,22 @@ class WeightUpdates:
     config: WeightsConfig
     group: TrainGroup  # the actor's
     fleet: EngineFleet
-    manifest: Manifest
-    address: Address
     version: int  # of the next update
+    address_of: Callable[[Sequence[str]], Address]  # of updates to these receivers, without a rendezvous
+    separate_adapters: bool = False  # they travel alone to engines that hold all other weights
     residency: Residency
     progress: Progress
 
-    adapters: Manifest | None = None  # of an update to engines that hold all other weights; None if none travel alone
-    _address_of: Callable[[Sequence[str]], Address] | None = None  # since sizes have changed
+    manifest: Manifest = field(init=False)
+    adapters: Manifest | None = field(init=False)  # of these alone
+    address: Address = field(init=False)
     _updates: int = 0  # that reached all engines
     _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
-    _unverified: set[str] = field(factory=set)  # engines that cannot report `weight_sums`
+    _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
+
+    def __attrs_post_init__(self) -> None:
+        self.new_rendezvous()
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -90,7 +94,7 @@ class WeightUpdates:
         version, self.version = self.version, self.version + 1
         group, fleet, every = self.group, self.fleet, self.config.verify_every
         verify = every > 0 and self._updates % every == 0
-        alone = self.adapters if fleet.whole else None
+        alone = self.adapters if fleet.all_serve else None
         sending = group.update_weights(self.address, version, verify=verify, adapters=alone is not None)
         receiving = fleet.receive(alone or self.manifest, version, self.address)
         causes: set[str] = set()  # engines that failed first
@@ -108,7 +112,7 @@ class WeightUpdates:
         received = fleet.received(receiving, self.address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
-        fleet.updated(taken, whole=alone is None)
+        fleet.updated(taken)
         self._served.update(taken)
         if missed:
             return self._to_replace(missed, causes, sent)
@@ -141,12 +145,12 @@ class WeightUpdates:
         """Raise WeightUpdateError if an engine holds anything other than what was sent."""
         for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
             if loaded is None:
-                if name not in self._unverified:
+                if not self._unverified:
                     self.progress.notice(
                         f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
                         "what was sent; set weights.verify_every=0 to stop checking"
                     )
-                self._unverified.add(name)
+                self._unverified = True
             elif wrong := difference(sums, loaded):
                 raise WeightUpdateError(
                     f"{name} holds different weights than it was sent as version {version}: {wrong}; it loads them "
@@ -176,13 +180,9 @@ class WeightUpdates:
 
     def new_rendezvous(self) -> None:
         """Give the next update an address of its own, for the current ranks and engines."""
-        if self._address_of is None:
-            self.address = self.group.rendezvous(self.address)
-            return
         self.manifest = self.group.manifest().result()
-        if self.adapters is not None:
-            self.adapters = self.group.manifest(adapters=True).result()
-        self.address = self.group.rendezvous(self._address_of(self.fleet.receivers))
+        self.adapters = self.group.manifest(adapters=True).result() if self.separate_adapters else None
+        self.address = self.group.rendezvous(self.address_of(self.fleet.receivers))
 
     def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
@@ -191,9 +191,8 @@ class WeightUpdates:
 
     def meets_at(self, address_of: Callable[[Sequence[str]], Address]) -> None:
         """The same, of ranks that are yet to start."""
-        self._address_of = address_of
+        self.address_of = address_of
         self._served &= set(self.fleet.names)
-        self._unverified &= set(self.fleet.names)
 
 
 def _reason(answer: Received | None, sender: str, silent: str) -> str:

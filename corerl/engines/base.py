@@ -11,8 +11,6 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
-from corerl.errors import EngineFailed
-from corerl.plugin.spec import Begun
 from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -153,15 +151,6 @@ class Generation:
         )
 
 
-def require_finished(generation: Generation) -> None:
-    """Raise EngineFailed if a response is unfinished although nobody paused the engines."""
-    if generation.unfinished.any():
-        raise EngineFailed(
-            f"{int(generation.unfinished.sum())} of {len(generation)} responses came back unfinished, but the "
-            "engines were not paused; an engine may return unfinished responses only between pause() and resume()"
-        )
-
-
 @frozen(kw_only=True)
 class Received:
     """The outcome of one weight update on one engine."""
@@ -186,7 +175,6 @@ class EngineContext:
     run_dir: str = ""  # where it may write logs; empty outside a run
     weights: WeightsConfig = field(factory=WeightsConfig)  # how weights will arrive, above all in which form
     lora: LoraConfig | None = None  # of adapters that arrive separately, and alone once an engine has the weights
-    begun: Begun | None = None  # what `EngineSpec.begin` has returned, for this engine to go on with
 
     @property
     def receivers(self) -> range:
@@ -232,7 +220,7 @@ class Engine(ABC):
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came
-        in their own dtypes): `corerl.weights.verify.bit_sums`, added over the parts of a tensor stored separately.
+        in their own dtypes): `corerl.weights.checksums.bit_sums`, added over the parts of a tensor stored separately.
         Tensors left out are not compared with what was sent; None if the engine cannot report them. Called after an
         update, before weights sleep."""
         return None

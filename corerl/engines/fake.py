@@ -12,9 +12,9 @@ from corerl.engines.lifecycle import EngineLifecycle
 from corerl.engines.specs import FakeConfig
 from corerl.ops.noise import hash_keys
 from corerl.types import offsets_of
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
 
 if TYPE_CHECKING:
     import torch

@@ -8,19 +8,20 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any, Protocol
 
-from attrs import define
+from attrs import define, field
 
 from corerl.calls import Future
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received, require_finished
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received
 from corerl.engines.batching import Batcher, Count
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, ResizeFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, ResizeFailed, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray
 from corerl.weights.manifest import Manifest
@@ -37,14 +38,13 @@ CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers`
 class Processes(Protocol):
     """The group of processes that a fleet runs on, such as `corerl.cluster.group.RayGroup`."""
 
-    def __len__(self) -> int: ...
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...
     def start(self, method: str, *args: Any) -> Any: ...
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
-    def wait(self, pending: Any) -> list[Any]: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
-    def answers(self, pending: Any, counted: CallCounts | None = None) -> dict[int, Any]: ...
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]: ...
+    def answers(
+        self, pending: Any, *, timeout: float | None = None, counted: CallCounts | None = None
+    ) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
     def shrink(self, count: int) -> None: ...
@@ -52,17 +52,31 @@ class Processes(Protocol):
     def kill(self) -> None: ...
 
 
-@define(kw_only=True, eq=False)
-class _Replica:
-    """What is known of a replica. One that `resize` has ended is remembered, since what was on its way to it comes back
-    from there; the next of its number goes on with this."""
+class State(Enum):
+    """What a replica can do now. Requests go only to those that serve."""
 
-    batcher: Batcher
-    serves: bool  # alive, and has weights, as far as is known
-    whole: bool = False  # has all weights, so that adapters may come alone
-    died_of: CorerlError | None = None  # until it is replaced
-    started: int = 1  # processes so far; one more once `resize` has ended the last
-    restarts: int = 0  # since the last completed step
+    EMPTY = "no weights"  # at first, after `sleep`, and after an update that it missed
+    SERVING = "serving"  # after an update that it has taken, until one of the others
+    DEAD = "dead"  # died, or was left out as hanging; it stays so until another replica takes its place
+
+
+@define(kw_only=True, eq=False)
+class Replica:
+    """One engine process, from its start to its end. Its successor under the same name is another replica, so that
+    what was asked of the old process, or comes back from it, is not taken for the new one's."""
+
+    assignment: EngineAssignment
+    restarts: int = 0  # of this name, since the last completed step
+    state: State = State.EMPTY
+    died_of: CorerlError | None = None  # if it is dead
+    batcher: Batcher = field(init=False)
+
+    @property
+    def name(self) -> str:
+        return self.assignment.context.name
+
+    def died(self, error: CorerlError) -> None:
+        self.state, self.died_of = State.DEAD, error
 
 
 class EngineFleet:
@@ -71,7 +85,7 @@ class EngineFleet:
     If a replica's process dies while sampling, the others sample its share with the same noise, so the samples are the
     same as the dead replica's would have been. If none is left, whoever samples waits until `replace` has put new
     processes in their place, and an update has brought weights; `until` reports that. The same holds for replicas that
-    `resize` ends, of which there are then fewer.
+    `resize` ends.
 
     `generate`, `pause`, `resume` and `until` are coroutines of `loop`. All else is called in the thread that updates
     weights.
@@ -86,34 +100,36 @@ class EngineFleet:
         calls: int = 1,
         width: Callable[[int], int] = lambda replicas: UNLIMITED,
         restarts: int = 0,
-        noted: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
+        span: Callable[[str], AbstractContextManager[None]] = lambda name: contextlib.nullcontext(),
     ) -> None:
         """`calls`: how many `generate` calls a replica answers at once; requests that wait for one are sent together,
         at most `width(len(self))` rows. `restarts`: how often a replica may be restarted without a completed step in
-        between. A call of a replica is in a context of its name, `noted(name)`."""
+        between. `span(name)` is a context around each call of the replica of that name."""
         self.processes = processes
-        self._noted = noted
-        self.assignments = list(assignments)
+        self._span = span
         self.loop = loop
         self._calls, self._width = calls, width
         self._allowed = restarts
         self._changing = threading.Condition()
         self._calls_in_progress = 0
-        self._router = PrefixRouter()
+        self._router: PrefixRouter[Replica] = PrefixRouter()
         self._numbers = itertools.count()  # of requests
         self._pauses = 0  # so far
         self._paused = False
         self._replacing = False  # while True, no engine is called
-        self._serving_replicas = list(range(len(assignments)))  # replicas that serve, as of the last `_changed`
+        self._replicas: list[Replica] = []  # in the order of their processes
+        self._replicas = [self._replica(assignment, len(assignments)) for assignment in assignments]
+        self._routed: list[Replica] = []  # the replicas that serve, as of the last `_route`
         self._serving = asyncio.Event()  # set while any of them does
         self._lost = asyncio.Event()  # set while none serves
-        self._replicas = [_Replica(batcher=self._batcher(replica), serves=True) for replica in range(len(self))]
+        self._lost.set()
         self._failure: CorerlError | None = None  # why all processes were killed; later deaths follow from it
-        self._serving.set()
 
-    def _batcher(self, replica: int) -> Batcher:
+    def _replica(self, assignment: EngineAssignment, replicas: int, *, restarts: int = 0) -> Replica:
+        replica = Replica(assignment=assignment, restarts=restarts)
         call = functools.partial(self._call, replica)
-        return Batcher(call, calls=self._calls, width=self._width(len(self)), idle=self._relieve)
+        replica.batcher = Batcher(call, calls=self._calls, width=self._width(replicas), idle=self._relieve)
+        return replica
 
     def start(self) -> Future[dict[str, CorerlError]]:
         """Construct all replicas; the result is there when they are ready. It says which have died meanwhile, and why:
@@ -127,7 +143,7 @@ class EngineFleet:
         def wait() -> dict[str, CorerlError]:
             while not ready(STARTING_SECONDS):
                 pass
-            failed = self._errors(processes.answered(constructing, 0.0))
+            failed = self._errors(processes.answers(constructing, timeout=0.0))
             if failed and all(isinstance(error, WorkerDied) for error in failed.values()):
                 failed = self._errors(processes.answers(constructing))  # of the others too
             for error in failed.values():
@@ -139,22 +155,18 @@ class EngineFleet:
         return Future(processes, ready, wait)
 
     def _errors(self, answers: Mapping[int, Any]) -> dict[str, CorerlError]:
-        return {self.names[replica]: each for replica, each in answers.items() if isinstance(each, CorerlError)}
+        return {self.names[index]: each for index, each in answers.items() if isinstance(each, CorerlError)}
 
     def __len__(self) -> int:
-        return len(self.assignments)
+        return len(self._replicas)
 
     @property
-    def _there(self) -> list[_Replica]:
-        """The replicas, without those that `resize` has ended."""
-        return self._replicas[: len(self)]
-
-    def _named(self, names: Iterable[str]) -> list[_Replica]:
-        return [self._replicas[self.names.index(name)] for name in names]
+    def assignments(self) -> list[EngineAssignment]:
+        return [each.assignment for each in self._replicas]
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(assignment.context.name for assignment in self.assignments)
+        return tuple(each.name for each in self._replicas)
 
     @property
     def receivers(self) -> tuple[str, ...]:
@@ -188,10 +200,10 @@ class EngineFleet:
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
             await self._serving.wait()
-        rows = self._router.divide(request, self._serving_replicas)
+        rows = self._router.divide(request, self._routed)
         ended = dict.fromkeys(rows, 0)
 
-        async def generate_on(replica: int, own: IntArray, over: Callable[[int], None]) -> Generation:
+        async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
             share = request.take(own) if len(rows) > 1 else request
 
             def counted(done: int) -> None:
@@ -199,7 +211,7 @@ class EngineFleet:
                 if on_progress is not None:
                     on_progress(sum(ended.values()), len(request))
 
-            generated = await self._replicas[replica].batcher.generate(
+            generated = await replica.batcher.generate(
                 share, number=number, counted=None if on_progress is None else counted
             )
             over(replica)
@@ -219,27 +231,32 @@ class EngineFleet:
             parts = await asyncio.gather(*(generate_on(replica, own, over) for replica, own in rows.items()))
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
-    async def _call(self, replica: int, request: GenerateRequest, counted: Count | None) -> Generation | None:
+    async def _call(self, replica: Replica, request: GenerateRequest, counted: Count | None) -> Generation | None:
         """One call of a replica; None if it died."""
 
         def on_counts(counts: Mapping[int, int | None]) -> None:
-            if counted is not None and (ended := counts.get(replica)) is not None:
-                counted(ended)
+            for ended in counts.values():
+                if counted is not None and ended is not None:
+                    counted(ended)
 
-        known = self._replicas[replica]
-        started = known.started
         counts = None if counted is None else on_counts
-        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts, {replica: started})
-        ended = self._pauses - self._paused  # pauses; any other interrupts this call
+        ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
+        pauses = self._pauses - self._paused  # that have ended; any other interrupts this call
         try:
-            if not known.serves:  # lost while the request waited; a new process may be there, without weights
+            if replica.state is not State.SERVING:  # lost while the request waited
                 return None
-            with self._noted(self.names[replica]):
-                generated: Generation | None = (await in_thread(ask, name=f"call of engine-{replica}")).get(replica)
+            with self._span(replica.name):
+                answers = await in_thread(ask, name=f"call of {replica.name}")
         finally:
-            self._changed()
-        if generated is not None and ended == self._pauses and started == known.started:
-            require_finished(generated)
+            self._route()
+        generated: Generation | None = answers.get(replica)
+        if generated is None or pauses != self._pauses or replica not in self._replicas:
+            return generated
+        if unfinished := int(generated.unfinished.sum()):
+            raise EngineFailed(
+                f"{unfinished} of {len(generated)} responses came back unfinished, but the engines were not paused; an "
+                "engine may return unfinished responses only between pause() and resume()"
+            )
         return generated
 
     async def until(self, ended: Coroutine[Any, Any, Any]) -> bool:
@@ -273,7 +290,7 @@ class EngineFleet:
         besides those that generate."""
         self._pauses += 1
         self._paused = True
-        self._changed()
+        self._route()
         await in_thread(functools.partial(self._ask_all, "pause"), name="pause")
         for each in self._replicas:
             await each.batcher.idle()
@@ -281,7 +298,7 @@ class EngineFleet:
     async def resume(self) -> None:
         await in_thread(functools.partial(self._ask_all, "resume"), name="resume")
         self._paused = False
-        self._changed()
+        self._route()
 
     async def reset(self) -> None:
         """Interrupt all generation, whose callers are gone, and resume if the fleet is paused."""
@@ -296,170 +313,137 @@ class EngineFleet:
         if not (self._paused or self._replacing):
             busiest.give_up_first()
 
-    def _changed(self) -> None:
-        """Let what waits go on, or wait, as replicas serve now. In the event loop's thread."""
-        before, self._serving_replicas = (
-            self._serving_replicas,
-            [replica for replica, each in enumerate(self._there) if each.serves],
-        )
-        more = not set(before).issuperset(self._serving_replicas)  # what waits is divided among them too
-        held = self._paused or self._replacing
-        for replica, each in enumerate(self._replicas):
-            if more or replica not in self._serving_replicas:
+    def _route(self, *, forget: bool = False) -> None:
+        """Route requests to the replicas that serve now. What waits for another one is routed again, and if more serve
+        than before, all that waits. `forget` drops the prefixes that replicas have read. In the event loop's thread."""
+        if forget:
+            self._router.forget()
+        before, self._routed = self._routed, [each for each in self._replicas if each.state is State.SERVING]
+        more = not set(before).issuperset(self._routed)
+        for each in dict.fromkeys([*before, *self._replicas]):
+            if more or each not in self._routed:
                 each.batcher.abandon()
-            if held:
+            if self._paused or self._replacing:
                 each.batcher.hold()
             else:
                 each.batcher.go_on()
-        _set(self._serving, bool(self._serving_replicas))
-        _set(self._lost, not self._serving_replicas)
+        _set(self._serving, bool(self._routed))
+        _set(self._lost, not self._routed)
 
-    def _apply_changes(self, forget: bool = False) -> None:
-        """Run `_changed` in the event loop, from the thread that updates weights, and wait for it. `forget` drops the
-        prefixes that replicas have read."""
+    def _apply_changes(self, *, forget: bool = False) -> None:
+        """Run `_route` in the event loop, from the thread that updates weights, and wait for it."""
 
-        async def changed() -> None:
-            if forget:
-                self._router.forget()
-            self._changed()
+        async def route() -> None:
+            self._route(forget=forget)
 
-        self.loop.run(changed())
+        self.loop.run(route())
 
     # ---- deaths -----------------------------------------------------------------------------------------------------
 
     @property
     def dead(self) -> bool:
         """Whether any dead replica is not replaced yet."""
-        return any(each.died_of is not None for each in self._there)
-
-    @property
-    def lacking(self) -> bool:
-        """Whether any replica that lives has no weights yet."""
-        with self._changing:
-            return any(not each.serves and each.died_of is None for each in self._there)
+        return any(each.state is State.DEAD for each in self._replicas)
 
     @property
     def died(self) -> dict[str, CorerlError]:
         """The cause of each death, by name, of replicas that are not replaced yet, in their order."""
         with self._changing:
-            known = zip(self.names, self._there, strict=True)
-            return {name: each.died_of for name, each in known if each.died_of is not None}
+            return {each.name: each.died_of for each in self._replicas if each.died_of is not None}
+
+    def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
+        """Send no more calls to these hanging or failing engines until they are replaced."""
+        with self._changing:
+            for each in self._replicas:
+                if each.name in failed:
+                    each.died(failed[each.name])
 
     def replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new processes in place of these engines, dead or alive; `failed` maps each name to the reason. They
         serve once an update has reached them; a failed start is retried. Raises the error of an engine whose restarts
         since the last completed step are used up.
         """
-        replicas = {self.names.index(name): error for name, error in failed.items()}
-        for replica, error in replicas.items():
-            self._require_allowed(replica, error)
-        for replica, error in replicas.items():
-            failure = self._restart(replica, error)
+        indices = {self.names.index(name): error for name, error in failed.items()}
+        for index, error in indices.items():
+            self._require_allowed(self._replicas[index], error)
+        for index, error in indices.items():
+            failure = self._restart(index, error)
             while failure is not None:
-                self._require_allowed(replica, failure)
-                failure = self._restart(replica, failure)
+                self._require_allowed(self._replicas[index], failure)
+                failure = self._restart(index, failure)
         self._apply_changes()
 
-    def _restart(self, replica: int, died_of: CorerlError) -> CorerlError | None:
+    def _restart(self, index: int, died_of: CorerlError) -> CorerlError | None:
         """Start a new process in place of a replica's; returns why it did not start, or None."""
-        known = self._replicas[replica]
+        old = self._replicas[index]
+        new = self._replica(old.assignment, len(self), restarts=old.restarts + 1)
         with self._changing:
-            known.serves = known.whole = False
-            known.died_of = died_of  # it gets no calls until it is ready
-            known.restarts += 1
-            known.started += 1  # before the old process ends: later reports of its death are outdated
+            old.died(died_of)
+            new.died(died_of)  # it gets no calls until it is ready
+            self._replicas[index] = new  # before the old process ends: its death is none of the new one's
         try:
-            self.processes.replace(replica, (self.assignments[replica],))
+            self.processes.replace(index, (new.assignment,))
         except CorerlError as error:
             return error
         with self._changing:
-            known.died_of = None
+            new.state, new.died_of = State.EMPTY, None
         return None
-
-    def leave_out(self, failed: Mapping[str, CorerlError]) -> None:
-        """Send no more calls to these hanging or failing engines until they are replaced."""
-        with self._changing:
-            for each, error in zip(self._named(failed), failed.values(), strict=True):
-                each.died_of = error
-
-    @property
-    def whole(self) -> bool:
-        """Whether every replica holds all weights, so that an update of adapters alone is enough."""
-        with self._changing:
-            return all(each.whole for each in self._there)
-
-    def updated(self, taken: Collection[str], *, whole: bool) -> None:
-        """Note which engines have taken an update, of all weights or of adapters alone. The others serve nothing until
-        one reaches them."""
-        with self._changing:
-            for name, each in zip(self.names, self._there, strict=True):
-                if name not in taken:
-                    each.serves = each.whole = False
-                elif whole:
-                    each.whole = True
-        self._apply_changes()
 
     def step_completed(self) -> None:
         """Reset the count of restarts."""
         for each in self._replicas:
             each.restarts = 0
 
-    def _require_allowed(self, replica: int, error: CorerlError) -> None:
+    def _require_allowed(self, replica: Replica, error: CorerlError) -> None:
         """Kill all processes and raise `error` if the replica's restarts are used up."""
         if self._failure is not None:
             raise self._failure
-        restarts = self._replicas[replica].restarts
-        if restarts < self._allowed:
+        if replica.restarts < self._allowed:
             return
         self._failure = error
         self.processes.kill()
-        if restarts:
+        if restarts := replica.restarts:
             error.add_note(
                 f"the engine had already been restarted {restarts} time{'s' * (restarts > 1)} (rollout.restarts)"
             )
         raise error
 
     def _ask(
-        self,
-        method: str,
-        arguments: Mapping[int, tuple[Any, ...]],
-        counted: CallCounts | None = None,
-        started: Mapping[int, int] | None = None,
-    ) -> dict[int, Any]:
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], counted: CallCounts | None = None
+    ) -> dict[Replica, Any]:
         """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
-        restarts are used up, kill all processes and raise the error. Processes that have come since replicas had
-        `started` so many are not asked, and how those fail that have gone since is no matter."""
+        restarts are used up, kill all processes and raise the error. Replicas that have been replaced or ended are not
+        asked, and if that happens meanwhile, how their calls fail does not matter."""
         try:
             with self._changing:
                 self._calls_in_progress += 1
-                asked = started or {replica: self._replicas[replica].started for replica in arguments}
-                there = {each: own for each, own in arguments.items() if self._replicas[each].started == asked[each]}
-                pending = self.processes.start_some(method, there)
-            answers = self.processes.answers(pending, counted)
+                asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
+                pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
+            found = self.processes.answers(pending, counted=counted)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:
             with self._changing:
                 self._calls_in_progress -= 1
                 self._changing.notify_all()
-        failed = {replica: answer for replica, answer in answers.items() if isinstance(answer, CorerlError)}
-        for replica, error in failed.items():
-            known = self._replicas[replica]
+        answers = {asked[index]: answer for index, answer in found.items()}
+        for replica, error in answers.items():
+            if not isinstance(error, CorerlError):
+                continue
             with self._changing:
-                if known.started != asked[replica]:
-                    continue  # replaced or ended meanwhile: this is of its old process
+                if replica not in self._replicas:
+                    continue
                 if isinstance(error, WorkerDied):
-                    known.died_of, known.serves = error, False
+                    replica.died(error)
             if not isinstance(error, WorkerDied):
                 self._failure = self._failure or error
                 self.processes.kill()
                 raise error
             self._require_allowed(replica, error)
-        return {replica: answer for replica, answer in answers.items() if replica not in failed}
+        return {replica: answer for replica, answer in answers.items() if not isinstance(answer, CorerlError)}
 
-    def _ask_all(self, method: str, *args: Any) -> dict[int, Any]:
-        alive = [replica for replica, each in enumerate(self._there) if each.died_of is None]
-        return self._ask(method, dict.fromkeys(alive, args))
+    def _ask_all(self, method: str, *args: Any) -> dict[Replica, Any]:
+        return self._ask(method, {each: args for each in self._replicas if each.state is not State.DEAD})
 
     # ---- more or fewer ----------------------------------------------------------------------------------------------
 
@@ -470,7 +454,6 @@ class EngineFleet:
         New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
         a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others continue their
         rows, and the samples are the same."""
-        _require_same(self.assignments, assignments)
         if len(assignments) > len(self):
             self._add(assignments[len(self) :], slots[len(self) :])
         elif len(assignments) < len(self):
@@ -482,44 +465,41 @@ class EngineFleet:
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:
-            self.assignments = list(assignments)
+            for replica, assignment in zip(self._replicas, assignments, strict=True):
+                replica.assignment = assignment
             self.processes.reassign(slots)
 
     def _add(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         names = [assignment.context.name for assignment in assignments]
+        replicas = len(self) + len(names)
         try:
             self.processes.grow(names, slots, [(assignment,) for assignment in assignments])
         except CorerlError as error:
             if self._failure is not None:  # meanwhile, of all
                 raise self._failure from None
             stays = ResizeFailed(
-                f"the engines stay {len(self)} and do not become {len(self) + len(names)}, since not all of "
-                f"{', '.join(names)} have started: {error.message}"
+                f"the engines stay {len(self)} and do not become {replicas}, since not all of {', '.join(names)} have "
+                f"started: {error.message}"
             )
             stays.details = error.details
             raise stays from error
         with self._changing:
-            for replica in range(len(self._replicas), len(self) + len(names)):  # there never was one of this number
-                self._replicas.append(_Replica(batcher=self._batcher(replica), serves=False))
-            self.assignments = [*self.assignments, *assignments]
+            self._replicas = [*self._replicas, *(self._replica(each, replicas) for each in assignments)]
         self._resized()
 
     def _end_last(self, count: int) -> None:
-        rest = len(self) - count
         with self._changing:
-            living = [replica for replica in range(rest, len(self)) if self._replicas[replica].died_of is None]
-            for each in self._there[rest:]:
-                each.started += 1  # from now on they get no calls, and their deaths are none
-                each.serves, each.whole, each.died_of, each.restarts = False, False, None, 0
-        self._apply_changes()
+            rest, ended = self._replicas[:-count], self._replicas[-count:]
+            living = [index for index, each in enumerate(ended, len(rest)) if each.state is not State.DEAD]
+            for each in ended:
+                each.state = State.DEAD
+            self._replicas = rest  # from now on the others get no calls, and their deaths do not count
+        self._resized()
         try:
             self._close(lambda method: self.processes.start_some(method, dict.fromkeys(living, ())))
         except WorkerDied as gone:  # all have
             raise self._failure or gone from None
-        with self._changing:
-            self.assignments = self.assignments[:rest]
-            self.processes.shrink(count)
-        self._resized()
+        self.processes.shrink(count)
 
     def _resized(self) -> None:
         for each in self._replicas:
@@ -534,20 +514,32 @@ class EngineFleet:
 
     def received(self, pending: Any, timeout: float) -> dict[str, Received]:
         """The results of the engines that answered within `timeout` seconds; a death counts as an answer."""
-        return self._note_received(self.processes.answered(pending, timeout))
+        answers = self.processes.answers(pending, timeout=timeout)
+        return {self.names[index]: _received(answer) for index, answer in answers.items()}
+
+    def updated(self, taken: Collection[str]) -> None:
+        """Let those engines serve that have taken an update. The others serve nothing until one reaches them."""
+        with self._changing:
+            for each in self._replicas:
+                if each.state is not State.DEAD:
+                    each.state = State.SERVING if each.name in taken else State.EMPTY
+        self._apply_changes(forget=True)
+
+    @property
+    def all_serve(self) -> bool:
+        """Whether every replica holds all weights, so that an update of adapters alone is enough."""
+        return all(each.state is State.SERVING for each in self._replicas)
 
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
         """Each live engine's `Engine.weight_sums`, by name."""
-        return {self.names[replica]: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}
+        return {replica.name: sums for replica, sums in self._ask_all("weight_sums", dtype).items()}
 
     def sleep(self) -> int:
         """Free the engines' memory; returns the bytes that this frees on the fullest of their devices. Nothing is
         served until `wake_up` and a weight update."""
-        with self._changing:
-            for each in self._there:
-                each.whole = False
+        self.updated([])
         freed = self._ask_all("sleep")
-        return max((each // self.assignments[replica].context.bundles for replica, each in freed.items()), default=0)
+        return max((each // replica.assignment.context.bundles for replica, each in freed.items()), default=0)
 
     def wake_up(self) -> int:
         """Reallocate the weights' memory; returns bytes. Idempotent."""
@@ -563,36 +555,13 @@ class EngineFleet:
     def _close(self, start: Callable[[str], Any]) -> None:
         """Let the replicas that `start` asks shut down by themselves; what they generate comes back unfinished."""
         for method in ("pause", "close"):  # a replica that dies here has ended too
-            self.processes.answered(start(method), CLOSE_SECONDS)
+            self.processes.answers(start(method), timeout=CLOSE_SECONDS)
 
     def end(self) -> None:
         """End the processes at once, and whoever waits for them: when this returns, nobody asks Ray any more."""
         self.processes.kill()
         with self._changing:
             self._changing.wait_for(lambda: not self._calls_in_progress, END_SECONDS)
-
-    def _note_received(self, answers: Mapping[int, Any]) -> dict[str, Received]:
-        fared = {replica: _received(answer) for replica, answer in answers.items()}
-        with self._changing:
-            for replica, each in fared.items():
-                known = self._replicas[replica]
-                known.serves = not each.error
-                if not each.error:
-                    known.died_of = None  # a death reported for an earlier process
-        self._apply_changes(forget=True)
-        return {self.names[replica]: each for replica, each in fared.items()}
-
-
-def _require_same(old: Sequence[EngineAssignment], new: Sequence[EngineAssignment]) -> None:
-    """Raise ResizeFailed if there would be none, or other ones in the place of those that stay."""
-    if not new:
-        raise ResizeFailed("the engines cannot become 0: nothing would sample; keep 1 or more")
-    for was, wanted in zip(old, new, strict=False):
-        if was.context != wanted.context:
-            raise ResizeFailed(
-                f"{was.context.name} would need {wanted.context}, but has {was.context}, and engines that run are not "
-                "moved; add or remove the last ones"
-            )
 
 
 async def _done(work: concurrent.futures.Future[Any]) -> None:

@@ -72,6 +72,7 @@ class EngineLifecycle:
         self._name = name
         self._version = -1  # of the last committed update; the first may be 0
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
+        self.holds_weights = False  # all of them, so that adapters may arrive alone
         self._receiving = Receiving(index)
         self._paused = threading.Event()
         self._busy = SharedLock(calls)  # shared while generating, exclusive while weights change
@@ -108,7 +109,7 @@ class EngineLifecycle:
     def dropping_weights(self, reason: str) -> Iterator[None]:
         """Hold the weights exclusively while they are dropped; nothing is served until the next update commits."""
         with self._busy:
-            self._reason = reason
+            self._reason, self.holds_weights = reason, False
             yield
 
     def receive(
@@ -146,8 +147,9 @@ class EngineLifecycle:
             except Exception as failure:
                 error = message_of(failure)
                 self._reason += f" ({error})"
+                self.holds_weights = False
                 return Received(version=version, bytes=0, error=error)
-            self._version, self._reason = version, ""
+            self._version, self._reason, self.holds_weights = version, "", True
             return Received(version=version, bytes=received)
 
     def close(self) -> None:

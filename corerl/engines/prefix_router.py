@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,12 +17,14 @@ from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.continuation import split
 from corerl.types import IntArray
 
+Replica = TypeVar("Replica", bound=Hashable)
+
 SLACK = 1.5  # limit, in even shares, on the rows given to a replica for holding their prefixes
 REMEMBERED = 2**17  # prefixes; nothing else limits their number while weights stay the same
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-spread bits: its powers make a row's prefix hashes differ
 
 
-class PrefixRouter:
+class PrefixRouter(Generic[Replica]):
     """Decides which replica samples which rows. For one thread.
 
     A replica caches the keys and values of what it has read and generated until its weights change. Hence rows of one
@@ -31,11 +34,11 @@ class PrefixRouter:
     """
 
     def __init__(self) -> None:
-        self._busy: Counter[int] = Counter()  # rows in progress on each replica
-        self._homes: dict[tuple[int, int], int] = {}  # (length, hash) of a prefix -> the replica that has read it
+        self._busy: Counter[Replica] = Counter()  # rows in progress on each replica
+        self._homes: dict[tuple[int, int], Replica] = {}  # (length, hash) of a prefix -> the replica that has read it
         self._lengths: list[int] = []  # of these prefixes, ascending, each once
 
-    def divide(self, request: GenerateRequest, replicas: Sequence[int]) -> dict[int, IntArray]:
+    def divide(self, request: GenerateRequest, replicas: Sequence[Replica]) -> dict[Replica, IntArray]:
         """The rows [n] for each replica that gets any, in ascending order."""
         if len(replicas) == 1:
             return {replicas[0]: np.arange(len(request))}
@@ -46,7 +49,7 @@ class PrefixRouter:
         sums = _sums(request.tokens, request.offsets)
         if self._homes:
             left = []
-            place = {replica: i for i, replica in enumerate(replicas)}
+            place: dict[Replica | None, int] = {replica: i for i, replica in enumerate(replicas)}
             for row, (start, stop) in enumerate(pairwise(request.offsets.tolist())):
                 i = place.get(self._home(sums[start + 1 : stop + 1] - sums[start]), -1)
                 if i >= 0 and load[i] + 1 <= SLACK * even:
@@ -65,7 +68,7 @@ class PrefixRouter:
         return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
 
     @contextmanager
-    def counted(self, rows: Mapping[int, int]) -> Iterator[Callable[[int], None]]:
+    def counted(self, rows: Mapping[Replica, int]) -> Iterator[Callable[[Replica], None]]:
         """Count these rows per replica as in progress; yields a function that ends that for one replica early."""
         left = dict(rows)
         self._busy.update(left)
@@ -75,7 +78,7 @@ class PrefixRouter:
             self._busy.subtract(left)
             left.clear()
 
-    def remember(self, replica: int, request: GenerateRequest, generation: Generation) -> None:
+    def remember(self, replica: Replica, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
         prompts = np.diff(request.offsets)
         prompt = np.diff(_sums(request.tokens, request.offsets)[request.offsets])
@@ -96,13 +99,13 @@ class PrefixRouter:
         self._homes.clear()
         self._lengths.clear()
 
-    def _home(self, hashes: IntArray) -> int:
-        """The replica that has read the longest prefix of a row, given the hashes of its prefixes; -1 if none has."""
+    def _home(self, hashes: IntArray) -> Replica | None:
+        """The replica that has read the longest prefix of a row, given the hashes of its prefixes."""
         for at in range(bisect_right(self._lengths, len(hashes)) - 1, -1, -1):
             size = self._lengths[at]
             if (home := self._homes.get((size, int(hashes[size - 1])))) is not None:
                 return home
-        return -1
+        return None
 
 
 def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generation]]) -> Generation:

@@ -6,18 +6,16 @@ Importing this loads no torch: an engine's server begins to start before that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from corerl.config.schema import ModelConfig
-from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, Received
+from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation
 from corerl.plugin.origins import Origin, require_same
 from corerl.plugin.registry import Kind, load, load_implementation, options_of
-from corerl.weights.manifest import Manifest
-from corerl.weights.transport import Address
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,14 +43,10 @@ class EngineService:
             plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
         require_same(assignment.origins, *plugins)
         options = options_of(loaded, assignment.options, path=f"engines.{loaded.name}")
-        context = evolve(assignment.context, begun=loaded.spec.begin(options, assignment.context))
-        try:
-            engine_class: type[Engine] = load_implementation(Kind.ENGINES, loaded)
-            self.engine = engine_class(assignment.model, options, context)
-        except BaseException:
-            if context.begun is not None:
-                context.begun.stop()
-            raise
+        make: Callable[..., Engine] = load_implementation(Kind.ENGINES, loaded)
+        self.engine = make(assignment.model, options, assignment.context)
+        for method in ("receive", "weight_sums", "pause", "resume", "sleep", "wake_up", "close"):
+            setattr(self, method, getattr(self.engine, method))
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
@@ -85,24 +79,3 @@ class EngineService:
         from corerl.models.tokenizer import load_tokenizer
 
         return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
-
-    def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        return self.engine.receive(manifest, version, address)
-
-    def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
-        return self.engine.weight_sums(dtype)
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def sleep(self) -> int:
-        return self.engine.sleep()
-
-    def wake_up(self) -> int:
-        return self.engine.wake_up()
-
-    def close(self) -> None:
-        self.engine.close()

@@ -46,9 +46,9 @@ from corerl.models.parts import parts_of
 from corerl.models.routing import routers
 from corerl.ops.noise import gumbel
 from corerl.types import Array, BoolArray, offsets_of
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
 
 PAD = 0  # any token will do: padding is masked, and what follows a stop token is cut off
 
@@ -84,7 +84,6 @@ class TransformersEngine(Engine):
         self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
         self._routers = routers(self._model)
         self._asleep = False
-        self._whole = False  # holds all weights, so that adapters may arrive alone
         self._serving = EngineLifecycle(context.name, context.index)
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -162,17 +161,14 @@ class TransformersEngine(Engine):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        received = self._serving.receive(manifest, version, address, check=self._check, load=self._load)
-        self._whole |= not received.error
-        return received
+        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
 
     def _check(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights are asleep; wake it up first"
-        return shape_mismatch(
-            manifest.shapes, {name: tuple(view.shape) for name, view in self._views.items()}, whole=self._whole
-        )
+        held = {name: tuple(view.shape) for name, view in self._views.items()}
+        return shape_mismatch(manifest.shapes, held, whole=self._serving.holds_weights)
 
     @torch.no_grad()
     def _load(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -196,7 +192,7 @@ class TransformersEngine(Engine):
         with self._serving.dropping_weights("its weights were put to sleep"):
             for storage, _ in self._storages:
                 storage.resize_(0)
-            self._asleep, self._whole = True, False
+            self._asleep = True
             empty_cache(self._device)
         return max(self._bytes, before - self._reserved)
 

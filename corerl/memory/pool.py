@@ -18,7 +18,7 @@ import torch
 from attrs import frozen
 from torch.distributed import ProcessGroup
 
-from corerl.weights.plain import gather_plain
+from corerl.weights.gather import gather_plain
 from corerl.weights.shared import CudaPinning
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most

@@ -164,7 +164,6 @@ class PluginHost:
         self.state = State.NEW
         self.resident: frozenset[MemoryKind] = frozenset()
         self._next_version = 0  # the smallest version that update_weights accepts
-        self.running = ""  # the verb whose plugins run, for those who ask where this process is
         self._frozen = False
         self._begun = False  # gradients are there, of a step that is not taken yet
         self._complete = False  # and no more are to come
@@ -308,7 +307,6 @@ class PluginHost:
             )
         if refusal := self._out_of_order(verb):
             raise WrongState(f"{verb} on {self._where} was refused: {refusal}")
-        outer, self.running = self.running, verb
         try:
             yield
         except BaseException as error:
@@ -320,8 +318,6 @@ class PluginHost:
             if isinstance(error, CorerlError) or not isinstance(error, Exception | SystemExit):
                 raise
             raise self._hook_failed(verb, error, at=at) from error
-        finally:
-            self.running = outer
 
     def _out_of_order(self, verb: str) -> str:
         """Why the verb may not come between the calls of a step, or not without one; "" if it may."""

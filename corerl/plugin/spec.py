@@ -4,9 +4,8 @@ importable without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, samplers under `corerl.samplers`, extensions under `corerl.extensions`, displays
-under `corerl.displays`, algorithms under `corerl.algorithms`, commands under `corerl.commands`, weight transports under
-`corerl.transports`, and formats of tool calls under `corerl.tool_formats`.
+Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
+`corerl.displays`, `corerl.algorithms`, `corerl.commands`, `corerl.transports`.
 """
 
 from __future__ import annotations
@@ -151,18 +150,6 @@ def one(config: Any, cluster: ClusterInfo) -> int:
     return 1
 
 
-class Begun(Protocol):
-    """What an engine's process has begun before the engine is imported, such as its server."""
-
-    def stop(self) -> None:
-        """End it: the engine cannot be made. May be called twice, by the engine and by its process."""
-        ...
-
-
-def nothing_begun(options: Any, context: Any) -> None:
-    return None
-
-
 RANKS_OF_VARIANTS = (2, 4)
 
 
@@ -206,7 +193,9 @@ class BackendSpec(Spec):
 class EngineSpec(Spec):
     """What the driver knows of an engine before its process exists; its module imports no torch."""
 
-    implementation: str  # "package.module:Class", a corerl.engines.Engine; imported in the engine's process only
+    # "package.module:Class", a corerl.engines.Engine, or a function that makes one and may first start what takes as
+    # long as the imports, such as a server; imported in the engine's process only.
+    implementation: str
     environment: Callable[[Any, ClusterInfo], Environment] = no_environment
     resources: Callable[[Any, ClusterInfo], Resources] = one_device
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
@@ -223,9 +212,6 @@ class EngineSpec(Spec):
     # Whether it holds adapters separately from the weights, by the names of `corerl.weights.adapters`: in one update
     # with these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
-    # Called in the engine's process with the options and the EngineContext, before the implementation and what that
-    # needs are imported: begins what takes long by itself, such as a server, and returns it for `EngineContext.begun`.
-    begin: Callable[[Any, Any], Begun | None] = nothing_begun
 
 
 @frozen(kw_only=True)
@@ -346,16 +332,6 @@ class AlgorithmSpec(Spec):
     # dynamic_sampling, old_logprobs, overlong.
     defaults: Mapping[str, Any] = field(factory=dict)
     check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = nothing  # of what contradicts it in a run
-
-
-@frozen(kw_only=True)
-class ToolFormatSpec(Spec):
-    """How a model family writes calls of tools, for `samplers.episodes.tool_calls`."""
-
-    # "package.module:function", which maps an answer's text behind its reasoning, and a request's tools, to the text
-    # without calls, and the calls, each {"name": ..., "arguments": {...}}.
-    implementation: str
-    template: str = ""  # "auto" chooses it where this regular expression is found in the chat template
 
 
 @frozen(kw_only=True)

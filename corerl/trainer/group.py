@@ -325,7 +325,7 @@ class TrainGroup:
         """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
         in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
-        of each sent tensor (`corerl.weights.verify`). With `adapters`, these alone are sent, to engines that hold all
+        of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
         other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
         return self._add(self._start("update_weights", address, version, verify, adapters), updated)

@@ -47,8 +47,7 @@ from corerl.types import (
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
-from corerl.weights.sending import Sending
-from corerl.weights.transport import Address, WeightSender
+from corerl.weights.transport import Address, Sending, WeightSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -111,11 +110,6 @@ class Worker:
     def phase(self) -> str:
         """The rank's startup phase; "" after `init`."""
         return self.backend.phase or self._starting
-
-    @property
-    def hook(self) -> str:
-        """The plugins' method that runs, such as forward_backward in `train`; "" between two."""
-        return self.host.running
 
     # ---- tracing ----------------------------------------------------------------------------------------------------
 

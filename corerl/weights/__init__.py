@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapted as adapted
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
+    from corerl.weights.checksums import bit_sums as bit_sums
     from corerl.weights.checksums import checksum as checksum
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
@@ -13,10 +14,10 @@ if TYPE_CHECKING:
     from corerl.weights.chunks import flat_range_views as flat_range_views
     from corerl.weights.chunks import intersect as intersect
     from corerl.weights.chunks import within as within
+    from corerl.weights.gather import gather_plain as gather_plain
     from corerl.weights.manifest import Bucket as Bucket
     from corerl.weights.manifest import Manifest as Manifest
     from corerl.weights.manifest import build_manifest as build_manifest
-    from corerl.weights.plain import gather_plain as gather_plain
     from corerl.weights.quantize import FP8 as FP8
     from corerl.weights.quantize import SCALE as SCALE
     from corerl.weights.quantize import as_sent as as_sent
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from corerl.weights.transport import WeightSender as WeightSender
     from corerl.weights.transports.disk import DiskReceiver as DiskReceiver
     from corerl.weights.transports.disk import DiskSender as DiskSender
-    from corerl.weights.verify import bit_sums as bit_sums
 else:
     from corerl.imports import on_demand
 

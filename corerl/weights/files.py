@@ -26,17 +26,12 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: 
 
 def room_for(nbytes: int, path: Path, error: Exception) -> str:
     """If `error`, of writing `nbytes` to `path`, says that the disk is full: what is needed and what is free."""
-    room = free_in(nbytes, path, error)
-    return f"{room}: free disk space, or set another run.dir, then resume" if room else ""
-
-
-def free_in(nbytes: int, path: Path, error: Exception) -> str:
-    """The same, without advice."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number not in FULL and not any(f"(os error {each})" in str(error) for each in FULL):  # safetensors' own
+    numbers = [each for each in FULL if getattr(error, "errno", None) == each or f"(os error {each})" in str(error)]
+    if not numbers:
         return ""
     there = next(each for each in path.absolute().parents if each.exists())
-    if number == errno.EDQUOT or f"(os error {errno.EDQUOT})" in str(error):  # what the disk has free is not all yours
-        return f"; {nbytes / GIB:.3g} GiB are needed in {there}, more than is left of the quota"
-    free = shutil.disk_usage(there).free
-    return f"; {nbytes / GIB:.3g} GiB are needed and {free / GIB:.3g} GiB free in {there}"
+    if errno.EDQUOT in numbers:  # what the disk has free is not all yours
+        room = f"are needed in {there}, more than is left of the quota"
+    else:
+        room = f"are needed and {shutil.disk_usage(there).free / GIB:.3g} GiB free in {there}"
+    return f"; {nbytes / GIB:.3g} GiB {room}: free disk space, or set another run.dir, then resume"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -13,7 +14,6 @@ from attrs import define, field, frozen
 from corerl.errors import ContractError
 from corerl.weights.chunks import Box, Chunk, holes, within
 from corerl.weights.manifest import Bucket
-from corerl.weights.plain import gather_plain
 
 Shape: TypeAlias = tuple[int, ...]
 Row: TypeAlias = tuple[str, Shape, Box]  # (name, whole shape, box) of a box that a rank sends
@@ -88,7 +88,7 @@ class GatherPlan:
         rank = 0
         if group is not None:
             rank = dist.get_rank(group)
-            ranks = [_told(each) for each in gather_plain(_plain(mine), group)]
+            ranks = [_from_plain(each) for each in gather_plain(_to_plain(mine), group)]
         for other, (_, fault, _, _) in enumerate(ranks):
             if fault:
                 raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
@@ -283,14 +283,32 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
     return list(shapes.items())
 
 
-def _plain(held: Held) -> tuple[Any, ...]:
+def _to_plain(held: Held) -> tuple[Any, ...]:
     """As JSON can hold it."""
     rows, fault, whole, copies = held
     return rows, fault, whole, sorted(copies)
 
 
-def _told(data: Sequence[Any]) -> Held:
-    """What another rank's `_plain` was of."""
+def _from_plain(data: Sequence[Any]) -> Held:
+    """The reverse of another rank's `_to_plain`."""
     rows, fault, whole, copies = data
     own = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in rows]
     return own, fault, whole, set(copies)
+
+
+def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The data of all ranks of `group` (None: of the default one), in their order. Called on every rank, with what JSON
+    can hold; tuples arrive as lists. (torch's own way unpickles whatever another rank sends.)"""
+    member = group if group is not None else dist.distributed_c10d._get_default_group()
+    on_host = torch.device("cpu") in member._device_types
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    everything = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(everything, padded, group=group)
+    return [json.loads(row[:length].cpu().numpy().tobytes()) for row, length in zip(everything, lengths, strict=True)]

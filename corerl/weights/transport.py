@@ -14,17 +14,20 @@ All receivers of an Address take part. If one fails, the driver replaces its eng
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from attrs import field, frozen
 
 from corerl.errors import WeightUpdateError
+from corerl.messages import message_of
 from corerl.weights.manifest import Bucket, Manifest
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 # Each bucket, its buffer [bucket.numel], and the checksum that it was sent with.
 Arriving: TypeAlias = "Generator[tuple[Bucket, torch.Tensor, int], None, None]"
@@ -78,6 +81,54 @@ class WeightSender(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything. Receivers that still wait for buckets should notice."""
+
+
+class Sending(WeightSender):
+    """What a backend sends to: one update of one rank. It passes all to the transport's sender until that fails; then
+    it closes that, so that receivers notice, goes on without sending, and `finish` says why for every engine."""
+
+    def __init__(self, sender: WeightSender, address: Address, rank: int, *, verify: bool = False) -> None:
+        """With `verify`, sum what this rank sends; if all ranks send the same, only rank 0 sums."""
+        self._sender = sender
+        self._address = address
+        self._rank = rank
+        self._verify = verify
+        self.sums: dict[str, int] = {}
+        self.error = ""  # why this rank can no longer send this update
+
+    def sender_of(self, bucket: Bucket) -> int | None:
+        return self._sender.sender_of(bucket)
+
+    def open(self, manifest: Manifest, version: int) -> None:
+        self._try(lambda: self._sender.open(manifest, version))
+
+    def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._try(lambda: self._sender.acquire_buffer(numel, dtype))
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if self._verify and (self.sender_of(bucket) or 0) == self._rank:
+            from corerl.weights.checksums import bit_sums  # needs torch, which a driver does not
+
+            self.sums |= bit_sums(bucket.views(flat))  # before sending: afterwards the transport may reuse the memory
+        self._try(lambda: self._sender.send(bucket, flat))
+
+    def finish(self) -> Mapping[str, str]:
+        missed = self._try(self._sender.finish)
+        self.sent = self._sender.sent
+        return dict.fromkeys(self._address.engines, self.error) if missed is None else missed
+
+    def close(self) -> None:
+        self._sender.close()
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        if self.error:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            self.error = f"the trainer could not send the weights: {message_of(error)}"
+            self.close()
+            return None
 
 
 class Receiver(ABC):

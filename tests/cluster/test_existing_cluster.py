@@ -95,7 +95,6 @@ def test_a_full_object_store_and_disk_are_one_line(address: str) -> None:
             put({"tokens": np.ones(STORE, dtype=np.uint8)})
         assert ray.get(kept).sum() == STORE // 2
     assert caught.value.message == (
-        "Ray's object store has no room for 100 MiB: the cluster's stores have 200 MiB in total, and the disk they "
-        "spill to is full (see df and `ray memory`); free disk space, use a smaller rollout batch, or start Ray "
-        "with more --object-store-memory"
+        "Ray's object store is full, and so is the disk that it spills to (see df and `ray memory`); free disk space, "
+        "use a smaller rollout batch, or start Ray with more --object-store-memory"
     )

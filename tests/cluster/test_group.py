@@ -136,16 +136,6 @@ def test_members_answer_in_order_with_what_each_was_asked(start: Start) -> None:
     host, port, descriptor = group.listen(1)
     assert (host, descriptor > 2) == ("127.0.0.1", True)  # there is no other node
     assert group.call("listens_at", port)[1] == "127.0.0.1"
-    for arguments in ([], [(1,)], [(1,)] * 4):
-        with pytest.raises(
-            CorerlError,
-            match=rf"^answer: got {len(arguments)} sets of arguments, expected one for each of 3 processes$",
-        ):
-            group.start_each("answer", arguments)
-        with pytest.raises(
-            CorerlError, match=rf"^start: got {len(arguments)} sets of arguments, expected one for each of 3 processes$"
-        ):
-            group.construct(arguments)
     group.kill()
     group.kill()
     assert wait_until_gone(pids) == []
@@ -227,11 +217,6 @@ def test_an_object_that_cannot_be_made_fails_the_start(start: Start) -> None:
     assert caught.value.message == (
         "actor rank 0: start: AttributeError: module 'tests.cluster.members' has no attribute 'Missing'"
     )
-
-
-def test_each_process_needs_a_seat(slots: list[Slot]) -> None:
-    with pytest.raises(CorerlError, match=r"^got 1 processes and 3 slots; each process needs one slot$"):
-        RayGroup(["actor rank 0"], MEMBER, slots, {})
 
 
 def test_ray_is_told_no_variable_that_may_be_a_secret(slots: list[Slot], tmp_path: Path) -> None:
@@ -331,7 +316,7 @@ def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch
         if ended == {0: 3, 1: 4}:
             group.call("open")
 
-    assert group.answers(first, counted) == {0: 3, 1: 4}
+    assert group.answers(first, counted=counted) == {0: 3, 1: 4}
     assert {0: 3, 1: 4} in told
     assert not any(7 in ended.values() for ended in told)
     assert group.wait(second) == [7]
@@ -340,7 +325,7 @@ def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch
 def first_answers(group: RayGroup, pending: Pending) -> dict[int, Any]:
     """The first answers that come."""
     deadline = time.monotonic() + paced(60.0)
-    while not (found := group.answered(pending, 0.1)):
+    while not (found := group.answers(pending, timeout=0.1)):
         assert time.monotonic() < deadline
     return found
 
@@ -376,7 +361,5 @@ def test_members_that_do_not_start_are_not_added(start: Start, slots: list[Slot]
     group = members(start, 1)
     with pytest.raises(HookFailed, match=r"^actor rank 2: start: TypeError: .*missing 1 required positional argument"):
         group.grow(["actor rank 1", "actor rank 2"], slots[1:], [(1,), ()])
-    with pytest.raises(CorerlError, match=r"^got 1 processes and 2 slots; each process needs one slot$"):
-        group.grow(["actor rank 1"], slots[1:], [(1,)])
     assert (group.names, group.nodes) == (["actor rank 0"], [slots[0].node])
     assert group.call("answer", "all") == [(0, "all")]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
             pass
     assert re.fullmatch(
         rf"cannot start Ray on this machine: \[Errno 20\] Not a directory: '{tmp_path}/file/ray'; Ray writes to "
-        rf"{tmp_path}/file \(.* GiB free; set RAY_TMPDIR to change it\) and logs to ray/session_latest/logs in it",
+        rf"{tmp_path}/file \(.* GiB free; set RAY_TMPDIR to change it\) and logs to ray/session_latest/logs in it; .*",
         caught.value.message,
     )
 
@@ -102,15 +103,7 @@ def test_a_directory_that_ray_cannot_write_is_one_line(tmp_path: Path, monkeypat
     ("errors", "starts", "said"),
     [
         (["The current node timed out during startup."], 2, ""),
-        (
-            ["The current node timed out during startup."] * 2,
-            2,
-            (
-                r"The current node timed out during startup.; it was tried twice, with a load of [\d.]+ on \d+ "
-                "cores: end other programs and try again, or start Ray beforehand with `ray start --head` and set "
-                "cluster.address"
-            ),
-        ),
+        (["The current node timed out during startup."] * 2, 2, "The current node timed out during startup."),
         (["Timed out after 30 seconds while waiting for node to startup."], 2, ""),
         (["No space left on device"], 1, "No space left on device"),
     ],
@@ -142,25 +135,17 @@ UNAUTHENTICATED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("mode", "said"),
-    [
-        (None, "demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "),
-        ("disabled", "demands a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "),
-        ("token", "refuses the token of this process; set RAY_AUTH_TOKEN to what "),
-    ],
-)
-def test_a_cluster_with_another_token_names_the_variables(
-    monkeypatch: pytest.MonkeyPatch, mode: str | None, said: str
-) -> None:
-    monkeypatch.setattr(runtime, "_require_listening", lambda address: None)
+DEMANDS = "demands a token that this process does not have; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
+
+
+def test_a_cluster_with_another_token_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "create_connection", mock.Mock())
     answer = subprocess.CompletedProcess([], 1, "", f"Traceback (most recent call last):\n{UNAUTHENTICATED}\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    monkeypatch.setenv("RAY_AUTH_MODE", mode) if mode else monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError) as caught:
         with ray_session(address="10.0.0.1:6379", cpus=1):
             raise AssertionError("there is no session")
-    assert caught.value.message.startswith(f"cluster.address: the Ray cluster at '10.0.0.1:6379' {said}")
+    assert caught.value.message.startswith(f"cluster.address: the Ray cluster at '10.0.0.1:6379' {DEMANDS}")
     assert "get-auth-token" in caught.value.message and "\n" not in caught.value.message
 
 
@@ -168,9 +153,8 @@ def test_a_token_refused_by_the_session_is_reported_too(monkeypatch: pytest.Monk
     def refuse(*_: object) -> None:
         raise RuntimeError(UNAUTHENTICATED)
 
-    for name, stand_in in (("_require_listening", id), ("_require_answering", id), ("_init", refuse)):
-        monkeypatch.setattr(runtime, name, stand_in)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    with pytest.raises(ConfigError, match="demands a token; set RAY_AUTH_MODE=token"):
+    monkeypatch.setattr(runtime, "_require_answering", id)
+    monkeypatch.setattr(runtime, "_init", refuse)
+    with pytest.raises(ConfigError, match=DEMANDS):
         with ray_session(address="10.0.0.1:6379", cpus=1):
             raise AssertionError("there is no session")

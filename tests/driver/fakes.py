@@ -24,9 +24,10 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.plan.residency import residency_plan
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
@@ -63,9 +64,10 @@ class Group:
         self.ended = False
         self.failure: Exception | None = None
         self.dead = False
-        self.lacking = False
-        self.whole = False  # all engines hold all weights
+        self.hold_all = False  # all engines hold all weights
         self.offered: Any = None  # the manifest of the last update
+        self.manifests: tuple[Any, Any] = (None, None)  # of all weights, and of adapters alone
+        self.meetings = 0
         self.answers = True
         self.layouts = [ParallelLayout(rank=0, world_size=1, dp_rank=0, dp_size=1)]
         self.sent = UpdateResult(version=0, bytes=8, seconds=0.0, engines={"engine-0": "", "engine-1": ""})
@@ -104,8 +106,12 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered = manifest
 
-    def updated(self, taken: Iterable[str], *, whole: bool) -> None:
-        self.whole = set(taken) >= set(self.names) and (whole or self.whole)
+    def updated(self, taken: Iterable[str]) -> None:
+        self.hold_all = set(taken) >= set(self.names)
+
+    @property
+    def all_serve(self) -> bool:
+        return self.hold_all and not self.dead
 
     def ready(self, timeout: float) -> bool:
         return self.answers
@@ -118,8 +124,16 @@ class Group:
         self.waited = timeout
         return self.fared if self.answers else {}
 
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        return self.names
+
+    def manifest(self, *, adapters: bool = False) -> Future[Any]:
+        return Future(self, self.ready, lambda: self.manifests[adapters])
+
     def rendezvous(self, address: Address) -> Address:
-        return evolve(address, token="another")
+        self.meetings += 1
+        return evolve(address, token=f"meeting {self.meetings}")
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         self.log.append(f"report {engine}: {reason}")
@@ -131,7 +145,7 @@ class Group:
                 raise error
             self.log.append(f"replace {name}: {type(error).__name__}: {error.message}")
             self.allowed -= 1
-        self.dead = self.whole = False
+        self.dead = self.hold_all = False
         well = {name: Received(version=0, bytes=8) for name in self.names}
         self.fared = self.later.pop(0) if self.later else well
 
@@ -178,7 +192,7 @@ def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
         **{
             **slices,
             "start": start,
-            "algorithm": plan_algorithm(resolve_tables(config)),
+            "algorithm": plan_algorithm(resolve_tables(config), plugins_of(config)),
             "rollout": RolloutPlan(**rollout),
             "record": to_plain(config),
         }
@@ -266,9 +280,12 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
+    manifest, adapters = parts.pop("manifest", None), parts.pop("adapters", None)
+    address = parts.pop("address", Address(transport="ipc", engines=()))
+    actor.manifests = (manifest, adapters)
     given = {
-        "manifest": None,
-        "address": Address(transport="ipc", engines=fleet.names),
+        "address_of": lambda receivers: evolve(address, engines=tuple(receivers)),
+        "separate_adapters": adapters is not None,
         "version": 0,
         "residency": staying(),
         "progress": progress(ears),

@@ -261,9 +261,7 @@ def make(
     engines = Engines(log, tuple(each.context.name for each in processes.engine.assignments))
     room = Rooms(log, slots_of(processes.placement))
     fleet: Any = engines
-    updates = make_updates(
-        make_config(), ranks["actor"], fleet, manifest="of the start", address=address(processes, [])
-    )
+    updates = make_updates(make_config(), ranks["actor"], fleet, address=address(processes, []))
 
     roles_now: Any = {
         name: SimpleNamespace(

@@ -460,7 +460,7 @@ def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], mon
     run.push_weights()
     run.push_weights()
     assert (fleet.log, kept) == (["receive 0"], [0])
-    fleet.lacking = True
+    fleet.hold_all = False
     run.push_weights()
     assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.calls import Future
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import InsufficientResources, WeightUpdateError, WorkerDied
@@ -55,7 +54,7 @@ def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
     assert offered == [whole, alone, alone]
     fleet.dead = True  # it is replaced by one without weights
     push(updates)
-    fleet.whole = False  # they have slept
+    fleet.hold_all = False  # they have slept
     push(updates)
     push(updates)
     fleet.fared["engine-1"] = FAILED
@@ -74,8 +73,7 @@ SILENT = None
 def after_one(*fared: dict[str, Received | None], **parts: Any) -> tuple[WeightUpdates, Group, Group, Ears]:
     """A run whose engines fare so, update after update; each has taken the first one."""
     actor, fleet, ears = Group(), Group(), Ears()
-    address = Address(transport="ipc", engines=fleet.names, token="at first")
-    updates = make_updates(make_config(), actor, fleet, ears, address=address, **parts)
+    updates = make_updates(make_config(), actor, fleet, ears, **parts)
     push(updates)
     well = {name: Received(version=0, bytes=8) for name in fleet.names}
     fleet.fared, *fleet.later = [
@@ -114,7 +112,7 @@ def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | No
         "receive 2",
     ]
     assert actor.log == ["send 1", "send 2"]
-    assert updates.address.token != "at first"  # what was built there is broken
+    assert updates.address.token == "meeting 2"  # what was built at the first is broken
     assert len(told(ears)) == len(replaced)
 
 
@@ -191,7 +189,7 @@ def test_an_engines_own_answer_overrules_its_senders() -> None:
     updates, actor, fleet, _ = after_one({})
     actor.sent = evolve(actor.sent, engines={"engine-1": "the connection broke"})
     push(updates)
-    assert fleet.log == ["receive 1"] and updates.address.token != "at first"
+    assert fleet.log == ["receive 1"] and updates.address.token == "meeting 2"
 
 
 def test_a_dead_rank_ends_the_push_at_once() -> None:
@@ -203,14 +201,13 @@ def test_a_dead_rank_ends_the_push_at_once() -> None:
 
 
 def test_engines_without_a_device_are_not_replaced() -> None:
-    updates, actor, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD})
+    updates, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD})
 
     def fewer(message: str) -> None:
         assert message == "its process died"
-        fleet.names = fleet.receivers = ("engine-0",)  # type: ignore[attr-defined]
+        fleet.names = ("engine-0",)
         updates.meets_at(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
 
-    actor.manifest = lambda: Future(actor, lambda timeout: True, lambda: "of now")  # type: ignore[attr-defined]
     push(updates, places=fewer)
     assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
     assert updates.address.engines == ("engine-0",)
@@ -303,7 +300,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
         "receive 8",
         "go on",
     ]
-    assert (updates.address.token, told(ears)) == ("another", ["engine-1 is replaced: its process died"])
+    assert (updates.address.token, told(ears)) == ("meeting 2", ["engine-1 is replaced: its process died"])
 
 
 def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
@@ -338,14 +335,8 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
 
 def test_new_ranks_give_both_manifests() -> None:
     both = Group()
-
-    def manifest(*, adapters: bool = False) -> Future[Any]:
-        return Future(both, both.ready, lambda: "adapters of now" if adapters else "weights of now")
-
-    both.manifest, both.receivers = manifest, both.names  # type: ignore[attr-defined]
-    updates = make_updates(make_config(), both, both)
+    updates = make_updates(make_config(), both, both, manifest="weights", adapters="adapters")
+    assert (updates.manifest, updates.adapters) == ("weights", "adapters")
+    both.manifests = ("weights of now", "adapters of now")
     updates.resized(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
-    assert (updates.manifest, updates.adapters) == ("weights of now", None)
-    updates.adapters = "adapters of before"  # type: ignore[assignment]
-    updates.resized(lambda receivers: updates.address)
     assert (updates.manifest, updates.adapters) == ("weights of now", "adapters of now")

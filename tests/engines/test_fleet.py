@@ -16,7 +16,7 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, Received, SamplingParams
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
@@ -83,14 +83,13 @@ class Group:
     def ready(self, pending: Any, timeout: float) -> bool:
         return True
 
-    def answers(self, pending: list[int], counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: list[int], *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        if timeout is not None:
+            assert timeout < 3600
+            return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
         self.log.append("wait for all")
         assert self._answers.keys() >= set(pending), "waited for in vain"
         return {replica: self._answers[replica] for replica in pending}
-
-    def answered(self, pending: list[int], timeout: float) -> dict[int, Any]:
-        assert timeout < 3600
-        return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
 
     def replace(self, replica: int, arguments: Any) -> None:
         self.log.append(f"replace {replica}")
@@ -103,7 +102,9 @@ class Group:
 
 def fleet_of(processes: Any, loop: EventLoop, replicas: int, **settings: Any) -> EngineFleet:
     """On as much of a group of processes as is asked."""
-    return EngineFleet(processes, assigned(replicas), loop, **settings)
+    fleet = EngineFleet(processes, assigned(replicas), loop, **settings)
+    fleet.updated(fleet.names)
+    return fleet
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
@@ -142,7 +143,7 @@ class Counting:
     def start_some(self, method: str, arguments: dict[int, Any]) -> dict[int, Any]:
         return arguments
 
-    def answers(self, pending: dict[int, Any], counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: dict[int, Any], *, counted: Any) -> dict[int, Any]:
         ((replica, (request,)),) = pending.items()
         with self.turn:  # one replica after the other
             assert self.turn.wait_for(lambda: replica == len(self.answered), 60.0)
@@ -206,7 +207,7 @@ def test_an_engine_that_dies_in_its_start_is_replaced(loop: EventLoop) -> None:
     fleet = fleet_of(starting, loop, 2, restarts=1)
     assert fleet.start().result() == {"engine-1": died}
     fleet.replace({"engine-1": died})
-    assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet._replicas[1].serves
+    assert starting.log == ["wait for all", "replace 1"] and not fleet.dead and not fleet.all_serve
 
     starting = Group({0: None, 1: died})
     fleet = fleet_of(starting, loop, 2)
@@ -230,7 +231,7 @@ class Told:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: None, *, counted: Any) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()
@@ -267,7 +268,7 @@ class Scripted:
     def start_some(self, method: str, arguments: Any) -> Any:
         return method, arguments
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method != "generate":
             self.log.append(method)
@@ -332,7 +333,7 @@ def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) ->
         return said(request)
 
     class TwoPaces(Scripted):
-        def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+        def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
             ((replica, (request,)),) = pending[1].items()
             order.append((replica, request.noise_keys.tolist()))
             return {replica: slow(request) if replica == 1 else said(request)}
@@ -365,8 +366,8 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def ensure() -> None:
         assert list(fleet.died) == ["engine-0", "engine-1"]
         fleet.replace(fleet.died)
-        served.append(fleet._replicas[0].serves)
-        fleet._note_received(dict.fromkeys(range(2), Received(version=1, bytes=0)))
+        served.append(fleet.all_serve)
+        fleet.updated(fleet.names)
 
     assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
     assert served == [False] and scripted.log == ["replace 0", "replace 1"]
@@ -376,7 +377,7 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def interrupts() -> None:
         raise KeyboardInterrupt
 
-    fleet.updated([], whole=True)
+    fleet.updated([])
     with pytest.raises(KeyboardInterrupt):
         serve(fleet, fleet.generate(REQUEST), interrupts)
 
@@ -430,16 +431,14 @@ class Sized(Scripted):
         assert all(replica < self.size for replica in arguments), "one that is not there is asked"
         return method, arguments
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method == "generate":
             for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:
                 self.drawing.release()
                 assert gate.wait(60.0)
-        return super().answers(pending, counted) if arguments else {}
-
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]:
-        method, arguments = pending
+        if timeout is None:
+            return super().answers(pending) if arguments else {}
         self.log.append(f"{method} {sorted(arguments)}")
         if method == "pause":
             self.paused.set()
@@ -464,8 +463,8 @@ def resize(fleet: EngineFleet, count: int) -> None:
     fleet.resize(assigned(count), range(count))
 
 
-def updated(fleet: EngineFleet, version: int = 1) -> None:
-    fleet._note_received(dict.fromkeys(range(len(fleet)), Received(version=version, bytes=0)))
+def updated(fleet: EngineFleet) -> None:
+    fleet.updated(fleet.names)
 
 
 def test_resizing_does_not_change_samples(loop: EventLoop) -> None:
@@ -500,9 +499,9 @@ def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
     resize(fleet, 2)
     waiting.append(loop.begin(fleet.generate(REQUEST.rows(0, 1))))
     loop.run(asyncio.sleep(0))
-    assert not fleet._replicas[1].serves and sized.asked == []
+    assert not fleet.all_serve and sized.asked == []
     updated(fleet)
-    assert fleet._replicas[1].serves
+    assert fleet.all_serve
     assert [each.result(60.0).tokens.tolist() for each in waiting[1:]] == [[8], [9], [10], [11], [7]]
     assert all(
         replica == 1 and len(keys) == 1 for replica, keys, _ in sized.asked
@@ -525,7 +524,7 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     assert all(sized.drawing.acquire(timeout=60.0) for _ in range(2))
     second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))  # waits for the last one, which has fewer to draw
     resize(fleet, 1)
-    assert fleet.names == ("engine-0",) and not fleet._replicas[1].serves
+    assert fleet.names == ("engine-0",)
     assert sized.log == ["pause [1]", "close [1]", "shrink 1"]
     sized.gates[1].set()
     while not sized.asked:  # the one that is ended is the first to answer
@@ -596,7 +595,7 @@ def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop)
     died = {"engine-2": WorkerDied("engine-2: its process died")}
     fleet.replace(died)
     fleet.leave_out(died)
-    fleet.updated(["engine-0", "engine-1"], whole=False)
+    fleet.updated(["engine-0", "engine-1"])
     resize(fleet, 1)
     assert sized.log == ["replace 2", "pause [1]", "close [1]", "shrink 2"] and not fleet.dead
     resize(fleet, 3)
@@ -615,19 +614,6 @@ def test_samples_wait_until_dead_engines_are_replaced(loop: EventLoop) -> None:
         updated(fleet)
 
     assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
-
-
-def test_engines_that_stay_are_not_moved_and_one_stays(loop: EventLoop) -> None:
-    fleet = fleet_of(Sized(2), loop, 2)
-    moved = assigned(3)
-    moved[1] = evolve(moved[1], context=evolve(moved[1].context, devices=(4,)))
-    with pytest.raises(
-        CorerlError, match=r"^engine-1 would need .*devices=\(4,\).* and engines that run are not moved; "
-    ):
-        fleet.resize(moved, range(3))
-    with pytest.raises(CorerlError, match=r"^the engines cannot become 0: nothing would sample; keep 1 or more$"):
-        resize(fleet, 0)
-    assert len(fleet) == 2
 
 
 def same(a: Generation, b: Generation) -> bool:

@@ -544,23 +544,6 @@ def test_other_verbs_are_guarded_as_hooks_are() -> None:
             raise KeyError("ref")
 
 
-def test_the_host_says_which_hook_runs() -> None:
-    class Looking(Fake):
-        def note(self, hook: str, *arguments: Any) -> None:
-            seen.extend((hook, host.running) for host in of)
-            super().note(hook, *arguments)
-
-    seen: list[tuple[str, str]] = []
-    of: list[PluginHost] = []
-    host, _ = ready(Looking(forward=KeyError("x")))
-    of.append(host)
-    train(host)
-    with pytest.raises(HookFailed):
-        host.forward(BATCH, (), "")
-    assert seen == [(hook, hook) for hook in ("forward_backward", "optimizer_step", "forward")]
-    assert host.running == ""
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 

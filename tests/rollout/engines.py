@@ -51,6 +51,7 @@ class Engines:
         ]
         loop = EventLoop("rollout")
         self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=lambda replicas: width, restarts=restarts)
+        self.fleet.updated(self.fleet.names)
 
     # ---- what tests do ----------------------------------------------------------------------------------------------
 
@@ -86,6 +87,7 @@ class Engines:
         nothing: Any = None  # such engines need neither a manifest nor an address
         received = self.fleet.received(self.fleet.receive(nothing, version, nothing), LIMIT)
         assert not any(each.error for each in received.values())
+        self.fleet.updated(received)
 
     def update(self, source: Source, version: int) -> None:
         """As the run does it."""
@@ -203,8 +205,11 @@ class Engines:
     def wait(self, pending: Any) -> list[Any]:
         return list(self.answers(pending).values())
 
-    def answers(self, pending: Any, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        """Without any time, that of the first replica."""
         method, arguments = pending
+        if timeout == 0.0:
+            arguments = {0: arguments[0]}
         answers: dict[int, Any] = {}
         for replica, args in arguments.items():
             try:
@@ -212,11 +217,6 @@ class Engines:
             except CorerlError as error:
                 answers[replica] = error
         return answers
-
-    def answered(self, pending: Any, timeout: float) -> dict[int, Any]:
-        """Without any time, that of the first replica."""
-        method, arguments = pending
-        return self.answers((method, arguments if timeout else {0: arguments[0]}))
 
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
         self.log.append(f"replace {member}")

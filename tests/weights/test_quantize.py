@@ -10,11 +10,10 @@ import torch
 from corerl.engines.lifecycle import Receiving
 from corerl.plugin.transports import open_sender
 from corerl.weights import quantize as module
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
-from corerl.weights.sending import Sending
-from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
+from corerl.weights.transport import Address, Sending
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),

@@ -176,7 +176,7 @@ class IpcSender(WeightSender):
             if connection is self._listener:
                 self._accept()
             elif connection.fileno() >= 0:  # not closed since the selector named it
-                self._hear(connection)
+                self._read(connection)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -186,7 +186,7 @@ class IpcSender(WeightSender):
         else:
             connection.close()
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _read(self, connection: socket.socket) -> None:
         found = next((index for index, peer in self._peers.items() if peer.connection is connection), None)
         try:
             message, _ = _receive(connection)
@@ -233,7 +233,7 @@ class IpcSender(WeightSender):
             _send(peer.connection, message, descriptors)
         except ConnectionError:  # it has left, after it said which handles it has closed
             while index in self._peers:
-                self._hear(peer.connection)
+                self._read(peer.connection)
 
     def _drop(self, index: int, reason: str) -> None:
         """Send a receiver nothing more, and close its connection, which it notices."""

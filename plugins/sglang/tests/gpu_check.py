@@ -36,6 +36,7 @@ from corerl.models import hf_boxes, hf_config
 from corerl.weights import SCALE, Address, bit_sums, build_manifest, is_quantized, quantized
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
+from corerl_sglang.start import start_engine
 from corerl_testing import BLOCK, named_weights, open_sender, quantize, to_blocks
 
 OUT = Path(os.environ.get("OUT", ".")).absolute()
@@ -184,7 +185,7 @@ def engine(
         weights=weights,
     )
     started = time.perf_counter()
-    served = SglangEngine(ModelConfig(config=dict(fields)), config, context)
+    served = start_engine(ModelConfig(config=dict(fields)), config, context)
     findings.tell("seconds to start", round(time.perf_counter() - started, 1))
     try:
         yield served

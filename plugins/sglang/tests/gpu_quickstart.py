@@ -120,13 +120,13 @@ def in_update(run: Watched) -> bool:
     while: an update of a small model takes some milliseconds."""
     asked, until = f"{run.temporary}/corerl-sglang-*/asked-*.pickle", time.monotonic() + LOOKED_FOR
     while sum("time/step" in line for line in run.lines()) >= 2 and time.monotonic() < until:
-        if any(any(glob.iglob(asked)) for _ in range(LOOKS)):
+        if any(any(glob.iglob(asked)) for _ in range(POLLS)):
             return True
     return False
 
 
 LOOKED_FOR = 1.0  # seconds
-LOOKS = 200  # between two readings of the metrics
+POLLS = 200  # between two readings of the metrics
 SEEN: dict[tuple[str, int], int] = {}  # what a log said when a step had been done, by run and step
 
 

@@ -11,7 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from corerl_sglang.parent import end_with_parent, read_arguments
+from corerl_sglang.launch import end_with_parent, read_arguments
 
 
 def stop() -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from corerl_sglang.arguments import VOCABULARY
-from corerl_sglang.parent import end_with_parent, read_arguments
+from corerl_sglang.launch import end_with_parent, read_arguments
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
 ALLOWED = (

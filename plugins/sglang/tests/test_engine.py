@@ -27,12 +27,11 @@ from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, look_at, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
 from corerl_sglang.adapters import Adapters
-from corerl_sglang.arguments import VOCABULARY
+from corerl_sglang.arguments import VOCABULARY, adapter_misfits
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from corerl_sglang.generated import Sample, read_samples
-from corerl_sglang.read import Cut
-from corerl_sglang.targets import misfits
+from corerl_sglang.read import Cut, Sample, read_samples
+from corerl_sglang.start import start_engine
 from corerl_testing import (
     Sending,
     TransformersConfig,
@@ -85,7 +84,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             context_length=context_length,
             run_dir=str(tmp_path_factory.mktemp("run")),
         )
-        engines.append(SglangEngine(ModelConfig(config=fields), options, given))
+        engines.append(start_engine(ModelConfig(config=fields), options, given))
         return engines[-1]
 
     yield started
@@ -105,7 +104,7 @@ def test_an_engine_without_a_server_leaves_nothing_behind(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     options = SglangConfig(launcher=STAND_IN)
     with mock.patch(places[raises], side_effect=OSError("disk full")), pytest.raises(OSError, match="disk full"):
-        SglangEngine(ModelConfig(config=TIED), options, context())
+        start_engine(ModelConfig(config=TIED), options, context())
     gc.collect()
     assert list(tmp_path.iterdir()) == []
     assert not [warning for warning in recwarn if warning.category is ResourceWarning]  # of an open socket
@@ -126,7 +125,7 @@ def test_the_server_is_given_no_code_of_the_models_directory(tmp_path: Path) -> 
     (tmp_path / "own").mkdir()
     server = mock.Mock(directory=tmp_path / "own", configure=configure)
     with pytest.raises(OSError, match="enough"):
-        SglangEngine(ModelConfig(path=str(tmp_path), vocabulary=7), SglangConfig(), evolve(context(), begun=server))
+        SglangEngine(ModelConfig(path=str(tmp_path), vocabulary=7), SglangConfig(), context(), server)
     server.stop.assert_called_once_with()
     ((arguments, config, files),) = given
     assert arguments[VOCABULARY] == 7
@@ -612,4 +611,4 @@ def test_adapters_of_an_aborted_version_stay_loaded() -> None:
     ],
 )
 def test_targets_that_sglang_would_silently_leave_out_are_refused(modules: list[str], told: str) -> None:
-    assert next(misfits(modules), "").startswith(told) and bool(list(misfits(modules))) == bool(told)
+    assert next(adapter_misfits(modules), "").startswith(told) and bool(list(adapter_misfits(modules))) == bool(told)

@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-from attrs import evolve
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.runs import sglang
@@ -137,7 +136,7 @@ def test_the_server_is_started_for_text_alone(family: str, tmp_path: Path) -> No
     server = mock.Mock(directory=tmp_path / "own", configure=configure)
     server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1}}]}
     (tmp_path / "own").mkdir()
-    engine = SglangEngine(ModelConfig(path=str(directory)), SglangConfig(), evolve(context(), begun=server))
+    engine = SglangEngine(ModelConfig(path=str(directory)), SglangConfig(), context(), server)
     ((arguments, config, files),) = given
     assert arguments["enable_multimodal"] is False  # else it would want the files of a processor
     assert files == ["config.json"]

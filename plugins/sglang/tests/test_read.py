@@ -4,6 +4,7 @@ experts of both. SGLang 0.5.17 says "abort" of a cut row also where its last tok
 from __future__ import annotations
 
 import base64
+import gc
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from corerl.engines import GenerateRequest, SamplingParams
 from corerl.errors import EngineFailed
-from corerl_sglang.read import Experts, Reader
+from corerl_sglang.read import Experts, Reader, read_samples
 from corerl_testing import append, continued
 
 STOP, LEFT = 7, 8
@@ -95,3 +96,43 @@ def test_a_logprob_of_nan_is_reported_with_its_row() -> None:
         "engine-0: its server returned a non-finite log-prob for token 1 of 3 in row 0 of 1 (noise key 5); check "
         "that the weights are finite, and that the engine's precision suffices for the model"
     )
+
+
+# An answer of `/generate` as SGLang 0.5.17 writes it.
+ANSWER = (
+    b'[{"output_ids":[7,151643],"meta_info":{"id":"6f","finish_reason":{"type":"length","length":2},"prompt_tokens":3,'
+    b'"weight_version":"4","num_retractions":0,"input_token_logprobs":[],"output_token_logprobs":'
+    b'[[-0.6931471824645996,7,null],[null,151643,null]],"output_token_logprobs_length":2,"routed_experts":"AAECAw==",'
+    b'"e2e_latency":0.5,"response_sent_to_client_ts":1763800000.25}},'
+    b'{"output_ids":[],"meta_info":{"id":"70","finish_reason":{"type":"abort","message":"Abort in waiting queue",'
+    b'"status_code":null},"prompt_tokens":3,"weight_version":"4"}}]'
+)
+
+
+def test_tokens_and_logprobs_are_read_from_answers() -> None:
+    drawn, cut = read_samples(ANSWER)
+    told = drawn.meta_info
+    assert drawn.output_ids == [7, 151643]
+    assert [token.id for token in told.output_token_logprobs] == [7, 151643]
+    assert [token.logprob for token in told.output_token_logprobs] == [-0.6931471824645996, None]
+    assert (told.finish_reason, told.weight_version) == ({"type": "length", "length": 2}, "4")
+    assert told.routed_experts == "AAECAw=="
+    assert (cut.output_ids, cut.meta_info.output_token_logprobs, cut.meta_info.routed_experts) == ([], [], None)
+    assert cut.meta_info.finish_reason["type"] == "abort"
+
+
+def test_reading_tokens_does_not_run_the_garbage_collector() -> None:
+    """It would go through the whole process each time, while a rollout waits."""
+    many = ANSWER.replace(b"[null,151643,null]", b",".join([b"[null,151643,null]"] * 50_000))
+    collections: list[str] = []
+
+    def noted(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    gc.callbacks.append(noted)
+    try:
+        drawn, _ = read_samples(many)
+    finally:
+        gc.callbacks.remove(noted)
+    assert len(drawn.meta_info.output_token_logprobs) == 50_001
+    assert len(collections) <= 2  # one, that was due anyway: its start and its stop; tokens that are seen make dozens

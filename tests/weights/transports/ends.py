@@ -19,8 +19,7 @@ import torch
 
 from corerl.engines.lifecycle import Receiving
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.sending import Sending
-from corerl.weights.transport import Address, WeightSender
+from corerl.weights.transport import Address, Sending, WeightSender
 from tests.forks.client import ROOT, Forked
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]

@@ -13,9 +13,9 @@ import torch
 
 from corerl.engines.lifecycle import Receiving
 from corerl.errors import WeightUpdateError
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket
 from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
 from tests.weights.transports.ends import LARGE, MANIFEST
 
 

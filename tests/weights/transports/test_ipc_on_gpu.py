@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from corerl.plugin.transports import open_sender
+from corerl.weights.checksums import bit_sums
 from corerl.weights.shared import ALLOCATOR
-from corerl.weights.verify import bit_sums
 from tests.weights.transports.ends import address_of, peer, push, weights
 
 pytestmark = [

@@ -21,8 +21,8 @@ from corerl.config import LoraConfig
 from corerl.errors import ConfigError, CorerlError
 from corerl.models import peft_config
 from corerl.weights import Manifest, adapted, is_adapter
+from corerl_sglang.arguments import adapter_misfits
 from corerl_sglang.server import Server
-from corerl_sglang.targets import misfits
 
 OLDEST = Version("0.5.17")  # 0.5.15 takes the tensors of adapters in another form
 ALIGNED = 16  # bytes: where any dtype may begin
@@ -36,7 +36,7 @@ def modules_of(adapters: Iterable[str]) -> list[str]:
 
 def require_able(modules: Collection[str]) -> None:
     """Raise ConfigError unless the installed SGLang can hold adapters of these modules."""
-    for line in misfits(modules):
+    for line in adapter_misfits(modules):
         raise ConfigError(f"lora.targets: {line}")
     with contextlib.suppress(PackageNotFoundError):  # a launcher may start another server
         if (found := Version(version("sglang"))) < OLDEST:

@@ -1,15 +1,18 @@
-"""Build the server's arguments from the run, the options and the user's table. Imports nothing heavy."""
+"""What SGLang's server is started with: its arguments, from the run, the options and the user's table, fields of the
+model's config.json, and which modules it can hold adapters of. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corerl_sglang.server import PING
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from corerl.engines import EngineContext
     from corerl_sglang.config import SglangConfig
 
@@ -175,3 +178,53 @@ def plain_allocator(environment: Mapping[str, str]) -> dict[str, str]:
     expandable segments, which are meant for the training ranks."""
     switch = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
     return {name: switch.sub(r"\1False", value) for name, value in environment.items() if switch.search(value)}
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+# What SGLang 0.5.17 knows adapters of (the choices of its --lora-target-modules), and of those what it holds as one: it
+# silently leaves out the adapters of a part whose first one has none.
+KNOWN = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj"),
+    *("q_a_proj", "q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "wq_b", "wk", "weights_proj", "qkvr", "wo_ud"),
+)
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def adapter_misfits(modules: Collection[str]) -> Iterator[str]:
+    """Why SGLang cannot hold adapters of the modules with these last names."""
+    merged = "leave them out of lora.targets, or set weights.lora to 'merged'"
+    if unknown := sorted(set(modules) - set(KNOWN)):
+        yield f"SGLang has no adapters of {', '.join(unknown)}; {merged}"
+    for parts in TOGETHER:
+        if 0 < len(found := [part for part in parts if part in modules]) < len(parts):
+            yield (
+                f"SGLang holds {', '.join(parts)} as one, but only {', '.join(found)} would have adapters; name all of "
+                "them in lora.targets, or none, or set weights.lora to 'merged'"
+            )
+
+
+# ---- the model's config.json -----------------------------------------------------------------------------------------
+
+# Fields that SGLang reads, since published models have them, and that transformers does not write: model type -> what
+# its layers do in transformers, in the words of the published files.
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+}
+INTERVAL = "full_attention_interval"  # of the layers of hybrid models, every so-manieth of which is attention
+
+
+def add_published_fields(config: PreTrainedConfig) -> None:
+    """Set those of the fields that `config` lacks, as it does unless it was read from a published file."""
+    config = config.get_text_config()
+    fields = dict(FIELDS.get(config.model_type, {}))
+    layers = getattr(config, "layer_types", None) or []
+    if "linear_attention" in layers and "full_attention" in layers:
+        every = layers.index("full_attention") + 1
+        if all((kind == "full_attention") == (at % every == 0) for at, kind in enumerate(layers, start=1)):
+            fields[INTERVAL] = every
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)

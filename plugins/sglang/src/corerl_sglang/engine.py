@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import evolve
@@ -32,13 +32,11 @@ from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
-from corerl_sglang.arguments import LOADER, server_arguments
-from corerl_sglang.begin import begin
+from corerl_sglang.arguments import LOADER, add_published_fields, server_arguments
 from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
-from corerl_sglang.published import add_published_fields
 from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Refused, Server
 
@@ -53,15 +51,15 @@ ABORTED = "was aborted"
 
 
 class SglangEngine(Engine):
-    def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext) -> None:
+    def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext, server: Server) -> None:
+        """`server` has been started, and is stopped if the engine cannot be made."""
         self._options, self._context = options, context
         self._serving = EngineLifecycle(context.name, context.index, calls=CALLS)
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
-        self._whole = False  # the server holds all weights, so that adapters may arrive alone
-        self._server = cast(Server | None, context.begun) or begin(options, context)
+        self._server = server
         self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
             undo.callback(self._server.stop)
@@ -235,7 +233,7 @@ class SglangEngine(Engine):
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
         if WEIGHTS in self._sleeping:
             return "the engine's weights are asleep; wake it up first"
-        return shape_mismatch(manifest.shapes, self._shapes, whole=self._whole)
+        return shape_mismatch(manifest.shapes, self._shapes, whole=self._serving.holds_weights)
 
     def _transfer(self, manifest: Manifest, version: int, address: Address) -> int:
         """Have the ranks take the update; returns bytes."""
@@ -251,7 +249,6 @@ class SglangEngine(Engine):
         answers = self._ask_ranks(instruction)
         if apart is not None and room is not None:
             apart.load(version, room)
-        self._whole = True
         self._server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         return max((answer.bytes for answer in answers), default=0)
 
@@ -304,7 +301,6 @@ class SglangEngine(Engine):
             tags = [tag for tag in (*CACHES, WEIGHTS) if tag not in self._sleeping]
             self._server.post("/release_memory_occupation", {"tags": tags})
             self._sleeping.update(tags)
-            self._whole = False
         return sum(self._bytes.get(tag, 0) for tag in tags)
 
     def wake_up(self) -> int:

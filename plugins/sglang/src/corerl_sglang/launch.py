@@ -10,7 +10,12 @@ import dataclasses
 import importlib
 import json
 import math
+import os
+import shutil
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,8 @@ from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
 from corerl_sglang.arguments import VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
-from corerl_sglang.parent import end_with_parent, read_arguments
+
+POLL_SECONDS = 0.05
 
 
 def main() -> None:
@@ -44,6 +50,32 @@ def main() -> None:
         except ConfigError as refused:
             sys.exit(refused.message)
     run_server(ServerArgs(**{**arguments, "api_key": Key(arguments["api_key"])}))
+
+
+def end_with_parent(directory: Path) -> None:
+    """Call this first in a process whose standard input is a pipe from its parent and which leads its own session.
+    `directory`, which the parent made for it, is removed at the end.
+
+    A pipe closes when its last writer is gone, killed or not. (The kernel's parent-death signal is tied to the thread
+    that started the process, and a Ray actor's threads come and go.)
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)  # including the ranks, which this process started
+
+    threading.Thread(target=wait, name="corerl-parent", daemon=True).start()
+
+
+def read_arguments(file: Path) -> dict[str, Any]:
+    """What the parent has written to `file`, once it has. A server is started before they are known, so as to import
+    meanwhile what it needs."""
+    while not file.exists():
+        time.sleep(POLL_SECONDS)
+    told: dict[str, Any] = json.loads(file.read_text())
+    return told
 
 
 def prepare_rank() -> None:

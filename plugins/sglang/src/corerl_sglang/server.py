@@ -25,12 +25,12 @@ from corerl.errors import EngineFailed, WorkerDied
 HOST = "127.0.0.1"
 LAST_LINES = 15  # of the log, quoted in error messages
 LAST_BYTES = 1 << 16  # of the log, searched for these lines
-LOOK_SECONDS = 0.2  # between checks of a starting server
+POLL_SECONDS = 0.2  # between checks of a starting server
 HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it reports that it is healthy
 # An endpoint (in SGLang 0.5.15 and 0.5.17) that the HTTP process answers by itself, whatever its ranks do: it generates
 # nothing, asks no scheduler, and works while weights are loaded or memory is released.
 PING = "/ping"
-LOOKS = 3  # failed checks in a row before a server counts as silent, in case the machine stalled for a while
+MISSES = 3  # failed checks in a row before a server counts as silent, in case the machine stalled for a while
 LAST_BREATH = 10.0  # seconds to find out whether a server that broke off has died
 
 
@@ -111,7 +111,7 @@ class Server:
                 )
                 self.stop()
                 raise late
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     @property
     def alive(self) -> bool:
@@ -203,13 +203,13 @@ class Server:
         """Wait until an answer starts or the connection ends. Raises TimeoutError after `limit` seconds without an
         answer to `PING` either. Only peeks at the socket, since http.client cannot resume an answer after a timeout at
         its start."""
-        sock.settimeout(limit / (2 * LOOKS))
+        sock.settimeout(limit / (2 * MISSES))
         missed = 0
-        while missed < LOOKS:
+        while missed < MISSES:
             try:
                 sock.recv(1, socket.MSG_PEEK)
             except TimeoutError:
-                missed = 0 if self._is_there(limit / (2 * LOOKS)) else missed + 1
+                missed = 0 if self._is_there(limit / (2 * MISSES)) else missed + 1
             else:
                 sock.settimeout(limit)
                 return

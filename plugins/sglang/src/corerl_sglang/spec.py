@@ -8,9 +8,8 @@ from typing import Any
 from corerl.config import ALL_LINEAR, ClusterInfo
 from corerl.models import experts_of
 from corerl.plugin import EngineSpec, Environment, Problem
-from corerl_sglang import fp8, targets
-from corerl_sglang.arguments import contradictions
-from corerl_sglang.begin import begin
+from corerl_sglang import fp8
+from corerl_sglang.arguments import adapter_misfits, contradictions
 from corerl_sglang.config import CALLS, SglangConfig
 from corerl_sglang.probe import probe
 
@@ -54,7 +53,7 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             "it to 1, or weights.lora to 'merged'",
         )
     if apart and cluster.lora is not None and ALL_LINEAR not in (named := cluster.lora.targets or (ALL_LINEAR,)):
-        for text in targets.misfits([name.rpartition(".")[2] for name in named]):
+        for text in adapter_misfits([name.rpartition(".")[2] for name in named]):
             yield Problem(".weights.lora", text)
     for name, text in contradictions(config.server):
         yield Problem(f"server.{name}", text)
@@ -92,7 +91,7 @@ def misfits(config: SglangConfig, model: Mapping[str, Any]) -> Iterator[Problem]
 
 
 SPEC = EngineSpec(
-    implementation="corerl_sglang.engine:SglangEngine",
+    implementation="corerl_sglang.start:start_engine",
     config=SglangConfig,
     api=(2, 0),
     summary="SGLang: one server a replica, over one device or several, each taking its weights from the trainer",
@@ -103,5 +102,4 @@ SPEC = EngineSpec(
     probe=probe,
     quantized=("none", "fp8"),  # the server is started for the form in which weights arrive
     adapters=True,
-    begin=begin,
 )

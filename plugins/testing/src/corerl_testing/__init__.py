@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from corerl.rollout.scored import exact_share as exact_share
     from corerl.trainer.worker import TimedMicroBatches as TimedMicroBatches
     from corerl.trainer.worker import Worker as Worker
+    from corerl.weights.checksums import difference as difference
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
-    from corerl.weights.sending import Sending as Sending
-    from corerl.weights.verify import difference as difference
+    from corerl.weights.transport import Sending as Sending
     from corerl_doctor.smallest import drawn_model as drawn_model
     from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations

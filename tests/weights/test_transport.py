@@ -5,10 +5,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.sending import Sending
-from corerl.weights.transport import Address
-from corerl.weights.verify import bit_sums
+from corerl.weights.transport import Address, Sending
 from corerl_testing.inprocess import InProcessSender
 
 ADDRESS = Address(transport="in process", engines=("engine-0", "engine-1"))

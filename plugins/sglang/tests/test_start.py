@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import ConfigError
-from corerl_sglang import begin as module
-from corerl_sglang.begin import begin
+from corerl_sglang import start as module
 from corerl_sglang.config import SglangConfig
+from corerl_sglang.start import start_server
 from tests.engines.models import context
 
 
@@ -19,7 +19,7 @@ def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "find_spec", lambda name: {"sglang": None}[name])
     with pytest.raises(ConfigError, match=r"^rollout.engine: 'sglang' .* run python -m pip install 'corerl\[sglang\]'"):
-        begin(SglangConfig(), context())
+        start_server(SglangConfig(), context())
     assert list(tmp_path.iterdir()) == []
-    own = begin(SglangConfig(launcher="plugins.sglang.tests.stand_in"), context())  # which may need no SGLang
+    own = start_server(SglangConfig(launcher="plugins.sglang.tests.stand_in"), context())  # which may need no SGLang
     own.stop()

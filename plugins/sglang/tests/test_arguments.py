@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from corerl_sglang.published import add_published_fields
+from corerl_sglang.arguments import add_published_fields
 from corerl_testing import smallest_config
 
 FIELDS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Start an engine's server before the engine itself is imported. Imports nothing heavy."""
+"""Start an engine: first its server, which imports for as long as torch is imported here. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,23 @@ from corerl_sglang.config import INSTALL, LAUNCHER
 from corerl_sglang.server import Server
 
 if TYPE_CHECKING:
+    from corerl.config import ModelConfig
     from corerl.engines import EngineContext
     from corerl_sglang.config import SglangConfig
+    from corerl_sglang.engine import SglangEngine
 
 
-def begin(options: SglangConfig, context: EngineContext) -> Server:
+def start_engine(model: ModelConfig, options: SglangConfig, context: EngineContext) -> SglangEngine:
+    server = start_server(options, context)
+    try:
+        from corerl_sglang.engine import SglangEngine
+    except BaseException:
+        server.stop()
+        raise
+    return SglangEngine(model, options, context, server)
+
+
+def start_server(options: SglangConfig, context: EngineContext) -> Server:
     """Start the server of an engine, which `Server.configure` then gives its arguments. Raises ConfigError where SGLang
     is not installed."""
     if options.launcher == LAUNCHER and find_spec("sglang") is None:
