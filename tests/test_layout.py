@@ -39,6 +39,7 @@ def algorithm_names() -> re.Pattern[str]:
 
 ALGORITHM_NAMES = algorithm_names()
 DEFAULT = 'default="grpo",'  # of algorithm.name
+PEFT_FIELD = '"megatron_core"'  # of an adapter_config.json
 # Wheels that are released with the core that they fit, and import its modules; what others import is public.
 INSIDE = {"doctor", "elastic", "forecast", "testing"}
 # What comes with torch where there is a GPU, and what users build for theirs; asked for before it is imported.
