@@ -125,13 +125,13 @@ class PlainBackend(Backend):
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
         experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
         tokens = torch.tensor(micro.tokens, device=self.device)
-        told = replayed_experts(self.routers, micro, self.device)
+        given = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
-            told_here = None if told is None else told[rows].flatten(0, 1)
-            with self.routers.replaying(told_here, keep=routed, record=record is not None):
+            given_here = None if given is None else given[rows].flatten(0, 1)
+            with self.routers.replaying(given_here, keep=routed, record=record is not None):
                 found = self.of_sequences(tokens[rows], temperature)
                 if record is not None:
                     passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)

@@ -201,7 +201,7 @@ ROOM = 2**16  # bytes for buffers of tiny models
 
 @frozen(kw_only=True)
 class Adapted:
-    precisions: set[str]  # of the weights beside adapters
+    precisions: set[str]  # of the weights other than adapters
     held: int  # bytes of all that the role has after a step
     allowed: int
 
