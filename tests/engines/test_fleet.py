@@ -277,7 +277,7 @@ class Scripted:
             return dict.fromkeys(arguments, 0)
         ((replica, (request,)),) = arguments.items()
         with self._lock:
-            self.asked.append((replica, request.noise_keys.tolist(), request.begun.tolist()))
+            self.asked.append((replica, request.noise_keys.tolist(), request.response_lengths.tolist()))
             answer = self.script.pop(0) if self.script else said
         return {replica: answer(request)}
 
