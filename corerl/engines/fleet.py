@@ -301,11 +301,9 @@ class EngineFleet:
         self._route()
 
     async def reset(self) -> None:
-        """Interrupt all generation, whose callers are gone, and resume if the fleet is paused."""
-        if not self._paused and any(each.batcher.calling for each in self._replicas):
-            await self.pause()
-        if self._paused:
-            await self.resume()
+        """Interrupt all generation, whose callers are gone, as is whoever has paused the fleet."""
+        await self.pause()
+        await self.resume()
 
     def _relieve(self) -> None:
         """A replica has nothing to do: route the request that waits longest for the busiest one again."""

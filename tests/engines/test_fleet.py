@@ -409,12 +409,11 @@ def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
     assert not anew.done()  # until nothing is drawn
     sized.gates.pop(0).set()
     anew.result(60.0)
-    loop.run(fleet.reset())  # nothing is drawn, so nothing is asked
     assert sized.log == ["pause", "resume"] and len(sized.asked) == 1
     assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
     loop.run(fleet.pause())
     loop.run(fleet.reset())  # whoever paused is gone
-    assert sized.log[2:] == ["pause", "resume"]
+    assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 class Sized(Scripted):
