@@ -57,7 +57,7 @@ def measure(*, rounds: int, size: int, calls: int) -> Report:
             extensions=(),
         )
     )
-    loss = plan_algorithm(config).objectives["actor"].loss
+    loss = plan_algorithm(config, plugins_of(config)).objectives["actor"].loss
     plan = plan_role("actor", config, plugins_of(config), device="cpu")
     samples = make_batch(np.full(size, 13), prompt=7, vocab=16)  # the quickstart's
     step_plan = plan_one_step(samples, dp_size=RANKS, tokens_per_micro_batch=16384)

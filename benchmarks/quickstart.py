@@ -29,7 +29,7 @@ from corerl.models.config import hf_config
 from corerl.models.initial import RandomSource
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.spec import ACTOR
 
 EXAMPLE = ROOT / "examples" / "quickstart.toml"
@@ -111,7 +111,8 @@ def write_task(config: Config, directory: Path) -> None:
     for name, chosen in tables.items():
         rows = [json.dumps({"prompt": prompt.text, "answer": prompt.answer}) for prompt in chosen]
         (directory / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
-    loss = plan_algorithm(resolve_tables(settle_algorithm(config))).objectives[ACTOR].loss
+    config = resolve_tables(settle_algorithm(config))
+    loss = plan_algorithm(config, plugins_of(config)).objectives[ACTOR].loss
     settings = {
         "steps": config.run.steps * config.train.mini_batches,
         "prompts": config.rollout.prompts,

@@ -70,7 +70,7 @@ CONFIG = resolve_tables(
         extensions=(),
     )
 )
-ALGORITHM = plan_algorithm(CONFIG)
+ALGORITHM = plan_algorithm(CONFIG, plugins_of(CONFIG))
 
 
 @frozen

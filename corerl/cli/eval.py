@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from corerl.config.schema import Config
 
 Result = TypeVar("Result")
-LATEST = 20  # notices of a training run that are repeated
 # Settings of sampling for training, and what to set for evaluation instead.
 SAMPLING = {f"rollout.{name}": f"set eval.{name}" for name in ("samples", "temperature", "top_p", "top_k")}
 SAMPLING["rollout.prompts"] = "all held-out prompts are scored; data.held_out says how many there are"
@@ -67,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
             own = evolve(config, checkpoint=evolve(config.checkpoint, resume=resume))
         else:
             own = config
-        scores = Path(own.run.dir) / "eval"  # so that the run's own files stay as they are
-        summary = train(evolve(own, run=evolve(own.run, dir=str(scores))))
-        repeat_notices(Path(own.run.dir), scores)
-        return summary
+        scores = str(Path(own.run.dir) / "eval")  # so that the run's own files stay as they are
+        return train(evolve(own, run=evolve(own.run, dir=scores)))
 
     if config is None:
         summary = with_checkpoint(what, score)
@@ -83,35 +80,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def repeat_notices(run_dir: Path, scores: Path) -> None:
-    """Print the notices of the training run that its evaluation in `scores` has not: they may explain a low score."""
-    from corerl.messages import note
-    from corerl.observability.notices import NOTICES_FILE, read_notices
-
-    printed = {notice.text for notice in read_notices(scores)}
-    notices = [notice for notice in read_notices(run_dir) if notice.text not in printed]
-    if len(notices) > LATEST:
-        note(f"{run_dir / NOTICES_FILE} has {len(notices)} notices of the training run, the latest {LATEST}:")
-    for notice in notices[-LATEST:]:
-        note(f"from training, after step {notice.step}: {notice.text}")
-
-
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
     """The config of the run that wrote a checkpoint, to score it, with the overrides `given`."""
     import os
 
     from attrs import evolve
 
+    from corerl.checkpoint.commit import read_state
     from corerl.checkpoint.format import checkpoints_dir
     from corerl.config.load import config_of
     from corerl.messages import note
-    from corerl.plan.resume import read_run
 
     run_dir = checkpoint.parent
     if run_dir.name == checkpoints_dir("").name:  # else the checkpoint was copied elsewhere
         run_dir = run_dir.parent
     own = [f"run.dir={run_dir}", f"checkpoint.resume={checkpoint}", "rollout.saved="]
-    config = config_of(read_run(checkpoint)["config"], [*own, *given])
+    config = config_of(read_state(checkpoint)["config"], [*own, *given])
     missing = [name for name in config.cluster.secrets if name not in os.environ]
     if missing:  # they were needed to train; scores may not need them
         note(f"cluster.secrets: not set here: {', '.join(map(repr, missing))}")

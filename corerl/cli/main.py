@@ -32,7 +32,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = sys.argv[1:] if argv is None else argv
     debug = os.environ.get("CORERL_DEBUG") == "1" or "--debug" in words
-    args: argparse.Namespace | None = None
     try:
         _add_working_directory()
         add_parsers(subparsers, words)
@@ -46,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone(sys.stdout):
             return 141  # a shell's status for SIGPIPE
-        failure = None if isinstance(error, SystemExit) and args is None else _failure(error)
-        if failure is None:  # argparse's own exit, or a fault of CoreRL's
+        failure = _failure(error)
+        if failure is None:  # argparse's exit, or a fault of CoreRL's
             raise
         if debug:
             traceback.print_exc()
@@ -68,8 +67,7 @@ def _failure(error: BaseException) -> tuple[int, list[str]] | None:
         case CorerlError():
             return error.exit_status, error.message.split("\n")
         case SystemExit():
-            where = place(error, lambda frame: True)
-            return 2, [f"the command was ended by SystemExit({error.code!r}){where}; remove it"]
+            return None
         case OSError():  # such as a full disk, or a directory that is gone
             what = printable(str(error.filename)) if error.filename else "cannot read or write"
             where = "" if error.filename else place(error, lambda frame: True)

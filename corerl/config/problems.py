@@ -15,35 +15,27 @@ TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # a li
 
 
 class Problems:
-    """Collects user errors, each under a setting, to raise them together."""
+    """Collects user errors, to raise them together."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[str, UserError]] = []
+        self._found: list[UserError] = []
 
     def add(self, *lines: str) -> None:
         """Add lines that begin with the settings that they are about."""
-        self._found += [(line.partition(":")[0], ConfigError(line)) for line in lines]
+        self._found += map(ConfigError, lines)
 
     @contextmanager
-    def stage(self, setting: str, *, path: str = "") -> Iterator[None]:
-        """Collect a UserError raised in the block, which ends only the block. `path` is put before lines that do not
+    def stage(self, setting: str = "") -> Iterator[None]:
+        """Collect a UserError raised in the block, which ends only the block. `setting` is put before lines that do not
         begin with a path in the config."""
         try:
             yield
         except UserError as error:
-            self._found.append((setting, _at(path, error) if path else error))
-
-    def __bool__(self) -> bool:
-        """Whether any problem was found."""
-        return bool(self._found)
-
-    def none_in(self, *settings: str) -> bool:
-        """Whether no problem was found in these settings or inside them: check before building on them."""
-        return not any(f"{found}.".startswith(f"{setting}.") for setting in settings for found, _ in self._found)
+            self._found.append(_at(setting, error) if setting else error)
 
     def raise_all(self) -> None:
         """Raise a single error as it is, several as one ConfigError with the lines of all."""
-        errors = list({error.message: error for _, error in self._found}.values())
+        errors = list({error.message: error for error in self._found}.values())
         if len(errors) == 1:
             raise errors[0]
         if errors:

@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.backend.state import of_sums, rounded_sum
+from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.config.schema import Config, LoraConfig, ModelConfig
@@ -27,7 +28,6 @@ from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plan.resume import read_run
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -65,7 +65,7 @@ def export(
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    state = read_run(checkpoint)
+    state = read_state(checkpoint)
     saved = _Saved.of(checkpoint, role, state["config"])
     if merge is not None and saved.lora is None:
         raise ModelError(

@@ -18,7 +18,8 @@ from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.progress import Progress
 from corerl.errors import LogprobMismatch
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sampler import Sampler, assemble
 from corerl.types import FloatArray, IntArray, SampleBatch

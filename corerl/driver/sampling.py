@@ -20,7 +20,8 @@ from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.engines.base import UNLIMITED
 from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import EventLoop, in_thread
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.reward_processes import RewardPool

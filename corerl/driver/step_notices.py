@@ -13,7 +13,8 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.metrics import without_spread
 from corerl.models.tokenizer import special_tokens
 from corerl.plan.algorithm import BY_ALL_PARTS, AlgorithmPlan, has_several_parts
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.rollout.scored import ScoredRollout
 from corerl.types import TURN_REWARDS, SampleBatch, TrainResult
 

@@ -128,20 +128,16 @@ def _forget_code(config: PreTrainedConfig) -> None:
 
 
 def _from_directory(path: str) -> PreTrainedConfig:
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ModelError(f"model.path={path!r} is not a directory; it must be a Hugging Face model on this machine")
-    file = directory / "config.json"
-    if not file.is_file():
-        found = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
-        raise ModelError(f"model.path={path!r} has no config.json, found {found}; expected a Hugging Face model")
+    file = Path(path) / "config.json"
     try:
         fields = json.loads(file.read_bytes())
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:
-        named = error.filename or file
-        raise ModelError(f"{named} cannot be read: {error.strerror}; make it readable, or use a copy") from error
+        raise ModelError(
+            f"model.path={path!r}: {error.filename or file} cannot be read: {error.strerror}; it must be the directory "
+            "of a Hugging Face model on this machine"
+        ) from error
     if not isinstance(fields, dict):
         raise ModelError(f"{file} contains a {type(fields).__name__}, expected the fields of a Hugging Face config")
     _known_type(fields, str(file), "; the code that its auto_map names is never run" if fields.get("auto_map") else "")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from corerl.ops.softmax import RowSums, Slopes, gradient_, kernels_for, row_sums
+from corerl.ops.softmax import RowSums, Slopes, gradient_, in_place, row_sums
 
 # Logits per chunk. Every chunk reads the whole weight and adds to its whole gradient, so fewer chunks are faster.
 # 64 MiB and 1 GiB in float32, with a peak of up to 2.5 times that; with kernels 1 GiB in bfloat16, with no copies.
@@ -80,7 +80,7 @@ def logprobs_of_logits(
 
 def chunk_of(hidden: Tensor, rows: int) -> int:
     """The default number of tokens per chunk, for `rows` logits per token."""
-    how = hidden.device.type if kernels_for(hidden) is None else "kernels"
+    how = "kernels" if in_place(hidden) else hidden.device.type
     return max(1, LOGITS[how] // rows)
 
 
@@ -191,7 +191,7 @@ class _LogitLogprobs(torch.autograd.Function):
         logits, targets, normalizer, entropy = ctx.saved_tensors
         d_z = gradient_(
             # A kernel overwrites what it gets, and what made these logits may have kept them for its own gradient.
-            logits if kernels_for(logits) is None else logits.clone(),
+            logits.clone() if in_place(logits) else logits,
             targets,
             normalizer,
             _slopes(d_logprobs, d_entropy, entropy, torch.ones_like(targets, dtype=torch.bool), ctx.temperature),

@@ -6,7 +6,8 @@ On a GPU with Triton each is one kernel, which reads every logit once; elsewhere
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,29 +15,6 @@ from torch import Tensor
 from corerl.ops.buildable import lacking
 
 NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
-
-
-class Kernels(Protocol):
-    """Both passes, as kernels that write what they find into memory that they are given."""
-
-    def row_sums(
-        self, logits: Tensor, targets: Tensor, sums: RowSums, *, temperature: float, real: int, with_spread: bool
-    ) -> None: ...
-
-    def gradient_(
-        self, logits: Tensor, targets: Tensor, normalizer: Tensor, slopes: Slopes, *, temperature: float, real: int
-    ) -> None: ...
-
-
-class NoKernels:
-    """On meta there is nothing to write: what remains is the memory that kernels take."""
-
-    def row_sums(self, *_: Any, **__: Any) -> None: ...
-
-    def gradient_(self, *_: Any, **__: Any) -> None: ...
-
-
-NO_KERNELS = NoKernels()
 
 
 class RowSums(NamedTuple):
@@ -68,6 +46,8 @@ def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, 
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
     sums = RowSums(*torch.zeros((4, len(logits)), dtype=exact, device=logits.device))
+    if logits.is_meta:
+        return sums
     if (kernels := kernels_for(logits)) is not None:
         kernels.row_sums(logits, targets, sums, temperature=temperature, real=real, with_spread=with_spread)
         return sums
@@ -90,6 +70,8 @@ def gradient_(
     normalizer [C] is m + log A, so that log p = x - normalizer. Each element is rounded to that dtype only once, since
     for a likely target `falls` and `rises` almost cancel. The gradient of padding is exactly 0.
     """
+    if logits.is_meta:
+        return logits
     if (kernels := kernels_for(logits)) is not None:
         kernels.gradient_(logits, targets, normalizer, slopes, temperature=temperature, real=real)
         return logits
@@ -119,15 +101,19 @@ def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:
     return x
 
 
-def kernels_for(logits: Tensor) -> Kernels | None:
-    """The kernels to use for `logits`, or for the logits of such hidden states; None for torch operators."""
-    if logits.is_meta:
-        return NO_KERNELS
+def in_place(logits: Tensor) -> bool:
+    """Whether the gradient of `logits`, or of the logits of such hidden states, overwrites them and takes no other
+    memory: by kernels, and on meta, which stands for a GPU."""
+    return logits.is_meta or kernels_for(logits) is not None
+
+
+def kernels_for(logits: Tensor) -> ModuleType | None:
+    """The kernels to use for `logits`; None for torch operators."""
     return _kernels() if logits.is_cuda and logits.dtype != torch.float64 and logits.numel() else None
 
 
 @functools.cache
-def _kernels() -> Kernels | None:
+def _kernels() -> ModuleType | None:
     if lacking():
         return None
     from corerl.ops import kernels

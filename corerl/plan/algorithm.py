@@ -19,13 +19,12 @@ from corerl.algorithms.base import (
 )
 from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.kl import DIFFERENTIATED
-from corerl.algorithms.registry import find_loss, policy_loss
-from corerl.config.functions import imported
+from corerl.algorithms.registry import policy_loss
 from corerl.config.problems import Problems
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, RewardConfig, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
-from corerl.plan.resolve import ROLES, Plugins, check_spec, plugins_of
+from corerl.plan.resolve import ROLES, Plugins, check_spec
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
@@ -70,29 +69,35 @@ def _never(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray)
     raise ContractError("a run that only scores has no advantages")
 
 
-def plan_algorithm(config: Config, plugins: Plugins | None = None) -> AlgorithmPlan:
-    """The plan of a settled config whose plugins' tables are resolved. Raises ConfigError if it names an impossible
-    loss, or a function for advantages that cannot be imported."""
-    plugins = plugins_of(config) if plugins is None else plugins
-    loaded, own, after = plugins.algorithm, config.algorithm.advantages, config.algorithm.postprocess
+def plan_algorithm(config: Config, plugins: Plugins) -> AlgorithmPlan:
+    """The plan of a settled config whose plugins' tables are resolved. Raises all problems together: a loss that there
+    is not, functions that cannot be imported."""
+    own, loaded = config.algorithm, plugins.algorithm
     if loaded is None:
         return AlgorithmPlan(
-            settings=config.algorithm,
-            estimate=_never,
-            postprocess=None,
-            passes=(),
-            objectives={ACTOR: CLIPPED},
-            compares=False,
+            settings=own, estimate=_never, postprocess=None, passes=(), objectives={ACTOR: CLIPPED}, compares=False
         )
     algorithm = _construct(loaded, config.algorithms[loaded.name])
+    estimate: Estimate = algorithm.advantages
+    postprocess: Postprocess | None = None
+    problems = Problems()
+    with problems.stage("algorithm.loss" if own.loss else "algorithm.name"):
+        objectives = _objectives(config, algorithm, plugins.kinds)
+    if own.advantages:
+        with problems.stage():
+            estimate = users_estimate(own.advantages)
+    if own.postprocess:
+        with problems.stage():
+            postprocess = users_postprocess(own.postprocess)
+    problems.raise_all()
     return AlgorithmPlan(
-        settings=config.algorithm,
-        estimate=users_estimate(own) if own else algorithm.advantages,
-        postprocess=users_postprocess(after) if after else None,
+        settings=own,
+        estimate=estimate,
+        postprocess=postprocess,
         passes=tuple(_passes(config, algorithm)),
-        objectives=_objectives(config, algorithm, plugins.kinds),
-        compares=loaded.spec.compares and config.algorithm.kl_in != "reward" and not own,
-        credits_turns=loaded.spec.credits_turns and not own,
+        objectives=objectives,
+        compares=loaded.spec.compares and own.kl_in != "reward" and not own.advantages,
+        credits_turns=loaded.spec.credits_turns and not own.advantages,
     )
 
 
@@ -124,25 +129,10 @@ def _construct(loaded: Loaded, options: Any) -> Algorithm:
     return algorithm
 
 
-def require_functions(config: Config, problems: Problems) -> None:
-    """Check that there are the user's functions that `[algorithm]` names, whatever the algorithm is."""
-    if config.run.mode == "eval":
+def contradictions(config: Config, plugins: Plugins) -> Iterator[str]:
+    """One line for each setting of a settled config that does not fit the algorithm."""
+    if plugins.algorithm is None:
         return
-    own = config.algorithm
-    if own.loss:
-        with problems.stage("algorithm.loss", path="algorithm.loss"):
-            find_loss(own.loss)
-    for name, function in (("algorithm.advantages", own.advantages), ("algorithm.postprocess", own.postprocess)):
-        if function:
-            with problems.stage(name):
-                imported(function, setting=name)
-
-
-def contradictions(config: Config, plugins: Plugins | None = None) -> Iterator[str]:
-    """One line for each setting that does not fit the algorithm. The config is settled; its tables may be unresolved.
-    Raises PluginError if the algorithm cannot be loaded."""
-    plugins = plugins_of(config) if plugins is None else plugins
-    assert plugins.algorithm is not None
     algorithm, spec, kinds = config.algorithm, plugins.algorithm.spec, plugins.kinds
     name = f"algorithm.name={algorithm.name!r}"
     given = {role for role in ROLES if getattr(config.roles, role) is not None}
@@ -167,7 +157,7 @@ def contradictions(config: Config, plugins: Plugins | None = None) -> Iterator[s
         others = "set rollout.source to 'synchronous' or 'one-step-off'"
         if not spec.by_prompt:
             yield f"rollout.source: 'streamed', but the advantages of {name} need the whole batch; {others}"
-        if algorithm.routing_replay == "engine" and (plugins.sampler is None or plugins.sampler.spec.episodes):
+        if algorithm.routing_replay == "engine" and plugins.sampler.spec.episodes:
             yield (
                 "algorithm.routing_replay: 'engine', but episodes may sample nothing, and then have no experts as "
                 f"rollout.source='streamed' begins; set it to 'recompute', or {others}"
@@ -227,11 +217,9 @@ def notices_of_sampling(config: Config) -> Iterator[str]:
         )
 
 
-def check_algorithm(config: Config, plugins: Plugins | None = None) -> None:
+def check_algorithm(config: Config, loaded: Loaded) -> None:
     """Ask the algorithm's spec what contradicts it. Raises ConfigError with one line for each problem. The config is
     settled, its plugins' tables are resolved."""
-    loaded = (plugins_of(config) if plugins is None else plugins).algorithm
-    assert loaded is not None
     run = AlgorithmRun(
         algorithm=config.algorithm, rollout=config.rollout, train=config.train_of(ACTOR), steps=config.run.steps
     )

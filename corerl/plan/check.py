@@ -17,24 +17,23 @@ from corerl.config.options import RAYS, READ_AT_START, Need
 from corerl.config.schema import MOST_SAMPLES, Config
 from corerl.config.toml_text import class_fields
 from corerl.errors import ConfigError
-from corerl.messages import did_you_mean, did_you_mean_path, listed, short_repr
+from corerl.messages import did_you_mean_path, listed, short_repr
 
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
-ONE_MACHINE = 512  # ranks and engines that a Ray started on this machine may have to start
 CODE = ("*.py", "*.so", "*/*.py")  # what can be imported
 SHOWN = 3  # files in one line
 
 
 def contradictions(config: Config) -> list[str]:
     """Those of a run."""
-    checks = (_mode, _evaluation, _tokenizer, _batch, _extensions)
+    checks = (_mode, _evaluation, _batch)
     return [*contradictions_of_a_group(config), *(line for check in checks for line in check(config))]
 
 
 def contradictions_of_a_group(config: Config) -> list[str]:
     """Those that concern the ranks of a role alone."""
-    checks = (unmet, _model, _algorithm, _cluster, missing_directories)
+    checks = (unmet, _model, _algorithm, _cluster)
     return [line for check in checks for line in check(config)]
 
 
@@ -135,28 +134,18 @@ def _evaluation(config: Config) -> Iterator[str]:
 
 
 def _model(config: Config) -> Iterator[str]:
-    model = config.model
-    for role, own in config.roles.own_models.items():
-        table = f"roles.{role}.model"
-        if bool(own.path) == bool(own.config):
-            yield f"{table}: needs exactly one of path and config; set one, or remove the table to use [model]"
-        if own.tokenizer:
-            yield f"{table}.tokenizer: the {role} reads the actor's tokens; remove it"
-    if not model.path and not model.config:
-        yield "model.path: unset, as is model.config; set it to a Hugging Face directory, or that for random weights"
-    if model.path and model.config:
-        yield f"model.config: set, and model.path={model.path!r} too; keep that for its weights, or this"
-    if model.config and "model_type" not in model.config:
-        yield "model.config.model_type: missing; set it to the architecture, such as 'qwen3'"
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    model = config.model
-    if (model.config and not model.path and not model.tokenizer) or model.tokenizer == "characters:":
-        yield (
-            f"model.tokenizer: {model.tokenizer!r}; set a tokenizer directory, or 'characters:ABC' for one token per "
-            "character"
-        )
+    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
+    for table, model in {"model": config.model, **own}.items():
+        if model.path and model.config:
+            yield f"{table}.config: set, and {table}.path={model.path!r} too; keep that for its weights, or this"
+        if model.tokenizer and table in own:
+            yield f"{table}.tokenizer: the role reads the actor's tokens; remove it"
+        if model.path and not os.path.isdir(model.path):
+            near = did_you_mean_path(model.path)
+            if not near and HUB.fullmatch(model.path):
+                near = f"; if that is a name of the Hugging Face Hub: hf download {model.path} --local-dir {model.path}"
+            advice = f"set it to a downloaded Hugging Face model directory{near}"
+            yield f"{table}.path: no directory {model.path!r}; {advice}"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -175,20 +164,19 @@ def _batch(config: Config) -> Iterator[str]:
             )
 
 
-def uneven(role: str, config: Config, *, data_parallel: int) -> str:
-    """The problem if the samples of one optimizer step of `role` do not divide over `data_parallel` groups; "" if they
-    do."""
+def require_even(role: str, config: Config, *, data_parallel: int) -> None:
+    """Raise ConfigError if the samples of one optimizer step of `role` do not divide over `data_parallel` groups."""
     train, ranks = config.train_of(role), config.chosen_roles[role].ranks
     prompts, samples = config.rollout.prompts, config.rollout.samples
     step = prompts * samples // train.mini_batches
-    if prompts % train.mini_batches or step % data_parallel == 0:  # `_batch` reports the first case
-        return ""
+    if step % data_parallel == 0:
+        return
     unit = train.mini_batches * data_parallel // math.gcd(data_parallel, samples)  # in prompts: groups stay whole
     over, other = f"roles.{role}.ranks={ranks}", f"a number of ranks that divides {step}"
     if data_parallel != ranks:
         over = f"the {data_parallel} data-parallel groups of {over}"
         other = f"ranks and parallelism such that the number of groups divides {step}"
-    return (
+    raise ConfigError(
         f"rollout.prompts: {prompts} x rollout.samples={samples} / "
         f"{config.train_table_of(role)}.mini_batches={train.mini_batches} makes {step} samples per optimizer step, "
         f"which do not divide evenly over {over}; {_use_multiple(prompts, unit)}, or {other}"
@@ -203,11 +191,6 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.run.mode == "eval":
         return  # nothing learns: what is unset is not as the algorithm says
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.reference and config.run.trains and not os.path.isdir(algorithm.reference):
-        yield (
-            f"algorithm.reference: no directory {algorithm.reference!r}; set it to a Hugging Face model directory, or "
-            f"remove it to use the initial weights{did_you_mean_path(algorithm.reference)}"
-        )
     if algorithm.correction_floor > algorithm.correction_cap:
         yield (
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
@@ -245,40 +228,6 @@ def _cluster(config: Config) -> Iterator[str]:
             yield f"cluster.secrets: {name!r} is in cluster.environment too; remove it from one of them"
         elif name not in os.environ:
             yield f"cluster.secrets: {name!r} is not set in the environment of this command; set it, or remove it"
-    counts = {f"roles.{role}.ranks": choice.ranks for role, choice in config.chosen_roles.items()}
-    if config.run.samples:
-        counts["rollout.replicas"] = config.rollout.replicas
-    if not cluster.address and sum(counts.values()) > ONE_MACHINE:
-        most = max(counts, key=lambda name: counts[name])
-        yield (
-            f"{most}: {counts[most]}, which makes {sum(counts.values())} processes on this machine, at most "
-            f"{ONE_MACHINE}; use fewer, or set cluster.address"
-        )
-
-
-def _extensions(config: Config) -> Iterator[str]:
-    for name, count in Counter(each.name for each in config.chosen_extensions).items():
-        if count > 1:
-            yield f"extensions: {name!r} is listed {count} times; keep one"
-
-
-def missing_directories(config: Config) -> Iterator[str]:
-    """A line for each directory that is to be there and is not."""
-    own = {f"roles.{role}.model": model for role, model in config.roles.own_models.items()}
-    for table, model in {"model": config.model, **own}.items():
-        if model.path and not os.path.isdir(model.path):
-            near = did_you_mean_path(model.path)
-            if not near and HUB.fullmatch(model.path):
-                near = f"; if that is a name of the Hugging Face Hub: hf download {model.path} --local-dir {model.path}"
-            advice = f"set it to a downloaded Hugging Face model directory{near}"
-            yield f"{table}.path: no directory {model.path!r}; {advice}"
-    resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not os.path.isdir(resume):
-        removed = os.path.basename(resume).startswith("step-") and os.path.isdir(os.path.dirname(resume))
-        kept = " (a run keeps only its newest checkpoints, checkpoint.keep)" if removed else ""
-        near = did_you_mean(resume, ("never", "auto")) or did_you_mean_path(resume)
-        advice = f"set 'never', 'auto', or a checkpoint's or a run's directory{near}"
-        yield f"checkpoint.resume: no directory {resume!r}{kept}; {advice}"
 
 
 def require_no_code_of_a_model(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource
+from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource, RewardConfig, RolloutConfig
 from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
 from corerl.data.mixture import HeldOut
@@ -25,9 +24,8 @@ from corerl.models.tokenizer import end_tokens
 from corerl.plan.resolve import check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import PromptCheck, Rejected, check_first, require_encodable
+from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
-from corerl.rollout.reasoning import Openings, generation_prompt, left_open
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
@@ -37,45 +35,74 @@ MakeSampler = Callable[[SamplerContext], Sampler]
 
 
 @frozen(kw_only=True)
-class Sampled:
-    """What a run samples from, and how; None for what is wrong."""
+class RolloutPlan:
+    """How batches of samples come about."""
 
-    tokenizer: PreTrainedTokenizerBase | None
-    prompts: PromptSource | None
-    reward: Reward | None
-    params: SamplingParams | None
+    settings: RolloutConfig
+    rewarding: RewardConfig
+    seed: int
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    template_options: Mapping[str, Any]  # of the tokenizer's chat template
+    check: PromptCheck | None  # of each prompt that is sampled; None if the run samples none
+    context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
+    reward: Reward
+    params: SamplingParams
+    attempts: int  # batches sampled at most to replace groups of equal rewards; 0: they are kept
+    spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
+    sampler: MakeSampler
     postprocess: Callable[[ScoredRollout], Any] | None
+    vocab_size: int  # of the actor's model
 
 
-def load_sampled(
-    config: Config, tokenizer: PreTrainedTokenizerBase | None, sampler: Loaded | None, problems: Problems
-) -> Sampled:
-    params: SamplingParams | None = None
-    prompts: PromptSource | None = None
-    reward: Reward | None = None
-    postprocess: Callable[[ScoredRollout], Any] | None = None
+def plan_rollout(
+    config: Config, sampler: Loaded, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab_size: int
+) -> RolloutPlan:
+    """What a run samples from, and how; prompts are loaded and not checked yet (`checked`). `context` is the most
+    tokens of a sample (0: unlimited). Raises all problems together."""
     data, rollout = config.data, config.rollout
-    if tokenizer is not None:
-        with problems.stage("rollout.stop"):
-            replays = config.algorithm.routing_replay == "engine"
-            ends = end_tokens(tokenizer, config.model)
-            params = evolve(sampling_params(rollout, tokenizer, ends), routed_experts=replays)
-    # Those of a sampler that cannot be loaded are not known.
-    if not config.run.samples or sampler is not None or names_prompts(data):
-        with problems.stage("data", path="data.source"):
-            given = _rows_of(sampler, config) if sampler is not None and not names_prompts(data) else None
-            prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given)
-            if tokenizer is not None:
-                require_encodable(prompts, tokenizer, data.chat_template_options)
-    with problems.stage("reward", path="reward.name"):
+    postprocess: Callable[[ScoredRollout], Any] | None = None
+    problems = Problems()
+    with problems.stage():
+        params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, config.model))
+        params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
+    with problems.stage("data.source"):
+        given = None if names_prompts(data) else _rows_of(sampler, config)
+        prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given)
+        require_encodable(prompts, tokenizer, data.chat_template_options)
+    with problems.stage("reward.name"):
         reward = reward_of(config.reward)
+    with problems.stage():
+        make_sampler = plan_sampler(config, sampler)
     if rollout.postprocess:
-        with problems.stage("rollout.postprocess"):
+        with problems.stage():
             postprocess = imported(rollout.postprocess, setting="rollout.postprocess")
     if rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    return Sampled(tokenizer=tokenizer, prompts=prompts, reward=reward, params=params, postprocess=postprocess)
+    if config.run.samples and context and context <= rollout.max_tokens:
+        problems.add(
+            f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
+            "lower it"
+        )
+    problems.raise_all()
+    return RolloutPlan(
+        settings=rollout,
+        rewarding=config.reward,
+        seed=config.run.seed,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        template_options=data.chat_template_options,
+        check=None,
+        context_length=context,
+        reward=reward,
+        params=params,
+        attempts=config.algorithm.dynamic_sampling or 0,
+        spread_on=config.algorithm.dynamic_sampling_on,
+        sampler=make_sampler,
+        postprocess=postprocess,
+        vocab_size=vocab_size,
+    )
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
@@ -121,82 +148,69 @@ def plan_sampler(config: Config, sampler: Loaded) -> MakeSampler:
 # ---- lengths ---------------------------------------------------------------------------------------------------------
 
 
-def against_lengths(config: Config, context: int) -> Iterator[str]:
-    rollout = config.rollout
-    if config.run.samples and context and context <= rollout.max_tokens:
-        yield (
-            f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
-            "lower it"
-        )
-
-
 def _context_is(config: Config, context: int) -> str:
     of_model = f"the model's config allows {context} tokens"
     return f"rollout.context_length={context}" if config.rollout.context_length else of_model
 
 
-def prompt_check(
-    config: Config, context: int, tokenizer: PreTrainedTokenizerBase, prompts: PromptSource, problems: Problems
-) -> PromptCheck | None:
-    """The check of each prompt that is taken, which the first ones have passed; None if the run takes none. Prompts
-    that leave no room for a response are left out."""
-    rollout, data = config.rollout, config.data
+def checked(plan: RolloutPlan, config: Config) -> RolloutPlan:
+    """The plan with the check of each prompt that is taken, which the first ones have passed (that takes seconds).
+    Prompts that leave no room for a response are left out. Raises UserError."""
     if not config.run.samples:
-        return None
+        return plan
+    context, most = plan.context_length, config.rollout.max_tokens
     check = PromptCheck(
-        tokenizer=tokenizer,
-        options=data.chat_template_options,
-        skip=data.refused == "skip",
-        longest=context - rollout.max_tokens if context else UNLIMITED,
-        limit=f"rollout.max_tokens={rollout.max_tokens} ({_context_is(config, context)})",
+        tokenizer=plan.tokenizer,
+        options=plan.template_options,
+        skip=config.data.refused == "skip",
+        longest=context - most if context else UNLIMITED,
+        limit=f"rollout.max_tokens={most} ({_context_is(config, context)})",
     )
-    with problems.stage("data", path="data.source"):
-        check_first(prompts, check)
-    return check
+    problems = Problems()
+    with problems.stage("data.source"):
+        check_first(plan.prompts, check)
+    problems.raise_all()
+    return evolve(plan, check=check)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-def load_eval_sets(
-    config: Config, sampled: Sampled, context: int, problems: Problems
-) -> tuple[list[EvalSet], list[str]]:
-    """The sets, with `data.held_out` first if there is one, and notices about their prompts. What is wrong with a set
-    goes to `problems`."""
+def load_eval_sets(config: Config, rollout: RolloutPlan) -> tuple[list[EvalSet], list[str]]:
+    """The sets, with `data.held_out` first if there is one, and notices about their prompts. Raises all problems
+    together."""
     found: list[EvalSet] = []
     notices: list[str] = []
-    if not config.run.samples or None in (sampled.prompts, sampled.reward, sampled.tokenizer):
-        return [], []
+    problems = Problems()
     for table, own in config.eval.tables.items():
-        if own is config.eval and not config.data.held_out:
+        if not config.run.samples or (own is config.eval and not config.data.held_out):
             continue
-        with problems.stage(table):
+        with problems.stage():
             try:
-                each = _eval_set(config, table, own, sampled)
-                notices += [f"{table}: {line}" for line in _checked(config, table, each, sampled, context)]
+                each = _eval_set(config, table, own, rollout)
+                notices += [f"{table}: {line}" for line in _checked(config, table, each, rollout)]
             except UserError as error:
                 lines = [line if line.startswith(table) else f"{table}: {line}" for line in error.message.splitlines()]
                 raise type(error)("\n".join(lines)) from error
             found.append(each)
+    problems.raise_all()
     return found, notices
 
 
-def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled) -> EvalSet:
-    tokenizer, prompts, reward = sampled.tokenizer, sampled.prompts, sampled.reward
-    assert tokenizer is not None and prompts is not None and reward is not None
+def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -> EvalSet:
+    tokenizer = run.tokenizer
     settings = own.settled(config.eval, config.rollout)
     like = {name: getattr(settings, name) for name in ("top_p", "top_k", "max_tokens", "stop")}
     rollout = evolve(config.rollout, **like, temperature=settings.temperature or config.rollout.temperature)
     params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, config.model), setting=f"{table}.stop")
-    held_out, rewarding = HeldOut(prompts, prompts.held_out), None
+    held_out, rewarding, name, every = HeldOut(run.prompts, run.prompts.held_out), None, "", None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
         source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
-        held_out, rewarding = HeldOut(source, source.train), own.reward
+        held_out, rewarding, name, every = HeldOut(source, source.train), own.reward, own.called, own.every
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
-    every = own.every if isinstance(own, EvalSource) else None
     return EvalSet(
-        name=own.called if isinstance(own, EvalSource) else "",
+        name=name,
         every=config.eval.every if every is None else every,
         source=held_out,
         params=evolve(params, greedy=not settings.temperature),
@@ -209,21 +223,20 @@ def _eval_set(config: Config, table: str, own: EvalSampling, sampled: Sampled) -
     )
 
 
-def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, context: int) -> Iterator[str]:
+def _checked(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
     """Leave out the prompts that cannot be used; yields notices. The run's own check covers `data.held_out`, unless
     evaluation may sample longer answers."""
-    options, tokens, tokenizer = config.data.chat_template_options, held_out.params.max_tokens, sampled.tokenizer
-    assert tokenizer is not None
+    tokens, context = held_out.params.max_tokens, rollout.context_length
     if held_out.name:
-        require_encodable(held_out.source, tokenizer, options)
+        require_encodable(held_out.source, rollout.tokenizer, rollout.template_options)
         yield from held_out.source.notices
         yield from unanswered(config.data.answer_key, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
     known = len(held_out.source.notices)
     check = PromptCheck(
-        tokenizer=tokenizer,
-        options=options,
+        tokenizer=rollout.tokenizer,
+        options=rollout.template_options,
         skip=config.data.refused == "skip",
         longest=max(0, context - tokens) if context else UNLIMITED,
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
@@ -236,17 +249,13 @@ def _checked(config: Config, table: str, held_out: EvalSet, sampled: Sampled, co
 
 
 def notices_of_data(
-    config: Config, sampled: Sampled, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
+    config: Config, rollout: RolloutPlan, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
 ) -> Iterator[str]:
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
-    prompts, tokenizer = sampled.prompts, sampled.tokenizer
-    assert prompts is not None and tokenizer is not None
-    yield from prompts.notices
-    yield from unanswered(config.data.answer_key, prompts)
+    yield from rollout.prompts.notices
+    yield from unanswered(config.data.answer_key, rollout.prompts)
     yield from about_sets
-    yield from held_out_and_trained_on(prompts, eval_sets)
-    options, special = config.data.chat_template_options, config.reward.special_tokens
-    yield from opened_reasoning(prompts, tokenizer, options, special_tokens=special)
+    yield from held_out_and_trained_on(rollout.prompts, eval_sets)
 
 
 def unanswered(answer_key: str, prompts: PromptSource) -> Iterator[str]:
@@ -269,21 +278,3 @@ def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet])
         if both := int(np.isin(asked, prompts.asked[prompts.train]).sum()):
             where = f"eval.sets: {each.name!r}" if each.name else "data.held_out"
             yield f"{where}: {both} of {len(asked)} held-out prompts are prompts of training rows too"
-
-
-def opened_reasoning(
-    prompts: PromptSource, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], *, special_tokens: bool
-) -> Iterator[str]:
-    """A line if the chat template begins the answer to the first prompt with a reasoning tag."""
-    if not len(prompts.train):
-        return
-    first, opened = prompts.prompt(int(prompts.train[0])), ""
-    options = {**options, **first.template_options}
-    with contextlib.suppress(Rejected):  # the check of all prompts reports it
-        opened = left_open(generation_prompt(tokenizer, first.messages, tools=first.tools, options=options))
-    if opened:
-        if Openings(tokenizer).seen(opened, special_tokens=special_tokens):
-            what = "rewards and samples.jsonl see that before the sampled text"
-        else:
-            what = "a special token, which rewards see with reward.special_tokens=true"
-        yield f"data: the chat template begins each answer with {opened!r}: {what}; it is not trained on"

@@ -1,7 +1,4 @@
-"""Check that a model can be built and held, and that a checkpoint or a model directory holds all its tensors.
-
-Imports transformers' models, which takes seconds: import this module only when there is something to check.
-"""
+"""Check that a checkpoint or a model directory holds all tensors of a model, and that this machine can hold them."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from corerl.models.layouts import unread_parameters
 from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
 from corerl.models.parts import parts_of
+from corerl.models.readers import SafetensorsSource
 from corerl.weights.adapters import is_adapter
 
 GIB = 2**30
@@ -33,13 +31,11 @@ FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
 
 
-def built(model: PreTrainedConfig, *, value_head: bool) -> PreTrainedModel:
-    """A role's model on meta, which allocates nothing. Raises ModelError if transformers cannot build it."""
-    return look_at(model, value_head=value_head)
-
-
-def require_memory(model: PreTrainedModel, *, there: int) -> None:
-    """Raise ModelError if the weights alone need more than `there` bytes, in 16 bits."""
+def require_memory(model: PreTrainedModel) -> None:
+    """Raise ModelError if the weights alone, in 16 bits, need more than all host and device memory of this machine."""
+    devices = range(torch.cuda.device_count())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there += sum(torch.cuda.get_device_properties(index).total_memory for index in devices)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     count = sum(tensor.numel() for _, tensor in tensors)
     if 2 * count > there:
@@ -51,18 +47,18 @@ def require_memory(model: PreTrainedModel, *, there: int) -> None:
         )
 
 
-def memory_here() -> int:
-    """Bytes of host and device memory of this machine, in use or not."""
-    devices = range(torch.cuda.device_count())
-    on_devices = sum(torch.cuda.get_device_properties(index).total_memory for index in devices)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") + on_devices
-
-
-def with_adapters(model: PreTrainedConfig, lora: LoraConfig, *, value_head: bool) -> PreTrainedModel:
-    """A role's model with adapters, on meta. Raises ModelError if it cannot have them."""
-    adapted = look_at(model, value_head=value_head, lora=lora)
-    shapes_of(adapted)
-    return adapted
+def require_tensors(files: SafetensorsSource, shapes: Mapping[str, tuple[int, ...]], *, needs: str, cure: str) -> None:
+    """Raise ModelError if the files lack one of the tensors, or have it in another shape (then `needs` says who needs
+    which), or not in floating point (then `cure` says what to do). Reads only the files' headers."""
+    for name, shape in shapes.items():
+        if (found := files.shape(name)) != shape:
+            what = "lacks" if found is None else f"has {list(found)} for"
+            raise ModelError(f"{files.where(name)} {what} {name!r}, {needs.format(list(shape))}")
+        if (dtype := files.dtype(name)) not in FLOATS:
+            raise ModelError(
+                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; "
+                f"{cure}"
+            )
 
 
 def require_adapters(directory: Path, model: PreTrainedModel) -> None:
@@ -70,17 +66,8 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
     names = peft_names(model)
     files = PeftFiles(directory, names)
     wanted = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
-    for name, shape in wanted.items():
-        if (found := files.shape(name)) != shape:
-            what = "lacks" if found is None else f"has {list(found)} for"
-            raise ModelError(
-                f"{files.where(name)} {what} {name!r}, this model needs {list(shape)}; use adapters of the same model"
-            )
-        if (dtype := files.dtype(name)) not in FLOATS:
-            raise ModelError(
-                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; save "
-                "the adapters again"
-            )
+    needs = "this model needs {}; use adapters of the same model"
+    require_tensors(files, wanted, needs=needs, cure="save the adapters again")
     if others := sorted(files.names - set(names.values())):
         raise ModelError(
             f"{directory} has tensors that no adapter of this model is, as {listed(others, SHOWN)}; use adapters of "
@@ -134,31 +121,23 @@ def require_same_tensors(directory: Path, role: str, shapes: Mapping[str, tuple[
 
 
 OWN = (
-    "its config.json needs {}: they belong to different models, or the file is incomplete; download or save them again"
+    "but its config.json needs {}: they belong to different models, or the file is incomplete; download or save them "
+    "again"
 )
 AS_ACTOR = (
-    "the actor's model needs {}, whose shapes its reference takes; a reference of another size, or with an embedding "
-    "padded to another number of rows, is a role: set roles.reference.model.path instead"
+    "but the actor's model needs {}, whose shapes its reference takes; a reference of another size, or with an "
+    "embedding padded to another number of rows, is a role: set roles.reference.model.path instead"
 )
 
 
 def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedConfig, *, needs: str = OWN) -> str:
-    """Raise ModelError if a model directory's files are damaged, lack a tensor of the model of `config`, or have one in
-    another shape or not in floating point. Reads only the files' headers. Returns a notice of tensors that are not
-    used; "" if all are."""
+    """Raise ModelError if a model directory's files are damaged, or do not hold the model of `config`. Returns a notice
+    of tensors that are not used; "" if all are."""
     files = model_files(directory, config)
-    for name, shape in shapes_of(model).items():
-        found = files.shape(name)
-        if found is None and name == VALUE_HEAD_WEIGHT:
-            continue  # it then comes from the run's seed
-        if found != shape:
-            what = "lacks" if found is None else f"has {list(found)} for"
-            raise ModelError(f"{files.where(name)} {what} {name!r}, but {needs.format(list(shape))}")
-        if (dtype := files.dtype(name)) not in FLOATS:
-            raise ModelError(
-                f"{files.where(name)} has values of type {dtype} for {name!r}, wanted one of {', '.join(FLOATS)}; use "
-                "the original model, not a quantized one"
-            )
+    shapes = shapes_of(model)
+    if VALUE_HEAD_WEIGHT in shapes and files.shape(VALUE_HEAD_WEIGHT) is None:
+        del shapes[VALUE_HEAD_WEIGHT]  # it then comes from the run's seed
+    require_tensors(files, shapes, needs=needs, cure="use the original model, not a quantized one")
     if reads_pictures(config):
         return ""  # see `untrained`
     whole = look_at(config)  # with its head, which a critic does not read

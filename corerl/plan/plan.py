@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.cluster.arrangement import Placement
 from corerl.config.schema import (
@@ -16,48 +16,20 @@ from corerl.config.schema import (
     Config,
     EvalConfig,
     ExtensionChoice,
-    RewardConfig,
-    RolloutConfig,
     RunConfig,
     WeightsConfig,
 )
 from corerl.config.toml_text import to_plain, toml_value
-from corerl.data.prompts import PromptSource
-from corerl.engines.base import SamplingParams
 from corerl.errors import ConfigError, ContractError, UserError
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.data import MakeSampler
+from corerl.plan.data import RolloutPlan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Plugins
 from corerl.plan.resume import Start
 from corerl.plan.roles import RolePlan
 from corerl.plugin.observers import load_planners
 from corerl.plugin.spec import PlanAnswer
-from corerl.rollout.encoding import PromptCheck
 from corerl.rollout.evaluation import EvalSet
-from corerl.rollout.rewards import Reward
-from corerl.rollout.scored import ScoredRollout
-
-
-@frozen(kw_only=True)
-class RolloutPlan:
-    """How batches of samples come about."""
-
-    settings: RolloutConfig
-    rewarding: RewardConfig
-    seed: int
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSource
-    template_options: Mapping[str, Any]  # of the tokenizer's chat template
-    check: PromptCheck | None  # of each prompt that is sampled; None if the run samples none
-    context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
-    reward: Reward
-    params: SamplingParams
-    attempts: int  # batches sampled at most to replace groups of equal rewards; 0: they are kept
-    spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    sampler: MakeSampler
-    postprocess: Callable[[ScoredRollout], Any] | None
-    vocab_size: int  # of the actor's model
 
 
 @frozen(kw_only=True)

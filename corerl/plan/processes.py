@@ -3,7 +3,6 @@ reach engines."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,25 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
-from corerl.config.options import GLOO_INTERFACE
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterConfig, ClusterInfo, Config
+from corerl.config.schema import ClusterInfo, Config
 from corerl.config.toml_text import to_plain
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.check import uneven
+from corerl.plan.check import require_even
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, check_spec
-from corerl.plan.roles import RolePlan, cluster_of, plan_role
-from corerl.plugin import hooktrace
+from corerl.plan.roles import RolePlan, cluster_of, environment_of, plan_role, process_environment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import ACTOR, Environment
+from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import AUTO
 
 ENGINES = "engines"  # name of the group of engine processes, next to the roles' names
-USER = "cluster.environment"  # whose values may be secrets
-JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 
 
 @frozen(kw_only=True)
@@ -65,67 +60,77 @@ class ProcessPlan:
 def plan_processes(
     config: Config,
     plugins: Plugins,
-    problems: Problems,
     *,
     device: str,
     models: Mapping[str, RoleModel],
     run_dir: Path,
     resume: Path | None,
     context_length: int,
-    algorithm: AlgorithmPlan | None,
-) -> ProcessPlan | None:
+    algorithm: AlgorithmPlan,
+) -> ProcessPlan:
     """Plan the processes of a config with resolved plugins; `context_length` is the most tokens of a sample (0:
-    unlimited). None if there is any problem, new or found before; what builds on a plugin that is missing, or on
-    options that do not fit it, is not checked then."""
-    fit = {kind: problems.none_in(f"plugins.{kind.value}") for kind in Kind}
-    actor = cluster_of(ACTOR, config, plugins, device=device, model=models.get(ACTOR))
+    unlimited). Raises all problems together."""
+    problems = Problems()
+    engine = plugins.engine
+    actor = cluster_of(ACTOR, config, plugins, device=device, model=models[ACTOR])
     engines = evolve(actor, ranks=config.rollout.replicas, weights=config.weights)
-    engine = plugins.engine if fit[Kind.ENGINES] else None
-    groups, own, widths = groups_of(config)
-    senders: tuple[int, ...] = ()
-    if engine is not None and fit[Kind.BACKENDS] and fit[Kind.TRANSPORTS]:
-        with problems.stage("weights.transport"):
-            if config.run.samples:
-                widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
-            senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
-            name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
-            plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
-            config = evolve(config, weights=evolve(config.weights, transport=name))
-            check_transport(config, plugins, senders, actor)
-    if engine is not None:
-        with problems.stage("engines"):
-            check_spec(engine, config.engines[engine.name], engines, config=config)
-            require_form(config, engine)
-    if fit[Kind.EXTENSIONS]:
-        check_extensions(config, plugins, actor, problems)
-    else:  # none is known to be there
-        config, plugins = evolve(config, extensions=()), evolve(plugins, extensions=())
-    plans: dict[str, RolePlan] = {}
-    if fit[Kind.BACKENDS]:
-        plans = plan_roles(
-            config, plugins, problems, device=device, models=models, run_dir=run_dir, resume=resume, algorithm=algorithm
-        )
-    transport = plugins.transport
-    if problems or algorithm is None or engine is None or transport is None:
-        return None
-    common = process_environment(config.cluster, device=device, transport=transport)
-    with problems.stage("environment"):
-        plans = {role: with_environment(plan, config.cluster, common) for role, plan in plans.items()}
-    engine_plan: EnginePlan | None = None
-    resources = [plan.resources for plan in plans.values()]
+    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
+    own, widths = list(config.own_devices), dict[str, int]()
     if config.run.samples:
-        context = engine_context(
-            config, device=device, context_length=context_length, bundles=widths[ENGINES], run_dir=run_dir
+        groups[ENGINES] = config.rollout.replicas
+        widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
+        if config.cluster.placement == "disaggregated":
+            own.append(ENGINES)
+    senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
+    name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
+    transport = load(Kind.TRANSPORTS, name)
+    plugins = evolve(plugins, transport=transport)
+    config = evolve(config, weights=evolve(config.weights, transport=name))
+    with problems.stage():
+        check_transport(config, transport, senders, actor)
+    with problems.stage():
+        check_spec(engine, config.engines[engine.name], engines, config=config)
+    with problems.stage():
+        require_form(config, engine)
+    check_extensions(config, plugins, actor, problems)
+    common = process_environment(config.cluster, device=device, transport=transport)
+    roles: dict[str, RolePlan] = {}
+    for role in config.chosen_roles:
+        with problems.stage(f"roles.{role}"):
+            roles[role] = plan_role(
+                role,
+                config,
+                plugins,
+                device=device,
+                run_dir=str(run_dir),
+                resume=str(resume / role) if resume else "",
+                model=models[role],
+                algorithm=algorithm,
+                common=common,
+            )
+            if not plugins.is_frozen(role):
+                require_even(role, config, data_parallel=roles[role].data_parallel)
+    problems.raise_all()
+    engine_plan: EnginePlan | None = None
+    resources = [plan.resources for plan in roles.values()]
+    if config.run.samples:
+        context = EngineContext(
+            name="engine",
+            index=0,
+            device=device,
+            precision=config.train_of(ACTOR).precision,
+            context_length=context_length,
+            bundles=widths[ENGINES],
+            run_dir=str(run_dir),
+            weights=config.weights,
+            lora=config.lora if separate_adapters(config) else None,
         )
-        with problems.stage("environment"):
-            engine_plan = plan_engines(config, engine, transport, engines, context, common)
+        engine_plan = plan_engines(config, engine, transport, engines, context, common)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
-    if problems:
-        return None
     return ProcessPlan(
         device=device,
         separate_adapters=separate_adapters(config),
-        roles=plans,
+        roles=roles,
         engine=engine_plan,
         sharing=offloaded(config, device),
         placement=arrange(
@@ -136,72 +141,14 @@ def plan_processes(
             gpus=max(each.gpus for each in resources),
             resources=config.cluster.resources,
         ),
-        transport=config.weights.transport,
+        transport=name,
         transport_options=to_plain(config.transports.get(transport.name, {})),
         senders=senders,
         common=common,
     )
 
 
-def groups_of(config: Config) -> tuple[dict[str, int], list[str], dict[str, int]]:
-    """The groups of a run's processes by name: how many members each has, those that have devices of their own, and the
-    widths of members, which only the engine knows if there are engines."""
-    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    own = list(config.own_devices)
-    if config.run.samples:
-        groups[ENGINES] = config.rollout.replicas
-        own += [ENGINES] if config.cluster.placement == "disaggregated" else []
-    return groups, own, {}
-
-
-def plan_roles(
-    config: Config,
-    plugins: Plugins,
-    problems: Problems,
-    *,
-    device: str,
-    models: Mapping[str, RoleModel],
-    run_dir: Path,
-    resume: Path | None,
-    algorithm: AlgorithmPlan | None,
-) -> dict[str, RolePlan]:
-    """The plans of the roles that have no problem, without the environment that all processes share."""
-    plans: dict[str, RolePlan] = {}
-    for role in config.chosen_roles:
-        with problems.stage(f"roles.{role}", path=f"roles.{role}"):
-            plan = plan_role(
-                role,
-                config,
-                plugins,
-                device=device,
-                run_dir=str(run_dir),
-                resume=str(resume / role) if resume else "",
-                model=models.get(role),
-                snapshots=algorithm.snapshots(role) if algorithm is not None and config.run.trains else {},
-            )
-            plans[role] = evolve(plan, objective=algorithm.objectives.get(role) if algorithm is not None else None)
-            line = uneven(role, config, data_parallel=plan.data_parallel)
-            if line and not plugins.is_frozen(role):
-                problems.add(line)
-    return plans
-
-
 # ---- engines ---------------------------------------------------------------------------------------------------------
-
-
-def engine_context(config: Config, *, device: str, context_length: int, bundles: int, run_dir: Path) -> EngineContext:
-    """What all replicas share."""
-    return EngineContext(
-        name="engine",
-        index=0,
-        device=device,
-        precision=config.train_of(ACTOR).precision,
-        context_length=context_length,
-        bundles=bundles,
-        run_dir=str(run_dir),
-        weights=config.weights,
-        lora=config.lora if separate_adapters(config) else None,
-    )
 
 
 def plan_engines(
@@ -212,7 +159,7 @@ def plan_engines(
     context: EngineContext,
     common: Mapping[str, str],
 ) -> EnginePlan:
-    """Plan the replicas, which differ from `context` in their names and numbers. Raises ConfigError if the engine wants
+    """Plan the replicas; `context` is the first's. Raises ConfigError if the engine wants
     an environment that it cannot have."""
     options = config.engines[engine.name]
     wanted = engine.spec.environment(options, cluster)
@@ -255,9 +202,10 @@ def separate_adapters(config: Config) -> bool:
 def check_extensions(config: Config, plugins: Plugins, cluster: ClusterInfo, problems: Problems) -> None:
     names: dict[str, str] = {}  # extension -> its name in the config
     for index, (each, loaded) in enumerate(zip(config.chosen_extensions, plugins.extensions, strict=True)):
-        with problems.stage("extensions"):
-            if names.setdefault(loaded.name, each.name) != each.name:
+        with problems.stage():
+            if loaded.name in names:
                 raise ConfigError(f"extensions: {each.name!r} and {names[loaded.name]!r} share a name; keep one")
+            names[loaded.name] = each.name
             check_spec(loaded, each.options, cluster, config=config, table=f"extensions[{index}].options")
 
 
@@ -289,82 +237,12 @@ def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool)
     return "ipc" if by_handle and senders and config.cluster.placement == "colocated" else "collective"
 
 
-def check_transport(config: Config, plugins: Plugins, senders: Sequence[int], cluster: ClusterInfo) -> None:
+def check_transport(config: Config, loaded: Loaded, senders: Sequence[int], cluster: ClusterInfo) -> None:
     """Raise ConfigError if the chosen transport works within a device, as 'ipc' does, and an engine is on a device
     without a rank, or for what its spec finds."""
-    loaded = plugins.transport
-    assert loaded is not None
     if loaded.spec.one_device and config.run.samples and not senders:
         raise ConfigError(
             f"weights.transport: {config.weights.transport!r} shares memory within one device, but an engine is on a "
             f"device without {ACTOR} ranks; use 'auto', or colocated engines, at most one per rank"
         )
     check_spec(loaded, config.transports.get(loaded.name, {}), cluster, config=config)
-
-
-# ---- environment -----------------------------------------------------------------------------------------------------
-
-
-def with_environment(plan: RolePlan, cluster: ClusterConfig, common: Mapping[str, str]) -> RolePlan:
-    own = environment_of(plan.backend.name, plan.environment, cluster=cluster, common=common)
-    return evolve(plan, environment=own)
-
-
-def process_environment(cluster: ClusterConfig, *, device: str, transport: Loaded | None) -> dict[str, str]:
-    """The environment that every process of a run gets before it imports anything. `transport` is that of its weight
-    updates; None if it is not known."""
-    environment = {
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    if path := os.environ.get("PYTHONPATH"):  # that of a cluster's Ray may be another
-        environment["PYTHONPATH"] = path
-    if hooktrace.wanted():
-        environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
-    if not cluster.address:
-        environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
-    if device == "cpu":
-        environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-    elif transport is not None and transport.spec.joins and cluster.placement == "disaggregated":
-        # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
-        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    return environment
-
-
-def environment_of(
-    plugin: str, wanted: Mapping[str, str], *, cluster: ClusterConfig, common: Mapping[str, str]
-) -> dict[str, str]:
-    """The environment for one plugin's processes; the user's values replace those `common` to all processes.
-
-    Raises ConfigError if the plugin wants another value.
-    """
-    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}
-    own = {name: value for name, value in common.items() if name not in user}
-    return merge_environments(("corerl", own), (USER, user), (plugin, wanted))
-
-
-def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
-    """Merge (plugin, environment) pairs into one environment. LD_PRELOAD is joined, in the order given.
-
-    Raises ConfigError if two plugins want different values of one variable.
-    """
-    merged: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for owner, environment in environments:
-        for variable, value in environment.items():
-            if variable not in merged:
-                merged[variable], owners[variable] = value, owner
-            elif variable in JOINED:
-                separator = JOINED[variable]
-                parts = [*merged[variable].split(separator), *value.split(separator)]
-                merged[variable] = separator.join(dict.fromkeys(parts))
-            elif merged[variable] != value:
-                own, other = (
-                    "another value" if each == USER else repr(text)
-                    for each, text in ((owners[variable], merged[variable]), (owner, value))
-                )
-                raise ConfigError(
-                    f"environment variable {variable}: {owners[variable]} needs {own}, but {owner} needs {other}; "
-                    "they cannot share a process, so choose one of them"
-                )
-    return merged

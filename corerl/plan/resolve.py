@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, fields, frozen
 
 from corerl.algorithms.base import REFERENCE
 from corerl.config.problems import Problems
@@ -100,15 +100,15 @@ def role_options(config: Config, role: str, backend: Loaded) -> Any:
 
 @frozen(kw_only=True)
 class Plugins:
-    """A run's plugins with their specs, each loaded once; those that cannot be loaded are missing."""
+    """A run's plugins with their specs, each loaded once."""
 
-    algorithm: Loaded | None = None  # None also in a run that only scores
-    backends: Mapping[str, Loaded] = field(factory=dict)  # by role
-    engine: Loaded | None = None
-    sampler: Loaded | None = None
-    transport: Loaded | None = None  # None also for 'auto'
-    extensions: tuple[Loaded, ...] = ()  # as the config lists them
-    kinds: Mapping[str, RoleKind] = field(factory=dict)  # what each role is: of the algorithm, and the reference policy
+    algorithm: Loaded | None  # None in a run that only scores
+    backends: Mapping[str, Loaded]  # by role
+    engine: Loaded
+    sampler: Loaded
+    transport: Loaded | None  # None for 'auto'
+    extensions: tuple[Loaded, ...]  # as the config lists them
+    kinds: Mapping[str, RoleKind]  # what each role is: of the algorithm, and the reference policy
 
     def is_critic(self, role: str) -> bool:
         """Whether `role` has a value head; the actor has none in any algorithm."""
@@ -119,48 +119,39 @@ class Plugins:
         return role != ACTOR and self.kinds.get(role) is RoleKind.FROZEN
 
     def supports(self, role: str, capability: Capability) -> bool:
-        return role in self.backends and bool(self.backends[role].spec.support(capability).full)
+        return bool(self.backends[role].spec.support(capability).full)
 
 
-def plugins_of(config: Config, problems: Problems | None = None) -> Plugins:
-    """The plugins that a config names. What is wrong with one goes to `problems`, under "plugins" and its kind's value;
-    without these it is raised."""
+def plugins_of(config: Config) -> Plugins:
+    """The plugins that a config names. Raises all that is wrong with them together."""
     found: dict[tuple[Kind, str], Loaded] = {}
-    wrong = Problems() if problems is None else problems
+    problems = Problems()
     for each in selected(config):
-        with wrong.stage(f"plugins.{each.kind.value}", path=each.path):
-            loaded = load(each.kind, each.name)
-            if each.kind is Kind.ALGORITHMS:
-                _require_valid(loaded.spec, each.name)
-            found[each.kind, each.name] = loaded
-    if problems is None:
-        wrong.raise_all()
+        with problems.stage(each.path):
+            is_algorithm = each.kind is Kind.ALGORITHMS
+            found[each.kind, each.name] = _algorithm(config) if is_algorithm else load(each.kind, each.name)
+    problems.raise_all()
     algorithm = found.get((Kind.ALGORITHMS, config.algorithm.name))
     kinds = dict(algorithm.spec.roles) if algorithm is not None else {}
-    backends = {role: found.get((Kind.BACKENDS, backend_name(config, role))) for role in config.chosen_roles}
-    extensions = [found.get((Kind.EXTENSIONS, each.name)) for each in config.chosen_extensions]
     return Plugins(
         algorithm=algorithm,
-        backends={role: each for role, each in backends.items() if each is not None},
-        engine=found.get((Kind.ENGINES, config.rollout.engine)),
-        sampler=found.get((Kind.SAMPLERS, config.rollout.sampler)),
+        backends={role: found[Kind.BACKENDS, backend_name(config, role)] for role in config.chosen_roles},
+        engine=found[Kind.ENGINES, config.rollout.engine],
+        sampler=found[Kind.SAMPLERS, config.rollout.sampler],
         transport=found.get((Kind.TRANSPORTS, config.weights.transport)),
-        extensions=tuple(each for each in extensions if each is not None),
+        extensions=tuple(found[Kind.EXTENSIONS, each.name] for each in config.chosen_extensions),
         kinds={**kinds, REFERENCE: RoleKind.FROZEN} if config.roles.reference is not None else kinds,
     )
 
 
-def settle_algorithm(config: Config, plugins: Plugins | None = None) -> Config:
+def settle_algorithm(config: Config) -> Config:
     """The same config with what `[algorithm]` leaves unset as the algorithm says, or, in a run that only scores, as
-    all do. Raises PluginError if the algorithm cannot be loaded, or says what it cannot."""
-    loaded = plugins.algorithm if plugins is not None else None
-    if plugins is None and config.run.mode != "eval":
-        loaded = load(Kind.ALGORITHMS, config.algorithm.name)
-        _require_valid(loaded.spec, config.algorithm.name)
+    all do. Raises PluginError if the algorithm cannot be loaded, or sets what it cannot."""
     defaults: dict[str, Any] = {}
-    if loaded is not None:
-        defaults = dict(loaded.spec.defaults)
-        if not config.run.samples or not loaded.spec.compares or config.algorithm.kl_in == "reward":
+    if config.run.mode != "eval":
+        spec = _algorithm(config).spec
+        defaults = dict(spec.defaults)
+        if not config.run.samples or not spec.compares or config.algorithm.kl_in == "reward":
             defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
     return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
 
@@ -199,8 +190,11 @@ def absent_extensions(config: Config) -> list[str]:
     ]
 
 
-def _require_valid(spec: AlgorithmSpec, name: str) -> None:
-    """Raise PluginBroken if an algorithm has roles that no run has, or defaults that `[algorithm]` cannot have."""
+def _algorithm(config: Config) -> Loaded:
+    """Raises PluginBroken if it has roles that no run has, or defaults that `[algorithm]` cannot have."""
+    name = config.algorithm.name
+    loaded = load(Kind.ALGORITHMS, name)
+    spec: AlgorithmSpec = loaded.spec
     if wrong := [role for role in spec.roles if role not in ROLES]:
         raise PluginBroken(f"algorithm {name!r} wants the role {wrong[0]!r}; a run has {', '.join(ROLES)}")
     if spec.roles.get(ACTOR, RoleKind.FROZEN) is RoleKind.FROZEN:
@@ -216,63 +210,49 @@ def _require_valid(spec: AlgorithmSpec, name: str) -> None:
             structure({setting: value}, AlgorithmConfig, path="algorithm")
         except ConfigError as error:
             raise PluginBroken(f"algorithm {name!r} has an invalid default: {error.message}") from error
+    return loaded
 
 
-def resolve_tables(config: Config, problems: Problems | None = None) -> Config:
-    """The same config, with the options of every selected plugin as an instance of its config class.
+def resolve_tables(config: Config) -> Config:
+    """The same config, with the options of every selected plugin as an instance of its config class. Idempotent.
 
     Tables of unselected plugins stay as they are, and are checked if the plugin is installed. If it is not, but its
-    name is close to a known one, that is a problem too: a likely typo. Idempotent.
-
-    What is wrong goes to `problems`, under "plugins" and a kind's value if it is about a selected plugin of this kind;
-    a table that does not fit stays as it is, and so does that of a plugin that cannot be loaded, which `plugins_of`
-    reports. Without `problems`, all of that is raised.
+    name is close to a known one, that is a problem too: a likely typo. Raises all that is wrong together.
     """
-    wrong = Problems() if problems is None else problems
-    if problems is None:
-        plugins_of(config)
+    problems = Problems()
 
-    def own(options: Any, kind: Kind, name: str, path: str = "") -> Any:
-        with contextlib.suppress(PluginError):
-            loaded = load(kind, name)
-            return _structured(options, loaded, path or _table(kind, loaded.name), kind.value, wrong)
-        return options
+    def own(options: Any, loaded: Loaded, path: str) -> Any:
+        found = options  # as they are if they do not fit
+        with problems.stage():
+            found = options_of(loaded, options, path=path)
+        return found  # noqa: RET504  -- the block ends early where they do not fit
 
     tables: dict[Kind, dict[str, Any]] = {kind: dict(getattr(config, kind.value)) for kind in TABLES}
-    for kind, name in dict.fromkeys((each.kind, each.name) for each in selected(config) if each.kind in tables):
-        with contextlib.suppress(PluginError):
-            key = load(kind, name).name
-            tables[kind][key] = own(tables[kind].get(key, {}), kind, name)
+    for each in selected(config):
+        if each.kind in tables:
+            loaded = load(each.kind, each.name)
+            table = tables[each.kind]
+            table[loaded.name] = own(table.get(loaded.name, {}), loaded, _table(each.kind, loaded.name))
     extensions = config.extensions and tuple(
-        evolve(each, options=own(each.options, Kind.EXTENSIONS, each.name, f"extensions[{index}].options"))
+        evolve(each, options=own(each.options, load(Kind.EXTENSIONS, each.name), f"extensions[{index}].options"))
         for index, each in enumerate(config.extensions)
     )
     roles: dict[str, Any] = {}
     for role, choice in config.chosen_roles.items():
         if choice.options is not None:
-            options = own(choice.options, Kind.BACKENDS, backend_name(config, role), f"roles.{role}.options")
-            roles[role] = evolve(choice, options=options)
+            backend = load(Kind.BACKENDS, backend_name(config, role))
+            roles[role] = evolve(choice, options=own(choice.options, backend, f"roles.{role}.options"))
     for kind, name, plugin in _unselected(config):
-        table = _table(kind, name)
         if isinstance(plugin, Loaded):
-            _structured(tables[kind][name], plugin, table, "others", wrong)
+            own(tables[kind][name], plugin, _table(kind, name))
         elif not plugin and (meant := _meant(config, kind, name)):
-            wrong.add(
-                f"{table}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? Otherwise install it or "
-                "remove the table"
+            problems.add(
+                f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? Otherwise "
+                "install it or remove the table"
             )
-    if problems is None:
-        wrong.raise_all()
+    problems.raise_all()
     changed: dict[str, Any] = {kind.value: table for kind, table in tables.items()}
     return evolve(config, **changed, roles=evolve(config.roles, **roles), extensions=extensions)
-
-
-def _structured(table: Any, loaded: Loaded, path: str, kind: str, problems: Problems) -> Any:
-    """`table` as the plugin's config class; as it is if it does not fit, which is a problem of this kind of plugins."""
-    options = table
-    with problems.stage(f"plugins.{kind}"):
-        options = options_of(loaded, table, path=path)
-    return options  # noqa: RET504  -- the block ends early where the table does not fit
 
 
 def ignored_tables(config: Config) -> list[str]:
@@ -293,8 +273,8 @@ def check_spec(
     options: Any,
     run: ClusterInfo | AlgorithmRun | SamplerRun,
     *,
-    config: Config | None = None,
-    role: str = "actor",
+    config: Config,
+    role: str = ACTOR,
     table: str = "",
 ) -> None:
     """Ask a plugin's spec whether these options can run here; raise ConfigError with one line for each problem, and
@@ -315,13 +295,11 @@ def check_spec(
         raise ConfigError("\n".join(lines))
 
 
-def place_of(
-    said: Problem | SlowPath, loaded: Loaded, *, config: Config | None = None, role: str = "actor", table: str = ""
-) -> str:
+def place_of(said: Problem | SlowPath, loaded: Loaded, *, config: Config, role: str = ACTOR, table: str = "") -> str:
     """The path, in the user's config, of the setting that a spec says something about. `table` as in `check_spec`."""
     if not said.path.startswith("."):
         kind = _kind_of(loaded)
-        if kind is Kind.BACKENDS and config is not None and config.chosen_roles[role].options is not None:
+        if kind is Kind.BACKENDS and config.chosen_roles[role].options is not None:
             table = f"roles.{role}.options"
         own = table or _table(kind, loaded.name)
         return f"{own}.{said.path}" if said.path else own
@@ -329,10 +307,10 @@ def place_of(
     if table in ("weights", "algorithm", "rollout"):
         place = table
     elif table == "train":
-        place = config.train_table_of(role) if config else "train"
+        place = config.train_table_of(role)
     else:
-        place = config.model_table_of(role) if config else "model"
-        if config and config.model_of(role).path:
+        place = config.model_table_of(role)
+        if config.model_of(role).path:
             return f"{place}.path: {setting} in its config.json" if setting else f"{place}.path"
         place += ".config"
     return f"{place}.{setting}" if setting else place

@@ -15,7 +15,7 @@ from typing import Any
 from attrs import frozen
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over, read_state
-from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir, require_fields
+from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
 from corerl.data.prompts import PromptSource, PromptStream
@@ -51,38 +51,29 @@ class Start:
         return self.resume is None or lies_in(self.resume, self.run_dir)
 
 
-def find_start(
-    config: Config,
-    prompts: PromptSource | None,
-    problems: Problems,
-    *,
-    starting: bool,
-    damaged: Faults = NO_FAULTS,
-) -> Start:
-    """Where a run of the config begins. What is wrong with that goes to `problems`; then it has nothing to resume."""
+def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged: Faults = NO_FAULTS) -> Start:
+    """Where a run of the config begins. Raises all problems together."""
     run_dir = Path(config.run.dir).absolute()
-    resume: Path | None = None
+    require_writable(run_dir)
     state: dict[str, Any] = {}
-    with problems.stage("run.dir"):
-        require_writable(run_dir)
-    if problems.none_in("checkpoint.resume", "run.dir"):
-        with problems.stage("checkpoint.resume", path="checkpoint.resume"):
-            found = resume_from(config, run_dir, starting=starting, damaged=damaged)
-            state = read_run(found) if found else {}
-            resume = found
-    if state and config.run.mode != "eval":
-        with problems.stage("checkpoint.source", path="checkpoint.resume"):
-            require_same_source(state, config, str(resume))
     data: list[str] = []
-    if "data" in state and config.run.samples and prompts is not None and problems.none_in("data", "checkpoint"):
-        with problems.stage("checkpoint.data", path="checkpoint.resume"):
+    problems = Problems()
+    with problems.stage("checkpoint.resume"):
+        resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
+        state = read_state(resume) if resume else {}
+    problems.raise_all()
+    if state and config.run.mode != "eval":
+        with problems.stage("checkpoint.resume"):
+            require_same_source(state, config, str(resume))
+    if "data" in state and config.run.samples:
+        with problems.stage("checkpoint.resume"):
             data = check_data(config, prompts, state)
-    if starting and problems.none_in("checkpoint.resume"):
-        for line in would_overwrite(config, run_dir, resume):
-            problems.add(line)
-        if resume and state and config.run.trains:
-            with problems.stage("run.steps"):
+    if starting:
+        problems.add(*would_overwrite(config, run_dir, resume))
+        if resume and config.run.trains:
+            with problems.stage():
                 require_steps_left(config, run_dir, resume, done=int(state["rollout_step"]))
+    problems.raise_all()
     return Start(
         run_dir=run_dir,
         resume=resume,
@@ -117,79 +108,6 @@ def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: st
             f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, but "
             f"run.mode={config.run.mode!r} does not; resume with the run.mode it was trained with"
         )
-
-
-# ---- the driver's state ----------------------------------------------------------------------------------------------
-
-COUNT = object()  # an integer of at least 0
-ANY = "*"  # any name in a table
-# What a table holds by name; a name that ends with "?" may be missing, and a list has any number of items.
-POSITION = {
-    "data": str,
-    "seed": int,
-    "sources": [dict.fromkeys(("epoch", "offset", "prompts", "taken"), COUNT)],
-    "returned?": [COUNT],
-}
-ROWS = {"name": str, "weight": float, "rows": str, "held_out": str, "added": [{"epoch": COUNT, "rows": COUNT}]}
-STATE = {
-    "rollout_step": COUNT,
-    "source": {"rollout_step": COUNT, "begun?": COUNT, "prompts?": POSITION, "sampled?": POSITION},
-    "config": dict,
-    "kl_coef?": float,
-    "kept?": {ANY: str},
-    "before?": [{"prompt": str, "response": str, "answer": str, "reward": float}],
-    "schedules?": {ANY: {"optimizer_step": COUNT, "rollout_step": COUNT, "progress": float}},
-    "data?": {"sources": [ROWS], "identity": str},
-}
-
-
-def read_run(checkpoint: Path) -> dict[str, Any]:
-    """The driver's state. Raises CheckpointError, also if it lacks a field or has one of another type."""
-    state, where = read_state(checkpoint), f"{checkpoint / DRIVER_FILE}: state"
-    _require(state, STATE, where)
-    positions = {name: state["source"][name] for name in ("prompts", "sampled") if name in state["source"]}
-    if positions:
-        require_fields(state, {"data": dict}, where=where)
-    for name, position in positions.items():
-        _require_position(position, sources=len(state["data"]["sources"]), where=f"{where}: source: {name}")
-    return state
-
-
-def _require(table: Any, shape: Mapping[str, Any], where: str) -> None:
-    """Raise CheckpointError unless a table has the fields of this shape."""
-    shape = dict.fromkeys(table, shape[ANY]) if ANY in shape else shape
-    there = {name.rstrip("?"): each for name, each in shape.items() if not name.endswith("?") or name[:-1] in table}
-    kinds = {
-        name: each if isinstance(each, type) else int if each is COUNT else type(each) for name, each in there.items()
-    }
-    require_fields(table, kinds, where=where)
-    for name, each in there.items():
-        value, inner = table[name], f"{where}: {name}"
-        if each is COUNT and value < 0:
-            raise CheckpointError(
-                f"{where}: {name!r} is {short_repr(value, 40)}, wanted at least 0; resume from another checkpoint"
-            )
-        if isinstance(each, Mapping):
-            _require(value, each, inner)
-        elif isinstance(each, list) and isinstance(each[0], Mapping):
-            for number, item in enumerate(value):
-                _require(item, each[0], f"{inner}[{number}]")
-        elif isinstance(each, list):
-            _require({str(number): item for number, item in enumerate(value)}, {ANY: each[0]}, inner)
-
-
-def _require_position(position: Mapping[str, Any], *, sources: int, where: str) -> None:
-    """Raise CheckpointError unless the position in the prompts is of so many sources, and within each of them."""
-    if len(position["sources"]) != sources:
-        raise CheckpointError(
-            f"{where}: 'sources' has {len(position['sources'])}, wanted {sources}; resume from another checkpoint"
-        )
-    for number, each in enumerate(position["sources"]):
-        if each["offset"] > each["prompts"]:
-            raise CheckpointError(
-                f"{where}: sources[{number}]: 'offset' is {short_repr(each['offset'], 40)}, wanted at most "
-                f"{each['prompts']}, the number of prompts; resume from another checkpoint"
-            )
 
 
 # ---- what to resume from ---------------------------------------------------------------------------------------------
@@ -262,17 +180,13 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
     Both are plain data."""
     changes = [
-        "{}={} (was {})".format(path, *_shown_apart(value, old)) if old is not None and value is not None else path
+        f"{path}={short_repr(value, SHOWN_CHARACTERS)} (was {short_repr(old, SHOWN_CHARACTERS)})"
+        if old is not None and value is not None
+        else path
         for path, old, value in _differences(before, now)
         if path not in EXPECTED_CHANGES
     ]
     return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
-
-
-def _shown_apart(*values: Any) -> list[str]:
-    """The beginnings of values, or the ends of those that begin alike, as long paths do."""
-    shown = [short_repr(each, SHOWN_CHARACTERS) for each in values]
-    return shown if len({*shown}) > 1 else [f"...{str(each)[-SHOWN_CHARACTERS:]}" for each in values]
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -334,18 +248,13 @@ def require_steps_left(config: Config, run_dir: Path, resume: Path, *, done: int
         raise ConfigError(
             f"run.steps: {steps}, but the checkpoint {resume} has already done {done}; raise run.steps to continue"
         )
-    if done == steps and (not exports or _exported(resume, run_dir)):
+    if done < steps:
+        return
+    exported, saved = run_dir / EXPORT / "config.json", resume / DRIVER_FILE
+    # An export no older than the checkpoint is not of fewer steps.
+    if not exports or (exported.is_file() and exported.stat().st_mtime_ns >= saved.stat().st_mtime_ns):
         found = f" and {run_dir / EXPORT} is its export" if exports else ""
         raise NothingLeft(
             f"run.steps: {steps}, which {run_dir} has already done{found}: nothing is left to do; raise run.steps to "
             "continue"
         )
-
-
-def _exported(checkpoint: Path, run_dir: Path) -> bool:
-    """Whether the export exists and is no older than the checkpoint, and so not of fewer steps."""
-    try:
-        exported = (run_dir / EXPORT / "config.json").stat().st_mtime_ns
-        return exported >= (checkpoint / DRIVER_FILE).stat().st_mtime_ns
-    except OSError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,22 +12,28 @@ from attrs import evolve, field, frozen
 
 from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
+from corerl.config.options import GLOO_INTERFACE
 from corerl.config.problems import Problems
-from corerl.config.schema import ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
+from corerl.config.schema import ClusterConfig, ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
 from corerl.config.toml_text import to_plain
+from corerl.errors import ConfigError
 from corerl.kinds import experts_of
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
+from corerl.plugin import hooktrace
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
 from corerl.plugin.hooks import Context
 from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
-from corerl.plugin.spec import ACTOR, Process, Resources
+from corerl.plugin.spec import ACTOR, Environment, Process, Resources
 from corerl.types import LossSpec
 
 if TYPE_CHECKING:
+    from corerl.plan.algorithm import AlgorithmPlan
     from corerl.plan.models import RoleModel
 
+USER = "cluster.environment"  # whose values may be secrets
+JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 CLIPPED = Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")
 
 
@@ -71,28 +78,31 @@ def plan_role(
     run_dir: str = "",
     resume: str = "",
     model: RoleModel | None = None,
-    snapshots: Mapping[str, str] = MappingProxyType({}),
+    algorithm: AlgorithmPlan | None = None,
+    common: Mapping[str, str] = MappingProxyType({}),
 ) -> RolePlan:
-    """Check a role and plan its launch, with the environment that its backend asks for. `config` is resolved: options
-    are instances of the plugins' classes. `resume` is the role's directory in a checkpoint ("" for a fresh start),
-    `model` its built model (None if that is not known: then nothing of it is checked), `snapshots` the earlier weights
-    that will be passed through, each with the setting that wants it.
+    """Check a role and plan its launch. `config` is resolved: options are instances of the plugins' classes. `resume`
+    is the role's directory in a checkpoint ("" for a fresh start), `model` the role's (None if that is not known: then
+    nothing of it is checked), `common` the environment of all processes.
 
-    Raises all problems of the role together: missing capabilities, and those of the backend's own checks.
+    Raises all problems of the role together: missing capabilities, those of the backend's own checks, and an
+    environment that it cannot have.
     """
     choice, backend = config.chosen_roles[role], plugins.backends[role]
     options = role_options(config, role, backend)
     cluster = cluster_of(role, config, plugins, device=device, model=model)
     resume = "" if cluster.frozen else resume  # its weights are in no checkpoint
+    snapshots = algorithm.snapshots(role) if algorithm is not None and config.run.trains else {}
     problems = Problems()
-    with problems.stage("capabilities"):
+    with problems.stage():
         saved_ranks = written_ranks(Path(resume)) if resume else 0
         needs = needed(role, config, plugins, cluster, model=model, saved_ranks=saved_ranks, snapshots=snapshots)
         check_capabilities(backend.spec, needs, name=backend_name(config, role))
-    with problems.stage("backends"):
+    with problems.stage():
         check_spec(backend, options, cluster, config=config, role=role)
     problems.raise_all()
     assignment = _assignment(role, config, plugins, cluster, run_dir=run_dir, resume=resume)
+    environment = backend.spec.environment(options, cluster)
     return RolePlan(
         role=role,
         backend=backend,
@@ -101,8 +111,9 @@ def plan_role(
         ),
         data_parallel=backend.spec.data_parallel(options, cluster),
         cluster=cluster,
-        environment=dict(backend.spec.environment(options, cluster)),
+        environment=environment_of(backend.name, environment, cluster=config.cluster, common=common),
         resources=backend.spec.resources(options, cluster),
+        objective=CLIPPED if algorithm is None else algorithm.objectives.get(role),
         max_tokens=config.rollout.max_tokens,
     )
 
@@ -150,7 +161,7 @@ def cluster_of(
     frozen = plugins.is_frozen(role)
     if frozen:  # nothing is kept for a backward pass
         train = evolve(train, recompute="none")
-    if model is not None and model.layout is not None:
+    if model is not None:
         train = evolve(train, layout=model.layout.name)
     return ClusterInfo(
         device=device,
@@ -209,11 +220,74 @@ def needed(
 
 
 def _needed_by(model: RoleModel) -> dict[Capability, str]:
-    from corerl.models.build import stored_buffers  # slow to import: takes seconds
+    from corerl.models.build import stored_buffers  # a worker imports this module, and does not need it
 
     needs = {}
     if (count := experts_of(model.hf.to_dict())) > 1:
         needs[Capability.MOE] = f"a model with {count} experts"
-    if model.built is not None and (buffer := next(iter(stored_buffers(model.built)), "")):
+    if buffer := next(iter(stored_buffers(model.built)), ""):
         needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
     return needs
+
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+
+
+def process_environment(cluster: ClusterConfig, *, device: str, transport: Loaded | None) -> dict[str, str]:
+    """The environment that every process of a run gets before it imports anything. `transport` is that of its weight
+    updates; None if it is not known."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if path := os.environ.get("PYTHONPATH"):  # that of a cluster's Ray may be another
+        environment["PYTHONPATH"] = path
+    if hooktrace.wanted():
+        environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
+    if not cluster.address:
+        environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
+    if device == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
+    elif transport is not None and transport.spec.joins and cluster.placement == "disaggregated":
+        # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
+        environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    return environment
+
+
+def environment_of(
+    plugin: str, wanted: Mapping[str, str], *, cluster: ClusterConfig, common: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment for one plugin's processes; the user's values replace those `common` to all processes.
+
+    Raises ConfigError if the plugin wants another value.
+    """
+    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}
+    own = {name: value for name, value in common.items() if name not in user}
+    return merge_environments(("corerl", own), (USER, user), (plugin, wanted))
+
+
+def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
+    """Merge (plugin, environment) pairs into one environment. LD_PRELOAD is joined, in the order given.
+
+    Raises ConfigError if two plugins want different values of one variable.
+    """
+    merged: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for owner, environment in environments:
+        for variable, value in environment.items():
+            if variable not in merged:
+                merged[variable], owners[variable] = value, owner
+            elif variable in JOINED:
+                separator = JOINED[variable]
+                parts = [*merged[variable].split(separator), *value.split(separator)]
+                merged[variable] = separator.join(dict.fromkeys(parts))
+            elif merged[variable] != value:
+                own, other = (
+                    "another value" if each == USER else repr(text)
+                    for each, text in ((owners[variable], merged[variable]), (owner, value))
+                )
+                raise ConfigError(
+                    f"environment variable {variable}: {owners[variable]} needs {own}, but {owner} needs {other}; "
+                    "they cannot share a process, so choose one of them"
+                )
+    return merged

@@ -6,22 +6,21 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import evolve
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.config.load import as_config
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
+from corerl.models.lora import saved_settings
 from corerl.models.tokenizer import CHARACTERS, known_tokens
 from corerl.plan.resolve import Plugins
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # What decides on recomputation where the config leaves it open.
 BY_MEMORY = "pip install 'corerl[forecast]' to have it chosen by the memory that training needs"
@@ -40,9 +39,7 @@ def settle_adapters(config: Config, problems: Problems) -> Config:
             continue
         saved: Mapping[str, Any] = {}
         if lora.path:
-            from corerl.models.lora import saved_settings  # slow to import: takes seconds
-
-            with problems.stage(f"{table}.path", path=f"{table}.path"):
+            with problems.stage(f"{table}.path"):
                 saved = saved_settings(lora.path)
         for name, value in saved.items():
             asked = getattr(lora, name)

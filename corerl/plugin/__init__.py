@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import SamplerRun as SamplerRun
     from corerl.plugin.spec import SamplerSpec as SamplerSpec
     from corerl.plugin.spec import SlowPath as SlowPath
-    from corerl.plugin.spec import ToolFormatSpec as ToolFormatSpec
     from corerl.plugin.spec import TransportSpec as TransportSpec
     from corerl.plugin.spec import Variant as Variant
     from corerl.plugin.spec import ok as ok

@@ -33,7 +33,6 @@ from corerl.plugin.spec import (
     ExtensionSpec,
     SamplerSpec,
     Spec,
-    ToolFormatSpec,
     TransportSpec,
 )
 
@@ -51,7 +50,6 @@ class Kind(Enum):
     DISPLAYS = "displays"
     ALGORITHMS = "algorithms"
     COMMANDS = "commands"
-    TOOL_FORMATS = "tool_formats"
     TRANSPORTS = "transports"
 
     @property
@@ -61,7 +59,7 @@ class Kind(Enum):
 
     @property
     def noun(self) -> str:
-        return self.value.removesuffix("s").replace("_", " ")
+        return self.value.removesuffix("s")
 
     @property
     def spec(self) -> type[Spec]:
@@ -77,7 +75,6 @@ SPECS: dict[Kind, type[Spec]] = {
     Kind.DISPLAYS: DisplaySpec,
     Kind.ALGORITHMS: AlgorithmSpec,
     Kind.COMMANDS: CommandSpec,
-    Kind.TOOL_FORMATS: ToolFormatSpec,
     Kind.TRANSPORTS: TransportSpec,
 }
 # The commands of core: a plugin's of the same name is only reached as 'distribution:name'.
@@ -100,7 +97,6 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
         Kind.COMMANDS: {"doctor": "doctor models", "elastic": "scale", "testing": "new-backend verify"},
-        Kind.TOOL_FORMATS: {},
         Kind.TRANSPORTS: {"delta": "delta"},
     }.items()
 }

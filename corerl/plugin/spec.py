@@ -4,9 +4,8 @@ importable without torch.
     [project.entry-points."corerl.backends"]
     mine = "corerl_mine:SPEC"
 
-Engines go under `corerl.engines`, samplers under `corerl.samplers`, extensions under `corerl.extensions`, displays
-under `corerl.displays`, algorithms under `corerl.algorithms`, commands under `corerl.commands`, weight transports under
-`corerl.transports`, and formats of tool calls under `corerl.tool_formats`.
+Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
+`corerl.displays`, `corerl.algorithms`, `corerl.commands`, `corerl.transports`.
 """
 
 from __future__ import annotations
@@ -333,16 +332,6 @@ class AlgorithmSpec(Spec):
     # dynamic_sampling, old_logprobs, overlong.
     defaults: Mapping[str, Any] = field(factory=dict)
     check: Callable[[Any, AlgorithmRun], Iterable[Problem]] = nothing  # of what contradicts it in a run
-
-
-@frozen(kw_only=True)
-class ToolFormatSpec(Spec):
-    """How a model family writes calls of tools, for `samplers.episodes.tool_calls`."""
-
-    # "package.module:function", which maps an answer's text behind its reasoning, and a request's tools, to the text
-    # without calls, and the calls, each {"name": ..., "arguments": {...}}.
-    implementation: str
-    template: str = ""  # "auto" chooses it where this regular expression is found in the chat template
 
 
 @frozen(kw_only=True)

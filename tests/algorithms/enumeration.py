@@ -23,7 +23,7 @@ from corerl.config.load import config_of
 from corerl.data.plan import plan_steps
 from corerl.driver.advantages import compute_advantages
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
-from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from corerl.types import Metric, Output, ParallelLayout, SampleBatch, offsets_of
@@ -160,7 +160,8 @@ def planned(name: str, *overrides: str) -> AlgorithmPlan:
         "algorithm": {"name": name},
         "roles": {role: {} for role in load(Kind.ALGORITHMS, name).spec.roles if role != ACTOR},
     }
-    return plan_algorithm(resolve_tables(settle_algorithm(config_of(given, overrides))))
+    config = resolve_tables(settle_algorithm(config_of(given, overrides)))
+    return plan_algorithm(config, plugins_of(config))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -49,22 +48,6 @@ def test_a_run_and_its_checkpoint_are_scored_beside_it(
         assert (config.run.mode, config.run.dir) == ("eval", str(tmp_path / "run/eval"))
         assert (config.checkpoint.resume, config.data.held_out) == (str(checkpoint), 7)
     assert len(evaluated) == 2
-
-
-def test_notices_of_training_are_repeated_unless_scoring_gives_them(
-    evaluated: list[Config], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for directory, texts in {"run": ["both", *map(str, range(25))], "run/eval": ["both"]}.items():
-        (tmp_path / directory).mkdir(exist_ok=True)
-        lines = [json.dumps({"step": 3, "text": text}) + "\n" for text in texts]
-        (tmp_path / directory / "notices.jsonl").write_text("".join(lines))
-    assert main(["eval", str(checkpoint), "--json"]) == 0
-    said = capsys.readouterr()
-    assert said.out == '{"reward": 0.5}\n'
-    assert said.err.splitlines() == [
-        f"corerl: note: {tmp_path}/run/notices.jsonl has 25 notices of the training run, the latest 20:",
-        *(f"corerl: note: from training, after step 3: {text}" for text in range(5, 25)),
-    ]
 
 
 def test_scores_go_to_the_run_dir_that_is_given(

@@ -221,14 +221,6 @@ def test_what_is_wrong_in_a_file_is_told_without_torch(tmp_path: Path) -> None:
 # ---- what the machine and others' code do ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0, None, 3, "bye"])
-def test_code_that_leaves_the_command_is_told_with_its_line(capsys: pytest.CaptureFixture[str], code: object) -> None:
-    assert run_failing(SystemExit(code)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"corerl: error: the command was ended by SystemExit({code!r}) (") and said.count("\n") == 1
-    assert said.endswith("; remove it\n") and "test_main.py:" in said
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -10,7 +10,6 @@ import pytest
 from corerl import loop
 from corerl.cli.main import main
 from corerl.config.schema import Config
-from corerl.errors import WorkerDied
 
 SOUND = 'backend.name = "plain"\nrun.steps = 5\n'
 
@@ -41,15 +40,3 @@ def test_modules_beside_the_run_can_be_imported(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "run.toml"]) == 0
     assert sys.path[-1] == str(tmp_path)
-
-
-def test_a_failure_of_the_run_has_status_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train(config: Config) -> None:
-        raise WorkerDied("actor rank 1: its process died during train")
-
-    monkeypatch.setattr(loop, "train", train)
-    (tmp_path / "run.toml").write_text(SOUND)
-    assert main(["train", str(tmp_path / "run.toml")]) == 1
-    assert capsys.readouterr() == ("", "corerl: error: actor rank 1: its process died during train\n")

@@ -24,9 +24,10 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.plan import Plan, RolloutPlan
+from corerl.plan.data import RolloutPlan
+from corerl.plan.plan import Plan
 from corerl.plan.residency import residency_plan
-from corerl.plan.resolve import resolve_tables
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
@@ -191,7 +192,7 @@ def plan_of(config: Config, run_dir: Path = Path()) -> Plan:
         **{
             **slices,
             "start": start,
-            "algorithm": plan_algorithm(resolve_tables(config)),
+            "algorithm": plan_algorithm(resolve_tables(config), plugins_of(config)),
             "rollout": RolloutPlan(**rollout),
             "record": to_plain(config),
         }

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from corerl.config.schema import LoraConfig, ModelConfig, RunConfig
 from corerl.driver.export import export
 from corerl.models.config import hf_config
-from corerl.models.files import kept_digest
+from corerl.models.files import kept_digest, look_at
 from corerl.models.lora import saved_settings
-from corerl.plan.model_files import require_adapters, with_adapters
+from corerl.plan.model_files import require_adapters
 from corerl.types import FloatArray
 from tests.checkpoint.changes import rewrite
 from tests.driver.adapted import logprobs_by, train_adapted
@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path)
     adapters = export(first.checkpoint, tmp_path / "adapters")
     lora = LoraConfig(path=str(adapters)).settled(saved_settings(adapters))
     hf = hf_config(ModelConfig(path=str(base)))
-    require_adapters(adapters, with_adapters(hf, lora, value_head=False))
+    require_adapters(adapters, look_at(hf, lora=lora))
     _, second = trained(tmp_path, "mistral3", lora)
     assert np.array_equal(second.before, first.after)
 

@@ -31,14 +31,8 @@ def test_a_config_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     file.write_text(json.dumps({**tiny_fields("qwen3"), "vocab_size": 101}))
     assert hf_config(model).vocab_size == 101
     file.unlink()
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file or directory"):
         hf_config(model)
-
-
-def test_a_directory_without_config_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "weights.bin").touch()
-    with pytest.raises(ModelError, match=r"no config\.json, found weights\.bin"):
-        hf_config(ModelConfig(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
+from corerl.models.files import look_at
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
-from corerl.plan.model_files import built, require_weights
+from corerl.plan.model_files import require_weights
 from corerl_testing.models import tiny_fields
 
 POISON = "import pathlib\n\npathlib.Path({mark!r}).touch()\n"
@@ -94,9 +95,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "config": config_of,
     "tokenizer": lambda directory: load_tokenizer(tokenizer="", path=str(directory)),
     "model": lambda directory: build_on_meta(config_of(directory), dtype=torch.float32, attention="eager"),
-    "files": lambda directory: require_weights(
-        str(directory), built(config_of(directory), value_head=False), config_of(directory)
-    ),
+    "files": lambda directory: require_weights(str(directory), look_at(config_of(directory)), config_of(directory)),
     "generation config": lambda directory: end_tokens(character_tokenizer("abc"), ModelConfig(path=str(directory))),
     "engine": lambda directory: engine(directory).close(),
 }

@@ -14,11 +14,10 @@ from corerl.config.structuring import structure
 from corerl.errors import UserError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
-from corerl.models.files import kept_digest
+from corerl.models.files import kept_digest, look_at
 from corerl.models.lora import peft_config
 from corerl.models.names import shapes_of
 from corerl.plan.make import make_plan
-from corerl.plan.model_files import with_adapters
 from corerl.plan.plan import Plan
 from corerl.weights.adapters import is_adapter
 from tests.driver.saved import CRITIC, DATA, config_in, make_config
@@ -45,7 +44,7 @@ def refused(tmp_path: Path, resume: str = "never", **tables: Any) -> list[str]:
 @pytest.fixture
 def peft(tmp_path: Path) -> Path:
     """Adapters of the model of `make_config`."""
-    model = with_adapters(hf_config(make_config().model), SAVED, value_head=False)
+    model = look_at(hf_config(make_config().model), lora=SAVED)
     tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
     write_adapters(tmp_path / "peft", tensors, peft_config(SAVED, base="", targets=["v_proj", "up_proj"]))
     return tmp_path / "peft"

@@ -22,8 +22,15 @@ from corerl.config.schema import (
     SideRoleChoice,
 )
 from corerl.errors import ConfigError, PluginBroken
-from corerl.plan.algorithm import check_algorithm, contradictions, notices_of_sampling, plan_algorithm
-from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plan.algorithm import (
+    AlgorithmPlan,
+    check_algorithm,
+    contradictions,
+    notices_of_sampling,
+    plan_algorithm,
+)
+from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
@@ -74,10 +81,14 @@ def changed(config: Config, **algorithm: Any) -> Config:
     return evolve(config, algorithm=evolve(config.algorithm, **algorithm))
 
 
+def planned(config: Config) -> AlgorithmPlan:
+    return plan_algorithm(config, plugins_of(config))
+
+
 def lines(config: Config, **algorithm: Any) -> list[str]:
     if algorithm:
         config = evolve(config, algorithm=AlgorithmConfig(**{"name": config.algorithm.name, **algorithm}))
-    return list(contradictions(settle_algorithm(config)))
+    return list(contradictions(settle_algorithm(config), plugins_of(config)))
 
 
 def test_an_algorithm_that_learns_from_files_does_not_sample() -> None:
@@ -107,7 +118,7 @@ def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
 def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
     config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), algorithms={NAME: {"scale": 1000.0}})
     with pytest.raises(ConfigError) as caught:
-        check_algorithm(resolve_tables(settle_algorithm(config)))
+        check_algorithm(resolve_tables(settle_algorithm(config)), load(Kind.ALGORITHMS, NAME))
     assert caught.value.message.splitlines() == [
         f'algorithms."{NAME}".scale: got 1000.0, above run.steps=250',
         "algorithm.kl_coef: got 0.0",
@@ -118,7 +129,7 @@ def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
 def test_each_role_is_trained_on_its_own_loss() -> None:
     options = OfPPO(clip_low=0.1, clip_high=0.3, value_clip=0.5, warmup_steps=7)
     common = AlgorithmConfig(name="ppo", entropy_coef=0.02, aggregation="sequence-mean")
-    found = plan_algorithm(evolve(PPO, algorithm=common, algorithms={"ppo": options})).objectives
+    found = planned(evolve(PPO, algorithm=common, algorithms={"ppo": options})).objectives
     assert list(found) == ["actor", "critic"]
     assert found["actor"] == Objective(
         loss=LossSpec(
@@ -144,14 +155,14 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
 def test_a_kl_penalty_is_in_loss_or_reward() -> None:
     for place, expected in (("loss", 0.25), ("reward", 0.0)):
         algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
-        plan = plan_algorithm(resolve_tables(evolve(GRPO, algorithm=algorithm)))
+        plan = planned(resolve_tables(evolve(GRPO, algorithm=algorithm)))
         assert plan.objectives["actor"].loss.params["kl_coef"] == expected
         assert plan.compares == (place == "loss")
 
 
 def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
     def passes(config: Config) -> list[tuple[Any, ...]]:
-        found = plan_algorithm(resolve_tables(config)).passes
+        found = planned(resolve_tables(config)).passes
         return [(each.role, dict(each.columns), each.weights, each.replay) for each in found]
 
     assert passes(GRPO) == []
@@ -221,13 +232,13 @@ def test_an_algorithm_that_contradicts_its_spec_is_refused(
     monkeypatch.setattr(FromFiles, method, value)
     config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
     with pytest.raises(PluginBroken) as caught:
-        plan_algorithm(config)
+        planned(config)
     assert line in caught.value.message
 
 
 def test_snapshots_are_listed_with_the_setting_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshots(config: Config) -> dict[str, str]:
-        return plan_algorithm(resolve_tables(settle_algorithm(config))).snapshots("actor")
+        return planned(resolve_tables(settle_algorithm(config))).snapshots("actor")
 
     assert snapshots(GRPO) == {}
     both = changed(GRPO, kl_coef=0.1, old_logprobs="recompute", old_weights="old")
@@ -242,15 +253,17 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
     wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
     monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
     config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
-    with pytest.raises(ConfigError, match="^loss 'clipped' of the algorithm has no parameter 'clip_hihg'; it takes"):
-        plan_algorithm(config)
+    with pytest.raises(
+        ConfigError, match="^algorithm.name: loss 'clipped' of the algorithm has no parameter 'clip_hihg'"
+    ):
+        planned(config)
 
 
 def test_a_run_that_only_scores_asks_no_algorithm() -> None:
     config = evolve(GRPO, run=RunConfig(mode="eval"), algorithm=AlgorithmConfig(name="no.such:SPEC"))
     settled = settle_algorithm(config)
     assert settled.algorithm.aggregation == "token-mean"
-    plan = plan_algorithm(resolve_tables(settled))
+    plan = planned(resolve_tables(settled))
     assert (plan.passes, list(plan.objectives)) == ((), ["actor"])
 
 
@@ -282,7 +295,7 @@ def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
 
 def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
     distill = evolve(GRPO, algorithm=AlgorithmConfig(name="distill"), roles=RolesConfig(teacher=SideRoleChoice()))
-    plan = plan_algorithm(resolve_tables(settle_algorithm(distill)))
+    plan = planned(resolve_tables(settle_algorithm(distill)))
     assert [(each.role, dict(each.columns)) for each in plan.passes] == [
         ("teacher", {"teacher_logprobs": Output.LOGPROBS})
     ]
@@ -300,7 +313,7 @@ def test_a_reference_role_is_passed_through_as_itself() -> None:
 
     def reference_of(config: Config) -> tuple[str, str]:
         settled = settle_algorithm(evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1)))
-        (each,) = (each for each in plan_algorithm(resolve_tables(settled)).passes if "ref_logprobs" in each.columns)
+        (each,) = (each for each in planned(resolve_tables(settled)).passes if "ref_logprobs" in each.columns)
         return each.role, each.weights
 
     assert reference_of(apart) == ("reference", "")

@@ -48,7 +48,7 @@ def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
 def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("corerl.plan.model_files.memory_here", lambda: 2**40)
+    monkeypatch.setattr("corerl.plan.models.require_memory", lambda model: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     for cluster in ({}, {"device": "cuda", "address": "10.0.0.1:6379"}):
         plan = planned(backend={"name": "fsdp"}, cluster=cluster)
@@ -74,8 +74,8 @@ def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:
     [
         ({"role": "referee"}, ["unknown role 'referee'"]),
         ({"role": "critic"}, ["roles.critic: missing"]),
-        ({"cluster": {"resources": {"h200": 1}}, "backend": {"name": "plian"}}, ["cluster.resources", "backend.name"]),
-        ({"model": {"path": "/none"}}, ["model.path: no directory '/none'"]),
+        ({"cluster": {"resources": {"h200": 1}}, "model": {"path": "/none"}}, ["cluster.resources", "model.path"]),
+        ({"backend": {"name": "plian"}}, ["backend.name"]),
         ({"resume": "/none/actor"}, ["resume: no directory '/none/actor'"]),
         ({"train": {"precision": "bfloat16"}}, ["train.precision = 'bfloat16' requires 'bfloat16'"]),
     ],

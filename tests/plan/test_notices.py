@@ -7,13 +7,9 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.data.chat import ChatPrompts
-from corerl.data.prompts import SortDigits
 from corerl.plan import make
-from corerl.plan.data import opened_reasoning
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl_agents.script import byte_tokenizer
 from tests.driver.saved import DATA, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
@@ -79,21 +75,3 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(
         for each in [gradient]
         if each
     ]
-
-
-def test_a_reasoning_tag_that_the_chat_template_opens_is_told() -> None:
-    ours, prompts = byte_tokenizer(), ChatPrompts(SortDigits(held_out=1, seed=0), system="")
-    for special, special_tokens, line in (
-        (False, False, "rewards and samples.jsonl see that before the sampled text; it is not trained on"),
-        (True, False, "a special token, which rewards see with reward.special_tokens=true; it is not trained on"),
-        (True, True, "rewards and samples.jsonl see that before the sampled text; it "),
-    ):
-        ours.chat_template = "{{ messages[0].content }}{% if add_generation_prompt %}a: <think>{% endif %}"
-        if special:
-            ours.add_special_tokens({"additional_special_tokens": ["<think>"]})
-        (told,) = list(opened_reasoning(prompts, ours, {}, special_tokens=special_tokens))
-        assert told.startswith(f"data: the chat template begins each answer with '<think>': {line}")
-        ours.chat_template = ours.chat_template.replace("<think>", "<think></think>")
-        assert list(opened_reasoning(prompts, ours, {}, special_tokens=special_tokens)) == []
-    texts = SortDigits(held_out=1, seed=0)
-    assert list(opened_reasoning(texts, ours, {}, special_tokens=False)) == []

@@ -7,12 +7,11 @@ from attrs import evolve
 
 from corerl.config.schema import ClusterInfo, Config, WeightsConfig
 from corerl.errors import ConfigError
-from corerl.models.config import hf_config
 from corerl.plan import resolve
 from corerl.plan.make import make_plan
 from corerl.plan.processes import require_form
 from corerl.plugin.registry import Kind, load
-from tests.driver.saved import CRITIC, config_in, make_config
+from tests.driver.saved import CRITIC, config_in, make_config, make_model
 
 
 def test_weights_in_a_form_that_the_engine_takes(tmp_path: Path) -> None:
@@ -62,14 +61,15 @@ def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         make_plan(config_in(tmp_path / "run", **{**CRITIC, "roles": roles}))
     assert caught.value.message == "roles.critic.model.config.num_key_value_heads: 2 more than a multiple of 4"
-    hf_config(make_config().model).save_pretrained(tmp_path / "model")
+    make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
     tables = {"backend": {"name": "tests.trainer.fakes:CHOOSY"}, "model": {"path": str(tmp_path / "model")}}
     with pytest.raises(ConfigError) as caught:
-        make_plan(config_in(tmp_path / "run", **{**tables, "model": {**tables["model"], "tokenizer": "characters:01"}}))
-    assert (
-        "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
-        in caught.value.message.splitlines()
-    )
+        make_plan(
+            config_in(
+                tmp_path / "run", **{**tables, "model": {**tables["model"], "tokenizer": "characters:0123456789>s"}}
+            )
+        )
+    assert caught.value.message == "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
 
 
 def test_engines_are_asked_with_the_actors_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

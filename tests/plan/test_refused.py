@@ -16,9 +16,11 @@ CRITIC = "algorithm.name=ppo roles.critic.ranks=1"
 KL = "algorithm.kl_coef=0.1"
 RECOMPUTE = "algorithm.old_logprobs=recompute"
 TURNS = "cluster.offload=always"
-# Problems that do not depend on each other are told together.
-WRONG = "algorithm.loss=cliped algorithm.advantages=no_such_module:f engines.transformers.no=1 reward.name=exakt-match"
-NAMED = "algorithm.loss algorithm.advantages engines.transformers.no reward.name"
+# Problems of one round are told together: plugins that are not there, settings that cannot be, what these name.
+NAMES = 'backend.name=plian rollout.engine=fakee algorithm.name=grop extensions=[{name="jsnol"}]'
+TABLES = "engines.fake.no=1 backends.plain.no=1 rollout.saved=x model.path=/nope model.config={}"
+NAMED = "reward.name=exakt-match data.source=nope algorithm.loss=cliped algorithm.advantages=no_such_module:f"
+NAMED += " train.aux_loss_coef=0.1"
 SETS = 'eval.sets=[{source="sort-digits",name="a"'
 
 # Overrides of a sound config, the setting that the error names, words of the error.
@@ -40,12 +42,11 @@ rollout.stop=["x"] data.held_out=0                        | rollout.stop        
 rollout.engine=fakee                                      | rollout.engine             | unknown engine
 rollout.sampler=promts                                    | rollout.sampler            | unknown sampler
 rollout.postprocess=no_such_module:f                      | rollout.postprocess        | no_such_module
-rollout.replicas=600                                      | rollout.replicas           | processes on this machine
 weights.every=3                                           | checkpoint.every           | multiple of weights.every=3
 weights.transport=colective                               | weights.transport          | did you mean 'collective'
 weights.quantize=fp8                                      | weights.quantize           | takes none
 weights.lora=adapter                                      | weights.lora               | needs lora
-checkpoint.resume=nver                                    | checkpoint.resume          | did you mean 'never'
+checkpoint.resume=nver                                    | checkpoint.resume          | does not exist
 checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address
 algorithm.name=grop                                       | algorithm.name             | unknown algorithm
 algorithm.kl_target=0.1                                   | algorithm.kl_target        | needs algorithm.kl_coef
@@ -53,7 +54,7 @@ algorithm.kl_in=reward                                    | algorithm.kl_in     
 {KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
 {KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
 {KL} algorithm.kl_target=0.1 algorithm.kl_horizon=5       | algorithm.kl_horizon       | negative
-{KL} algorithm.reference=/nope                            | algorithm.reference        | no directory
+{KL} algorithm.reference=/nope                            | algorithm.reference        | is not a directory
 {KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7
 algorithm.reference_every=5                               | algorithm.reference_every  | needs algorithm.kl_coef
 algorithm.correction=token                                | algorithm.correction       | to be 'recompute'
@@ -75,7 +76,8 @@ roles.critic.ranks=1                                      | roles.critic        
 {CRITIC} algorithm.advantages=json:dumps                  | algorithm.advantages       | critic
 {CRITIC} algorithm.dynamic_sampling=2                     | algorithm.dynamic_sampling | equal rewards teach too
 {CRITIC} roles.critic.train.mini_batches=3 | rollout.prompts | roles.critic.train.mini_batches=3
-{CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model         | exactly one of path and config
+{CRITIC} roles.critic.model.vocabulary=3                  | roles.critic.model.config  | no model
+{CRITIC} roles.critic.model={{path="/",config={{a=1}}}}   | roles.critic.model.config  | keep that
 {CRITIC} roles.critic.model.path=/none                    | roles.critic.model.path    | no directory
 {CRITIC} roles.critic.options.no=1                        | roles.critic.options.no    | unknown key
 {CRITIC} roles.critic.backend=plian                       | roles.critic.backend       | did you mean 'plain'
@@ -101,10 +103,8 @@ eval.answer=json:dumps                                    | eval.answer         
 {SETS}}},{{source="sort-digits",name="b/c"}}]             | eval.sets[1].name          | slash
 model.path=/nope                                          | model.config model.path    | /nope
 model.path=/nope model.config={{}}                        | model.path                 | no directory
-model.config={{}}                                         | model.path                 | unset
-model.config={{hidden_size=8}}                            | model.config.model_type    | missing
+model.config={{}}                                         | model.config               | no model
 model.tokenizer=                                          | model.tokenizer            | characters:ABC
-model.tokenizer=characters:                               | model.tokenizer            | characters:ABC
 model.vocabulary=3                                        | model.vocabulary           | ids up to
 model.config.vocab_size=4                                 | model.config.vocab_size    | 4
 data.source=nope                                          | data.source                | unknown source
@@ -119,7 +119,7 @@ backend.name=plian                                        | backend.name        
 backends.plain.no=1                                       | backends.plain.no          | unknown key
 backends.fdsp.no=1                                        | backends.fdsp              | did you mean 'fsdp'
 engines.fake.no=1                                         | engines.fake.no            | unknown key
-extensions=[{{name="jsonl"}},{{name="jsonl"}}]            | extensions                 | listed 2 times
+extensions=[{{name="jsonl"}},{{name="jsonl"}}]            | extensions                 | share a name
 extensions=[{{name="jsonl"}},{{name="corerl:jsonl"}}]     | extensions                 | share a name
 extensions=[{{name="jsnol"}}]                             | extensions[0].name         | did you mean 'jsonl'
 extensions=[{{name="jsonl",options={{no=1}}}}]            | extensions[0].options.no   | unknown key
@@ -130,15 +130,14 @@ algorithm.name=reinforce++-baseline rollout.samples=1     | rollout.samples     
 algorithm.name=distill roles.teacher.ranks=1 {KL}         | algorithm.kl_coef          | got 0.1
 algorithm.name=distill roles.teacher={{ranks=1,train={{mini_batches=2}}}} | roles.teacher.train.mini_batches | never
 model.config.model_type=nemotron train.layout=packed      | train.layout               | 'auto' or 'whole'
-cluster.environment=API_KEY=x                             | cluster.environment        | cluster.environment.NAME=
-cluster.secrets=[API_KEY]                                 | cluster.secrets            | cluster.secrets='["NAME"]'
+cluster.environment=API_KEY=x                             | cluster.environment        | expected table
+cluster.secrets=[API_KEY]                                 | cluster.secrets            | array of strings
 weights.transport=ipc cluster.placement=disaggregated cluster.address=h:1 | weights.transport | without actor ranks
 backend.name=tests.plan.backends:WITHOUT_LORA lora.rank=2 | roles.actor                | does not support yet
 model.vocabulary=15                                       | model.vocabulary           | ids up to 15
-{WRONG} backend.name=plian roles.actor.ranks=2 | {NAMED} backend.name |
-{WRONG} extensions=[{{name="jsnol"}}] | {NAMED} extensions[0].name |
-{WRONG} rollout.engine=fakee roles.actor.ranks=2 | {NAMED} rollout.engine roles.actor.ranks |
-model.path=no/model model.config={{}} backend.name=plian rollout.stop=["x"] | model.path backend.name |
+{NAMES} engines.transformers.no=1 | backend.name rollout.engine algorithm.name extensions[0].name |
+{TABLES} reward.name=exakt-match | engines.fake.no backends.plain.no rollout.saved model.path |
+{NAMED} roles.actor.ranks=2 | reward.name data.source algorithm.loss algorithm.advantages train.aux_loss_coef |
 """.strip().splitlines()
 
 

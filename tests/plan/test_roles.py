@@ -11,7 +11,6 @@ from attrs import evolve
 from transformers import PreTrainedConfig
 
 from corerl.checkpoint.format import index_file
-from corerl.config.problems import Problems
 from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
@@ -30,8 +29,8 @@ from corerl.config.schema import (
 from corerl.errors import Unsupported
 from corerl.models.files import look_at
 from corerl.models.layouts import choose_layout
-from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.models import RoleModel, load_models
+from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
+from corerl.plan.models import RoleModel, build_models, load_configs
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, cluster_of, needed, plan_role
@@ -45,7 +44,12 @@ LIMITED = "tests.trainer.fakes:LIMITED"
 
 
 def planned(
-    config: Config, resume: str = "", *, role: str = "actor", model: RoleModel | None = None, **snapshots: str
+    config: Config,
+    resume: str = "",
+    *,
+    role: str = "actor",
+    model: RoleModel | None = None,
+    algorithm: AlgorithmPlan | None = None,
 ) -> RolePlan:
     return plan_role(
         role,
@@ -55,15 +59,19 @@ def planned(
         run_dir="runs/x",
         resume=resume,
         model=model,
-        snapshots=snapshots,
+        algorithm=algorithm,
     )
+
+
+def algorithm_of(config: Config) -> AlgorithmPlan:
+    return plan_algorithm(resolve_tables(config), plugins_of(config))
 
 
 def model_of(config: Config, hf: PreTrainedConfig, role: str = "actor") -> RoleModel:
     """The role's, with a model of another config in the place of its own."""
     given = evolve(config, model=make_config().model, roles=evolve(config.roles, critic=None))
-    (model,) = load_models(given, ["actor"], plugins_of(config), Problems()).values()
-    return evolve(model, role=role, hf=hf, built=look_at(hf))
+    models = build_models(given, plugins_of(given), load_configs(given, ["actor"]))
+    return evolve(models["actor"], role=role, hf=hf, built=look_at(hf))
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -102,7 +110,7 @@ def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
 def test_every_missing_capability_has_its_line_and_reason() -> None:
     config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
     with pytest.raises(Unsupported) as caught:
-        planned(config, reference="algorithm.kl_coef = 0.01 (its reference is a snapshot)")
+        planned(config, algorithm=algorithm_of(config))
     assert caught.value.message.splitlines() == [
         (
             f"roles.actor.ranks = 2 requires 'multi-rank', which the backend '{LIMITED}' does not support: it is one "
@@ -139,7 +147,7 @@ PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
 
 def needs(config: Config, cluster: ClusterInfo, role: str = "actor") -> set[Capability]:
-    snapshots = plan_algorithm(resolve_tables(config)).snapshots(role) if config.run.trains else {}
+    snapshots = algorithm_of(config).snapshots(role) if config.run.trains else {}
     return set(needed(role, config, plugins_of(config), cluster, saved_ranks=cluster.ranks, snapshots=snapshots))
 
 

@@ -211,3 +211,11 @@ def test_a_reinstalled_distribution_is_read_again(install: Install, backend_spec
     shutil.rmtree(site / "corerl_mine-0.1.0.dist-info")
     install("corerl-mine", {"backends": {"renamed": "mine_a:SPEC"}})
     assert {"mine", "renamed"} & set(installed_names(Kind.BACKENDS)) == {"renamed"}
+
+
+@pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])
+def test_an_api_that_is_no_pair_of_numbers_is_broken(api: str, install: Install, backend_spec: str) -> None:
+    install("corerl-other", {"backends": {"other": "pairless:SPEC"}}, pairless=backend_spec.replace("(2, 0)", api))
+    (other,) = [each for each in installed(Kind.BACKENDS) if each.name == "other"]
+    assert other.status is Status.BROKEN
+    assert other.reason.endswith(f"pairless:SPEC has api={api}, expected (major, minor)")

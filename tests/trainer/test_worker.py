@@ -165,7 +165,7 @@ def test_a_backend_without_replay_refuses_experts(config: Config) -> None:
 def test_a_critic_is_not_given_the_actors_experts(config: Config) -> None:
     critic = evolve(config, algorithm=AlgorithmConfig(name="ppo"), roles=RolesConfig(critic=SideRoleChoice()))
     critic = resolve_tables(critic)
-    loss = plan_algorithm(critic).objectives["critic"].loss
+    loss = plan_algorithm(critic, plugins_of(critic)).objectives["critic"].loss
     (assignment,) = plan_role("critic", critic, plugins_of(critic), device="cpu").assignments
     batch = make_samples(1)
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))

@@ -11,8 +11,6 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corerl.errors import ConfigError
-from corerl.plugin import Kind, ToolFormatSpec
-from corerl_agents import tool_calls
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import (
     FORMATS,
@@ -391,38 +389,25 @@ def test_the_template_says_which_format_its_model_writes() -> None:
         format_of("hermés", ours)
 
 
-def test_a_format_of_ones_own_is_a_function_or_an_installed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_format_of_ones_own_is_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
-        "from corerl.plugin import ToolFormatSpec\n"
         "def read(text, tools):\n"
         "    content, found, name = text.partition('CALL ')\n"
         "    return content, [{'name': name, 'arguments': {'of': len(tools)}}] if found else []\n"
-        "SPEC = ToolFormatSpec(implementation='my_calls:read', api=(2, 0), summary='s', template='CALL')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    info = tmp_path / "mine-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[corerl.tool_formats]\nmine = my_calls:SPEC\ngone = my_gone:SPEC\n")
-    ours = byte_tokenizer()
-    ours.chat_template = "write CALL name"
-    for name in ("my_calls:read", "mine", "auto"):
-        reader = format_of(name, ours)
-        assert isinstance(reader, UserFormat)
-        found = reader.read("<think>CALL sub</think>I add. CALL add", TOOLS)
-        assert found.content == "<think>CALL sub</think>I add."
-        assert found.calls == [{"name": "add", "arguments": '{"of": 2}'}]
-        assert reader.read("5", TOOLS) == Answered(content="5")
+    reader = format_of("my_calls:read", byte_tokenizer())
+    assert isinstance(reader, UserFormat)
+    found = reader.read("<think>CALL sub</think>I add. CALL add", TOOLS)
+    assert found.content == "<think>CALL sub</think>I add."
+    assert found.calls == [{"name": "add", "arguments": '{"of": 2}'}]
+    assert reader.read("5", TOOLS) == Answered(content="5")
     broken = UserFormat("my_calls:read", lambda text, tools: [text])
     for malformed in ("x", '{"a": NaN}', "[2]", "5"):
         strict = UserFormat("m:f", lambda text, tools: ("", [{"name": "add", "arguments": json.loads(text)}]))
         assert strict.read(malformed, TOOLS) == Answered(content=malformed)
     with pytest.raises(TypeError, match=r"tool_calls='my_calls:read' returned \['5'\], wanted \(content, calls\)"):
         broken.read("5", TOOLS)
-    assert Kind.TOOL_FORMATS.noun == "tool format" and "mine" in tool_calls.names()
-    assert ToolFormatSpec(implementation="", api=(2, 0), summary="").template == ""
 
 
 def test_calls_are_sent_as_openai_does_and_known_again_however_they_are_written() -> None:

@@ -7,11 +7,9 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
@@ -21,26 +19,19 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from corerl.backend import StateKey
-from corerl.errors import SaveFailed
 from corerl.memory import resident_bytes
 from corerl.types import MemoryKind, MicroBatch, PackedBatch
-from corerl_deepspeed import native, state
-from corerl_deepspeed.backend import DeepSpeedBackend
+from corerl_deepspeed import state
 from corerl_deepspeed.gradients import GradientWatch
-from corerl_deepspeed.runtime import calling_deepspeed
 from corerl_testing import (
-    SAVED,
     Allocations,
     Setup,
-    State,
     error_of,
     forward,
     packed_for_training,
     running,
     samples_at,
     start,
-    state_of,
     step_at,
     train,
 )
@@ -268,48 +259,3 @@ def start_with_copies(setup: Setup) -> None:
     """As DeepSpeed starts by itself: it sends parameters that hold nothing, and copies them together."""
     with mock.patch("corerl_deepspeed.build.nothing_to_copy", nullcontext), running(setup):
         pass
-
-
-def native_then_portable(setup: Setup, checkpoint: str) -> tuple[State, State]:
-    """Masters, moments and weights as DeepSpeed reads them from its own format, and as CoreRL resumes them from its
-    own."""
-    with running(setup) as worker:
-        backend = worker.backend
-        assert isinstance(backend, DeepSpeedBackend)
-        for key in SAVED:  # what is not read stays apart
-            for chunk in backend.local_state(key):
-                with torch.no_grad():
-                    chunk.view.fill_(-1.0)
-        engine = backend.model.engine
-        with calling_deepspeed(partitioned=backend.partitioned):
-            engine.load_checkpoint(f"{checkpoint}/{native.DIRECTORY}")
-        assert engine.global_steps == 2
-        assert {int(moments["step"]) for moments in backend.model.optimizer.state.values()} == {2}
-        found = state_of(worker)
-    with running(setup, resume=checkpoint) as worker:
-        return found, state_of(worker)
-
-
-def save_what_is_broken_on_rank_0(setup: Setup, directory: str) -> str:
-    """What is said of it on this rank."""
-    with running(setup) as worker:
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                worker.backend.local_state(StateKey.EXP_AVG)[0].view.fill_(torch.nan)
-        return error_of(lambda: worker.save(directory, step_at(0), False))
-
-
-def native_save_on_a_full_disk(setup: Setup, directory: str, full: int) -> str:
-    """What is said of it on rank `full`, and on those that could write."""
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        backend = worker.backend
-        assert isinstance(backend, DeepSpeedBackend)
-        disk = mock.patch("torch.serialization._save", side_effect=RuntimeError("file write failed\n(No space left)"))
-        with (
-            disk if worker.backend.layout.rank == full else nullcontext(),
-            pytest.raises(SaveFailed) as raised,
-            calling_deepspeed(partitioned=backend.partitioned),
-        ):
-            native.write(backend.model, Path(directory), step_at(0))
-    return raised.value.message

@@ -69,7 +69,7 @@ def planned_on(there: int, tmp_path: Path, **tables: Any) -> Plan:
 
 def forecaster_of(config: Config) -> Forecaster:
     make_plan(config)
-    return Forecaster.of(SEEN.pop())
+    return Forecaster(SEEN.pop())
 
 
 def memory_of(config: Config) -> Forecast:
@@ -79,7 +79,7 @@ def memory_of(config: Config) -> Forecast:
 def memory_on(there: int, tmp_path: Path, **tables: Any) -> Forecast:
     """Predicted of the plan that `planned_on` returns."""
     planned_on(there, tmp_path, **tables)
-    return Forecaster.of(SEEN.pop()).forecast()
+    return Forecaster(SEEN.pop()).forecast()
 
 
 def predictions(notices: Sequence[str]) -> list[str]:

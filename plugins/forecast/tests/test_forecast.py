@@ -13,8 +13,9 @@ from corerl.models.config import hf_config
 from corerl.models.files import look_at
 from corerl.models.parts import size_of
 from corerl.plan.make import make_plan
+from corerl.plan.roles import RolePlan
 from corerl.types import MemoryKind
-from corerl_forecast.forecast import GIB, PROCESS
+from corerl_forecast.forecast import GIB, PROCESS, Forecaster
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, forecaster_of, memory_of, on_gpus, predictions
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
 
@@ -110,11 +111,16 @@ def test_memory_that_never_sleeps_counts_in_every_stage(tmp_path: Path) -> None:
         assert stage.total - before[name].total == both - sum(kinds.get(own, {}).values()), name
 
 
+def with_actor(forecaster: Forecaster, actor: RolePlan) -> Forecaster:
+    processes = evolve(forecaster.plan.processes, roles={"actor": actor})
+    return Forecaster(evolve(forecaster.plan, processes=processes))
+
+
 def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
     forecaster = forecaster_of(on_gpus(tmp_path))
-    plan = forecaster.plan.roles["actor"]
+    plan = forecaster.plan.processes.roles["actor"]
     silent = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=None)))
-    found = evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": silent})).forecast()
+    found = with_actor(forecaster, silent).forecast()
     assert found.stages == {}
     assert found.unknown == ("the memory of the actor is not predicted: the backend 'fsdp' does not tell",)
 
@@ -131,10 +137,11 @@ def test_a_sample_longer_than_a_micro_batch_counts_as_one(tmp_path: Path) -> Non
 
 
 def test_saved_batches_may_be_larger_than_sampled_ones(tmp_path: Path) -> None:
-    few = on_gpus(tmp_path, rollout={**DATA["rollout"], "prompts": 2, "samples": 2})
-    forecaster = evolve(forecaster_of(few), longest=8)
-    saved = evolve(forecaster.config, run=evolve(forecaster.config.run, mode="train-only"))
-    counted, unknown = forecaster.role("actor"), evolve(forecaster, config=saved).role("actor")
+    few = {**DATA["rollout"], "prompts": 2, "samples": 2, "max_tokens": 4, "context_length": 8}
+    forecaster = forecaster_of(on_gpus(tmp_path, rollout=few))
+    config = forecaster.plan.config
+    saved = evolve(forecaster.plan, config=evolve(config, run=evolve(config.run, mode="train-only")))
+    counted, unknown = forecaster.role("actor"), Forecaster(saved).role("actor")
     assert not isinstance(counted, str) and not isinstance(unknown, str)
     assert counted.single and not unknown.single and counted.training < unknown.training
 
@@ -144,10 +151,10 @@ def test_a_backends_own_error_is_raised(tmp_path: Path) -> None:
         raise TypeError("a fault of the plugin")
 
     forecaster = forecaster_of(on_gpus(tmp_path))
-    plan = forecaster.plan.roles["actor"]
+    plan = forecaster.plan.processes.roles["actor"]
     faulty = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=memory)))
     with pytest.raises(TypeError, match="a fault of the plugin"):
-        evolve(forecaster, plan=evolve(forecaster.plan, roles={"actor": faulty})).forecast()
+        with_actor(forecaster, faulty).forecast()
 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:

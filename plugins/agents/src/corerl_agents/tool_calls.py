@@ -7,7 +7,6 @@ end nothing; arguments in tags are typed by the tool's JSON schema. All else is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,8 @@ from attrs.converters import optional
 
 from corerl.config import imported
 from corerl.data import parse_json
-from corerl.errors import ConfigError, PluginError
+from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, short_repr
-from corerl.plugin import Kind, installed_names, load, load_implementation
 from corerl.rollout import CLOSING, OPENING, TAGS, end_of_reasoning
 
 if TYPE_CHECKING:
@@ -269,7 +267,7 @@ class Shipped:
 
 def names() -> list[str]:
     """All that `samplers.episodes.tool_calls` may be, besides 'module:function'."""
-    return ["auto", "none", *FORMATS, *installed_names(Kind.TOOL_FORMATS)]
+    return ["auto", "none", *FORMATS]
 
 
 def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | None:
@@ -284,8 +282,6 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | 
         return format_of(taught, tokenizer) if taught else None
     if name in FORMATS:
         return FORMATS[name]
-    if name in installed_names(Kind.TOOL_FORMATS):
-        return UserFormat(name, load_implementation(Kind.TOOL_FORMATS, load(Kind.TOOL_FORMATS, name)))
     if ":" in name:
         return UserFormat(name, imported(name, setting="samplers.episodes.tool_calls"))
     known = names()
@@ -297,7 +293,7 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | 
 
 def name_of_taught(chat_template: Any) -> str:
     """The format that a chat template teaches, or writes earlier calls in; "" if it is none that is known."""
-    return next((name for name, taught in _taught() if re.search(taught, str(chat_template))), "")
+    return next((name for name, each in FORMATS.items() if re.search(each.taught, str(chat_template))), "")
 
 
 def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -314,14 +310,6 @@ def unread(name: str, calls: Reader | None, tokenizer: PreTrainedTokenizerBase) 
             "so stay text; set it to 'auto'"
         )
     return ""
-
-
-def _taught() -> Iterator[tuple[str, str | re.Pattern[str]]]:
-    for name in installed_names(Kind.TOOL_FORMATS):
-        with contextlib.suppress(PluginError):  # one that cannot be loaded is an error where it is named
-            if template := load(Kind.TOOL_FORMATS, name).spec.template:
-                yield name, template
-    yield from ((name, each.taught) for name, each in FORMATS.items())
 
 
 # ---- arguments -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence, Set
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -22,12 +21,11 @@ from corerl.types import (
     Output,
     PackedBatch,
     ParallelLayout,
-    SaveResult,
     Step,
     StepResult,
 )
 from corerl.weights import Chunk
-from corerl_deepspeed import native, state
+from corerl_deepspeed import state
 from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks
 from corerl_deepspeed.runtime import calling_deepspeed, join, leave
@@ -119,12 +117,6 @@ class DeepSpeedBackend(Backend):
         state.drop_second_copies(self.model)
         if adam_step is not None:
             set_adam_step(self.optimizer, adam_step)
-
-    def save(self, path: str, step: Step, background: bool) -> SaveResult:
-        if self.config.options.native_checkpoint:  # first: in here ranks wait for each other, and one may fail below
-            with calling_deepspeed(partitioned=self.partitioned):
-                native.write(self.model, Path(path) / native.DIRECTORY, step)
-        return super().save(path, step, background)
 
     def shutdown(self, reason: str) -> None:
         with contextlib.ExitStack() as closing:  # each, whatever the others raise

@@ -50,11 +50,6 @@ class DeepSpeedConfig:
         default=BUCKET,
         validator=at_least(2),
     )
-    native_checkpoint: bool = option(
-        "also write DeepSpeed's own checkpoint, as `deepspeed` in the role's directory of each checkpoint; training "
-        "waits for it, and CoreRL still resumes from its own",
-        default=False,
-    )
     raw: Mapping[str, Any] = option(
         "further DeepSpeed configuration, nested as in its JSON: {zero_optimization = {overlap_comm = false}}; "
         "settings that [train] or the options above control are rejected, as are unknown ones",

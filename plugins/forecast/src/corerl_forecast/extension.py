@@ -31,7 +31,7 @@ class Forecasting:
             return None
         from corerl_forecast.forecast import Forecaster  # only on GPUs: imports the models that transformers has
 
-        forecaster = Forecaster.of(plan)
+        forecaster = Forecaster(plan)
         memory = forecaster.forecast()
         choices = chosen(plan, {role for role in plan.processes.roles if memory.tight(role, there=plan.device_memory)})
         settings = settings_of(choices, plan.asked)

@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
-from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.schema import ClusterInfo, Config
 from corerl.errors import ModelError
 from corerl.models.files import look_at
 from corerl.models.parts import size_of
-from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.plan import PlanReady
-from corerl.plan.processes import ENGINES, ProcessPlan
+from corerl.plan.processes import ENGINES
 from corerl.plan.residency import FORWARD, UPDATE, training
-from corerl.plan.resolve import Plugins, role_options
+from corerl.plan.resolve import role_options
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
 from corerl.types import MemoryKind
@@ -73,40 +70,20 @@ class Forecast:
         ]
 
 
-@frozen(kw_only=True)
+@frozen
 class Forecaster:
-    """Predicts the memory of a run with `plan`, for samples of at most `longest` tokens (0: that fit a micro-batch)."""
+    """Predicts the memory of a planned run, for samples of at most `rollout.context_length` tokens (0: that fit a
+    micro-batch): models' positions are often many times as many as samples ever have tokens."""
 
-    config: Config  # with its plugins' tables resolved, and its [train] settled
-    asked: Config  # the same as the user has written it
-    algorithm: AlgorithmPlan
-    plan: ProcessPlan  # as `config` has it
-    plugins: Plugins
-    models: Mapping[str, PreTrainedConfig]
-    built: Mapping[str, PreTrainedModel]
-    longest: int
-
-    @classmethod
-    def of(cls, plan: PlanReady) -> Forecaster:
-        return cls(
-            config=plan.config,
-            asked=plan.asked,
-            algorithm=plan.algorithm,
-            plan=plan.processes,
-            plugins=plan.plugins,
-            models=plan.models,
-            built=plan.built,
-            # Not by the model's positions, which are often many times as many as samples ever have tokens.
-            longest=plan.config.rollout.context_length,
-        )
+    plan: PlanReady
 
     def forecast(self) -> Forecast:
-        found = {role: self.role(role) for role in self.plan.roles}
+        found = {role: self.role(role) for role in self.plan.processes.roles}
         known = {role: memory for role, memory in found.items() if isinstance(memory, RoleMemory)}
-        stages = [self._training(role, known) for role in known if role in self.algorithm.objectives]
-        passing = dict.fromkeys(each.role for each in self.algorithm.passes)
+        stages = [self._training(role, known) for role in known if role in self.plan.algorithm.objectives]
+        passing = dict.fromkeys(each.role for each in self.plan.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
-        if ACTOR in known and self.config.run.samples and ACTOR in self.plan.sharing:
+        if ACTOR in known and self.plan.config.run.samples and ACTOR in self.plan.processes.sharing:
             stages.append(self._updating(known))
         return Forecast(
             stages={stage.stage: stage for stage in stages},
@@ -119,31 +96,23 @@ class Forecaster:
 
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
         """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
-        plan, config, objective = self.plan.roles[role], self.config, self.algorithm.objectives.get(role)
-        passed = [output for each in self.algorithm.passes if each.role == role for output in each.columns.values()]
-        train = evolve(self.plan.roles[role].train, **changed)
-        hf, backend, lora = self.models[role], plan.backend, config.lora_of(role)
-        model = self.built[role]
-        if lora is not None:
-            model = look_at(hf, value_head=plan.assignments[0].config.value_head, lora=lora)
-        longest = self.longest or train.tokens_per_micro_batch
+        plan, config, algorithm = self.plan.processes.roles[role], self.plan.config, self.plan.algorithm
+        objective = algorithm.objectives.get(role)
+        passed = [output for each in algorithm.passes if each.role == role for output in each.columns.values()]
+        train = evolve(plan.train, **changed)
+        hf, model, backend = self.plan.models[role], self.plan.built[role], plan.backend
+        if plan.cluster.lora is not None:
+            model = look_at(hf, value_head=plan.assignments[0].config.value_head, lora=plan.cluster.lora)
+        longest = config.rollout.context_length or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.
-        sampler = self.plugins.sampler
-        episodes = sampler is None or sampler.spec.episodes
+        episodes = self.plan.plugins.sampler.spec.episodes
         counted = config.run.mode == "train" and not episodes and not config.rollout.postprocess
         try:
             found = role_memory(
                 backend.spec,
                 role_options(config, role, backend),
-                ClusterInfo(
-                    device="cuda",
-                    ranks=len(plan.assignments),
-                    model=hf.to_dict(),
-                    train=train,
-                    frozen=objective is None,
-                    lora=lora,
-                ),
+                evolve(plan.cluster, train=train),
                 hf,
                 model,
                 outputs=passed if objective is None else objective.loss.outputs,
@@ -157,14 +126,14 @@ class Forecaster:
     def too_large(self, found: Forecast, *, there: int) -> Iterator[str]:
         """Problems, one line each, of roles that cannot be trained, or if frozen passed, on devices of `there` bytes,
         with what would help."""
-        for role in self.plan.roles:
-            trained = role in self.algorithm.objectives
+        for role in self.plan.processes.roles:
+            trained = role in self.plan.algorithm.objectives
             stage = found.stages.get(training(role) if trained else _passing(role))
             if stage is None or stage.total <= there * (1 + MARGIN):
                 continue
             ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
             cures = [f"{setting} ({total / GIB:.1f} GiB)" for setting, total in ways.items()]
-            if self.plugins.supports(role, Capability.MULTI_RANK):
+            if self.plan.plugins.supports(role, Capability.MULTI_RANK):
                 cures.append("more ranks")
             cures.append("options of the backend that split or offload the model")
             what = "training" if trained else "a forward pass"
@@ -175,11 +144,12 @@ class Forecaster:
 
     def _ways(self, role: str, stage: StageMemory) -> Iterator[tuple[str, int]]:
         """Settings with which less memory may be needed in `stage`, and how much then."""
-        table, train = self.asked.train_table_of(role), self.config.train_of(role)
+        table, train = self.plan.asked.train_table_of(role), self.plan.config.train_of(role)
         fewer = {"tokens_per_micro_batch": train.tokens_per_micro_batch // 2}
-        ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= max(self.longest, 1) else []
-        trained = role in self.algorithm.objectives
-        if trained and train.recompute != "full" and self.plugins.supports(role, Capability.RECOMPUTE):
+        longest = max(self.plan.config.rollout.context_length, 1)
+        ways: list[dict[str, Any]] = [fewer] if fewer["tokens_per_micro_batch"] >= longest else []
+        trained = role in self.plan.algorithm.objectives
+        if trained and train.recompute != "full" and self.plan.plugins.supports(role, Capability.RECOMPUTE):
             ways = [{"recompute": "full"}, *ways, *({"recompute": "full", **way} for way in ways)]
         now = self.role(role)
         for changed in ways:
@@ -197,27 +167,28 @@ class Forecaster:
         return StageMemory(stage=training(role), parts={**parts, **self._beside(role, known)})
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
-        memory = known[role]
+        memory, sharing = known[role], self.plan.processes.sharing
         held = _between_steps(memory)
-        if role in self.plan.sharing:
+        if role in sharing:
             held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
-        if role in self.plan.sharing:  # what takes turns passes at the same time
-            others = {each.role for each in self.algorithm.passes if each.role in self.plan.sharing} - {role}
-            for each in sorted(others & known.keys()):
+        if role in sharing:  # what takes turns passes at the same time
+            others = {each.role for each in self.plan.algorithm.passes if each.role != role}
+            for each in sorted(others & known.keys() & {*sharing}):
                 parts[f"the {each} as it passes"] = known[each].passing - self._stays(known[each]).get(PARAM, 0)
         return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:
-        return f"activations of {max(self.plan.roles[role].train.tokens_per_micro_batch, self.longest):,} tokens"
+        tokens = self.plan.processes.roles[role].train.tokens_per_micro_batch
+        return f"activations of {max(tokens, self.plan.config.rollout.context_length):,} tokens"
 
     def _updating(self, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[ACTOR]
         held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
         parts = {
             **{f"{ACTOR}'s {NAMES[kind]}": count for kind, count in held.items()},
-            "buckets": 2 * (self.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
+            "buckets": 2 * (self.plan.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
             "the engine's weights": self._engine,
         }
         return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
@@ -225,36 +196,35 @@ class Forecaster:
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
         """What others hold on the device meanwhile: nothing but their processes and what stays there, if they take
         turns. An engine's caches are not known here."""
-        together = [
-            each for each in self.plan.roles if each == role or {each, role}.isdisjoint(self.config.own_devices)
-        ]
-        engine = self.config.run.samples and self.config.cluster.placement == "colocated"
+        config, own = self.plan.config, self.plan.config.own_devices
+        together = [each for each in self.plan.processes.roles if each == role or {each, role}.isdisjoint(own)]
+        engine = config.run.samples and config.cluster.placement == "colocated"
         others = [each for each in together if each != role and each in known]
-        if role in self.plan.sharing:
+        if role in self.plan.processes.sharing:
             found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}
             parts = {what: count for what, count in found.items() if count}
         else:
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
-            if engine and role not in self.config.own_devices:
+            if engine and role not in own:
                 parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
 
     def _stays(self, memory: RoleMemory) -> dict[MemoryKind, int]:
         """What a rank that takes turns holds in every stage."""
-        sleeps = self.config.cluster.offload_kinds
+        sleeps = self.plan.config.cluster.offload_kinds
         return {kind: count for kind, count in _between_steps(memory).items() if kind not in sleeps}
 
     @property
     def _sent(self) -> int:
         """Bytes of the weights that engines get."""
-        config = self.config
+        config = self.plan.config
         dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
-        return size_of(self.built[ACTOR]).total * (4 if dtype == "float32" else 2)
+        return size_of(self.plan.built[ACTOR]).total * (4 if dtype == "float32" else 2)
 
     @property
     def _engine(self) -> int:
         """Bytes of them on a device."""
-        return self._sent // self.plan.placement.widths.get(ENGINES, 1)
+        return self._sent // self.plan.processes.placement.widths.get(ENGINES, 1)
 
 
 def _passing(role: str) -> str:

@@ -17,14 +17,13 @@ from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
-from corerl.config.problems import Problems
 from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
 from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed
 from corerl.event_loop import EventLoop
-from corerl.plan.models import load_models
+from corerl.plan.models import build_models, load_configs
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin.origins import origins_of
@@ -72,8 +71,8 @@ def plan_of(setup: Setup, ranks: int, run_dir: Path, extensions: Sequence[str] =
         extensions=tuple(ExtensionChoice(name=each) for each in extensions),
     )
     config, plugins = resolve_tables(config), plugins_of(config)
-    (model,) = load_models(config, [ACTOR], plugins, Problems()).values()
-    plan = plan_role(ACTOR, config, plugins, device="cpu", run_dir=str(run_dir), model=model)
+    models = build_models(config, plugins, load_configs(config, [ACTOR]))
+    plan = plan_role(ACTOR, config, plugins, device="cpu", run_dir=str(run_dir), model=models[ACTOR])
     assignments = tuple(evolve(each, config=evolve(each.config, seed=setup.seed)) for each in plan.assignments)
     return evolve(plan, assignments=assignments)
 

@@ -22,7 +22,7 @@ from corerl.data.packing import pack
 from corerl.data.plan import plan_steps
 from corerl.driver.advantages import compute_advantages
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
-from corerl.plan.resolve import resolve_tables, settle_algorithm
+from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
 from corerl.plugin.registry import Kind, Loaded, load
 from corerl.plugin.spec import ACTOR, AlgorithmSpec
 from corerl.types import (
@@ -129,7 +129,7 @@ class Trial:
 
     @cached_property
     def plan(self) -> AlgorithmPlan:
-        return plan_algorithm(self.config)
+        return plan_algorithm(self.config, plugins_of(self.config))
 
     # ---- samples -----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from corerl.config.schema import AlgorithmConfig
 from corerl.config.structuring import structure
 from corerl.data.plan import AGGREGATIONS
 from corerl.plan.algorithm import check_algorithm, contradictions
+from corerl.plan.resolve import plugins_of
 from corerl.plugin.registry import Kind, load_implementation
 from corerl.plugin.spec import ACTOR, RoleKind
 from corerl.types import Output
@@ -65,9 +66,9 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
             f"the spec's defaults name {name!r}, which is never unset; use some of {', '.join(sorted(UNSET))}"
         )
         structure({name: value}, AlgorithmConfig, path="the spec's defaults")
-    found = list(contradictions(trial.config))
+    found = list(contradictions(trial.config, plugins_of(trial.config)))
     assert found == [], "a config of nothing but the algorithm and its roles is refused; change the spec's defaults"
-    check_algorithm(trial.config)
+    check_algorithm(trial.config, trial.loaded)
 
     algorithm = load_implementation(Kind.ALGORITHMS, trial.loaded)(trial.config.algorithms[trial.loaded.name])
     objectives, passes = algorithm.objectives(), algorithm.forwards()
