@@ -72,13 +72,13 @@ def elsewhere(nodes: Iterable[str]) -> set[str]:
     return set(nodes) - {ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""}
 
 
-def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
+def gone(nodes: Collection[str]) -> set[str]:
     """The nodes (Ray's ids) that are dead. A node that does not answer may be busy: Ray reports its death after 15
-    seconds by default. A node that is not reported `within` seconds counts as alive."""
+    seconds by default. A node that is not reported within `GONE_WITHIN` counts as alive."""
     waiting = elsewhere(nodes)
     asked = {node: _call_on(node, "os:getpid") for node in waiting}
     found: set[str] = set()
-    until = time.monotonic() + within
+    until = time.monotonic() + GONE_WITHIN
     while waiting and time.monotonic() < until:
         ray.wait([asked[node] for node in waiting], num_returns=len(waiting), timeout=POLL_SECONDS)
         found |= waiting - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
