@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from corerl.data.plan import StepPlan, plan_steps
+from corerl.data.packing import StepPlan, plan_steps
 from corerl.types import IntArray, ParallelLayout, SampleBatch, offsets_of
 
 GROUP = 8  # samples of one prompt

@@ -54,7 +54,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="corerl-inputs-") as directory:
         inputs = Path(directory)
         write_inputs(inputs)
-        import_module("corerl.plan.model_files")  # here, instead of in every child
+        import_module("corerl.plan.models")  # here, instead of in every child
         from corerl.cli.main import main as command
 
         with contextlib.redirect_stdout(sys.stderr):

@@ -17,7 +17,7 @@ def batch(*lengths: int, start: int = 0) -> SampleBatch:
     )
 
 
-def test_samples_are_taken_whole_and_in_the_order_asked_for() -> None:
+def test_samples_are_taken_in_the_order_asked_for() -> None:
     taken = batch(2, 0, 3, 1).take(np.array([2, 0, 1]))
     assert taken.tokens.tolist() == [2, 3, 4, 0, 1]
     assert taken.offsets.tolist() == [0, 3, 5, 5]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from attrs import field, frozen
 
+from corerl.plugin.spec import ACTOR
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
 REFERENCE = "reference"  # the policy that KL is measured against; a role of that name, if it is none of the actor's
@@ -73,3 +74,13 @@ class Algorithm(ABC):
     @abstractmethod
     def objectives(self) -> Mapping[str, Objective]:
         """How each role of the spec is trained."""
+
+
+class ActorOnly(Algorithm):
+    """Trains the actor alone, with a loss whose parameters `clip_low` and `clip_high` are options."""
+
+    loss: ClassVar[str] = "clipped"
+
+    def objectives(self) -> Mapping[str, Objective]:
+        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
+        return {ACTOR: Objective(loss=LossSpec(name=self.loss, params=clip))}

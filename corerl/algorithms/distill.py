@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast
-from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
+from corerl.algorithms.base import ActorOnly, Advantages, ForwardPass
 from corerl.config.options import at_least, between, finite, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch
+from corerl.types import FloatArray, Output, SampleBatch
 
 TEACHER = "teacher"
 LOGPROBS = "teacher_logprobs"  # the column
@@ -29,7 +29,7 @@ class Options:
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
-class Distill(Algorithm):
+class Distill(ActorOnly):
     """The actor, a student, samples; a token's advantage is how much likelier the teacher finds it than the student
     did, and PPO's clipped loss.
 
@@ -59,10 +59,6 @@ class Distill(Algorithm):
             advantages=learned + earned,
             metrics={"teacher/reverse_kl": -float(learned[mask].mean())} if mask.any() else {},
         )
-
-    def objectives(self) -> Mapping[str, Objective]:
-        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
-        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
 
 
 def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:

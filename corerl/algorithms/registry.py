@@ -1,17 +1,20 @@
-"""Find a loss by registered name or `module:function`, and check its parameters before anything is trained."""
+"""Find losses and the user's other functions by name, and check that they can be called before anything is trained."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
+
+from corerl.algorithms.advantages import broadcast
+from corerl.algorithms.base import Advantages, Estimate, Postprocess
 from corerl.algorithms.losses import Loss, LossInputs, LossResult, clipped, value, weighted_logprobs
-from corerl.config.functions import imported, signature_of
-from corerl.errors import ConfigError, ContractError
-from corerl.messages import did_you_mean
-from corerl.types import LossSpec, Output, Scalar
+from corerl.config.functions import imported, require_callable, signature_of
+from corerl.errors import ConfigError, ContractError, DataError
+from corerl.messages import did_you_mean, one_line
+from corerl.types import FloatArray, LossSpec, Output, SampleBatch, Scalar
 
 LOSSES: Mapping[str, Loss] = {"clipped": clipped, "value": value, "weighted_logprobs": weighted_logprobs}
 
@@ -28,21 +31,9 @@ def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
 def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
     params: dict[str, Any] = dict(given)
     function = find_loss(loss)
-    parameters = _parameters(function, name=loss)
-    named = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    unknown = [name for name in params if name not in named]
-    if unknown and len(named) == len(parameters):
-        raise ConfigError(
-            f"loss {loss!r} has no parameter {unknown[0]!r}; it takes: {', '.join(named) or 'none'}"
-            + did_you_mean(unknown[0], named)
-        )
-    needed = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
-    missing = [name for name in needed if name not in params]
-    if missing:
-        raise ConfigError(
-            f"{_called(function, name=loss)} with the options {', '.join(params) or 'none'}, not "
-            f"{missing[0]!r}; read that from inputs, or give it a default"
-        )
+    require_callable(
+        function, "f(inputs: LossInputs, **options) -> LossResult", None, setting=f"loss {loss!r}", options=params
+    )
     return partial(_called_with, function, params, loss)
 
 
@@ -65,29 +56,23 @@ def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float
     """
     name = loss or own.name
     common: dict[str, Scalar] = {"entropy_coef": entropy_coef, "kl_coef": kl_coef, "kl_estimator": kl_estimator}
-    fields = {**own.params, **common}
-    function = find_loss(name)
-    if function is value:
-        raise ConfigError(f"algorithm.loss={name!r} is the loss of a critic; choose a loss for the policy")
-    parameters = _parameters(function, name=name)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    taken = {p.name for p in parameters}
+    signature = signature_of(find_loss(name))
+    parameters = [] if signature is None else list(signature.parameters.values())[1:]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    taken = {each.name for each in parameters}
     for coefficient in ("entropy_coef", "kl_coef"):
-        if fields[coefficient] and not takes_any and coefficient not in taken:
+        if common[coefficient] and not takes_any and coefficient not in taken:
             raise ConfigError(
-                f"algorithm.{coefficient}={fields[coefficient]}, but loss {name!r} has no such parameter; "
+                f"algorithm.{coefficient}={common[coefficient]}, but loss {name!r} has no such parameter; "
                 f"set it to 0, or add it to the function"
             )
-    unknown = [] if takes_any or name != own.name else [each for each in own.params if each not in taken]
-    if unknown:
-        raise ConfigError(
-            f"loss {name!r} of the algorithm has no parameter {unknown[0]!r}; it takes: {', '.join(sorted(taken))}"
-        )
-    spec = LossSpec(
-        name=name,
-        params={each: given for each, given in fields.items() if takes_any or each in taken},
-        outputs=tuple(dict.fromkeys([*own.outputs, Output.LOGPROBS, Output.ENTROPY])),
-    )
+    if loss:
+        given = {**own.params, **common}
+        params = {each: value for each, value in given.items() if takes_any or each in taken}
+    else:
+        params = {**own.params, **{each: value for each, value in common.items() if takes_any or each in taken}}
+    outputs = tuple(dict.fromkeys([*own.outputs, Output.LOGPROBS, Output.ENTROPY]))
+    spec = LossSpec(name=name, params=params, outputs=outputs)
     resolve_loss(spec)
     return spec
 
@@ -104,23 +89,53 @@ def find_loss(name: str) -> Loss:
     return imported(name, setting="algorithm.loss")
 
 
-def _parameters(function: Loss, *, name: str) -> list[inspect.Parameter]:
-    """The parameters after the first, which is the LossInputs. ConfigError unless all of them can be passed by name."""
-    signature = signature_of(function)
-    if signature is None:
-        raise ConfigError(f"loss {name!r} has no readable signature; wrap it in a function of Python")
-    inputs, others = list(signature.parameters.values())[:1], list(signature.parameters.values())[1:]
-    by_name = all(p.kind not in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL) for p in others)
-    if not inputs or inputs[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) or not by_name:
-        raise ConfigError(
-            f"{_called(function, name=name)}; make its first parameter positional, and let all others be passed by name"
-        )
-    return others
+# ---- the user's functions of a whole batch ---------------------------------------------------------------------------
 
 
-def _called(function: Loss, *, name: str) -> str:
-    """The start of an error message: the loss's signature, and how it is called."""
-    return (
-        f"loss {name!r} takes {inspect.signature(function)}, but is called as f(inputs: LossInputs, **options) -> "
-        "LossResult (of corerl.algorithms.losses)"
-    )
+def users_estimate(name: str) -> Estimate:
+    """The function `algorithm.advantages` = 'module:function'. It is called like `Algorithm.advantages`, and returns
+    advantages of samples [B] or of tokens [N]. Raises ConfigError if it cannot be imported; calling it raises DataError
+    if it returns anything else or raises."""
+    function = imported(name, setting="algorithm.advantages")
+
+    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
+        try:
+            found: Any = np.asarray(function(samples, rewards, token_rewards), dtype=np.float32)
+        except Exception as error:
+            raise DataError(f"algorithm.advantages: {name!r} raised {one_line(error)}") from error
+        sizes = [(len(samples),), (len(samples.tokens),)]
+        mask = samples.columns["loss_mask"]
+        if found.shape not in sizes:
+            raise DataError(
+                f"algorithm.advantages: {name!r} returned an array of shape {list(found.shape)}, wanted "
+                f"[{len(samples)}], a number of each sample, or [{len(samples.tokens)}], of each token"
+            )
+        per_token = broadcast(found, samples) if found.shape == sizes[0] else np.where(mask, found, np.float32(0.0))
+        if not np.isfinite(per_token).all():
+            raise DataError(f"algorithm.advantages: {name!r} returned advantages that are not finite")
+        return Advantages(advantages=per_token)
+
+    return estimate
+
+
+def users_postprocess(name: str) -> Postprocess:
+    """The function `algorithm.postprocess` = 'module:function', which maps samples with all columns to those to train
+    on. Raises ConfigError if it cannot be imported; calling it raises DataError if it raises or returns anything else
+    than samples with finite advantages at their loss tokens."""
+    function, setting = imported(name, setting="algorithm.postprocess"), f"algorithm.postprocess: {name!r}"
+
+    def postprocess(samples: SampleBatch) -> SampleBatch:
+        try:
+            found: Any = function(samples)
+        except Exception as error:
+            raise DataError(f"{setting} raised {one_line(error)}") from error
+        if not isinstance(found, SampleBatch):
+            what = "None" if found is None else f"a {type(found).__name__}"
+            raise DataError(f"{setting} returned {what}, wanted a corerl.types.SampleBatch; return the samples")
+        if missing := sorted(set(samples.columns) - set(found.columns)):
+            raise DataError(f"{setting} returned samples without the column {missing[0]!r}; keep it")
+        if not np.isfinite(found.columns["advantages"][found.columns["loss_mask"]]).all():
+            raise DataError(f"{setting} returned advantages that are not finite")
+        return found
+
+    return postprocess

@@ -3,7 +3,7 @@ Approach for Aligning Large Language Models"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -18,10 +18,10 @@ from corerl.algorithms.advantages import (
     sample_rewards,
     whiten,
 )
-from corerl.algorithms.base import Advantages, Algorithm, Objective
+from corerl.algorithms.base import ActorOnly, Advantages
 from corerl.config.options import at_least, between, option
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem
-from corerl.types import FloatArray, LossSpec, SampleBatch
+from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem
+from corerl.types import FloatArray, SampleBatch
 
 
 @frozen(kw_only=True)
@@ -30,7 +30,7 @@ class Options:
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
-class ReinforcePlusPlus(Algorithm):
+class ReinforcePlusPlus(ActorOnly):
     """A token's advantage is what is earned from there on, normalized over all loss tokens of the batch; PPO's clipped
     loss.
 
@@ -46,10 +46,6 @@ class ReinforcePlusPlus(Algorithm):
         earned = token_rewards + at_last_token(rewards, samples)
         returns, _ = gae(earned, np.zeros_like(earned), samples, gamma=1.0, lam=1.0)
         return Advantages(advantages=whiten(returns, samples.columns["loss_mask"]))
-
-    def objectives(self) -> Mapping[str, Objective]:
-        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
-        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):

@@ -3,16 +3,14 @@ REINFORCE-Style Optimization for Learning from Human Feedback in LLMs"."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
-from corerl.algorithms.base import Advantages, Algorithm, Objective
+from corerl.algorithms.base import ActorOnly, Advantages
 from corerl.config.options import at_least, between, option
-from corerl.plugin.spec import ACTOR, AlgorithmSpec
-from corerl.types import Array, FloatArray, IntArray, LossSpec, SampleBatch
+from corerl.plugin.spec import AlgorithmSpec
+from corerl.types import Array, FloatArray, IntArray, SampleBatch
 
 
 @frozen(kw_only=True)
@@ -21,7 +19,7 @@ class Options:
     clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
-class RLOO(Algorithm):
+class RLOO(ActorOnly):
     """REINFORCE with the mean reward of the prompt's other samples as its baseline, at all tokens of a sample.
 
         A_t = r_i - 1/(G - 1) sum of r_j over the other samples j of the group
@@ -36,10 +34,6 @@ class RLOO(Algorithm):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
         return Advantages(advantages=broadcast(compared(each, samples, left_one_out), samples))
-
-    def objectives(self) -> Mapping[str, Objective]:
-        clip = {"clip_low": self.options.clip_low, "clip_high": self.options.clip_high}
-        return {ACTOR: Objective(loss=LossSpec(name="clipped", params=clip))}
 
 
 def left_one_out(rewards: Array, groups: IntArray) -> FloatArray:

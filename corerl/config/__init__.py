@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.config.functions import imported as imported
-    from corerl.config.functions import signature_of as signature_of
+    from corerl.config.functions import require_callable as require_callable
     from corerl.config.load import CONFIG_FILE as CONFIG_FILE
     from corerl.config.load import config_of as config_of
     from corerl.config.load import load_config as load_config

@@ -21,12 +21,12 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     `setting`."""
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
-        raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'{meant(name)}")
+        raise ConfigError(f"{setting}: got {name!r}, wanted 'module:function'{suggestion(name)}")
     try:
         module = import_module(module_name)
         function = getattr(module, attribute, None)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        hint = meant(name) or (_missing(module_name, error) if isinstance(error, ModuleNotFoundError) else "")
+        hint = suggestion(name) or (_missing(module_name, error) if isinstance(error, ModuleNotFoundError) else "")
         raise ConfigError(f"{setting}: {name!r}: cannot import {module_name!r}: {one_line(error)}{hint}") from error
     if not callable(function):
         functions = {each: value for each, value in vars(module).items() if callable(value) and each[0] != "_"}
@@ -38,7 +38,7 @@ def imported(name: str, *, setting: str) -> Callable[..., Any]:
     return function
 
 
-def meant(name: str) -> str:
+def suggestion(name: str) -> str:
     """The end of a message about a setting that is no 'module:function' but the path of a file, or has only dots."""
     module, colon, function = name.partition(":")
     directory = ""

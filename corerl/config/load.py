@@ -21,7 +21,11 @@ from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
-SECRET = (("cluster", "environment"), ("cluster", "secrets"))  # tables whose values no message shows
+# Settings whose values no message shows, and how they are set.
+SECRETS: Mapping[Keys, str] = {
+    ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
+    ("cluster", "secrets"): """set cluster.secrets='["NAME"]'""",
+}
 # The tables of what only one plugin knows, by the table of what all plugins of its kind have.
 PLUGINS = {
     "algorithm": ("algorithms",),
@@ -158,8 +162,10 @@ def _elsewhere(problem: Problem) -> str:
 
 def _concealed(problem: Problem) -> Problem:
     """The same problem without the value of a setting that holds secrets."""
-    secret = problem.keys[:2] in SECRET and problem.text.startswith("expected")
-    return evolve(problem, text=problem.text.partition(", got ")[0]) if secret else problem
+    advice = SECRETS.get(problem.keys[:2])
+    if advice is None or not problem.text.startswith("expected"):
+        return problem
+    return evolve(problem, text=f"{problem.text.partition(', got ')[0]}; {advice}")
 
 
 def _blame(keys: Keys, applied: Iterable[tuple[Keys, str]]) -> str:

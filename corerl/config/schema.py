@@ -352,7 +352,7 @@ class RolesConfig:
     )
 
     @property
-    def beside_actor(self) -> dict[str, SideRoleChoice]:
+    def other_roles(self) -> dict[str, SideRoleChoice]:
         """The other roles that are set, by name."""
         given = {"critic": self.critic, "teacher": self.teacher, "reference": self.reference}
         return {role: choice for role, choice in given.items() if choice is not None}
@@ -360,7 +360,7 @@ class RolesConfig:
     @property
     def own_models(self) -> dict[str, ModelConfig]:
         """The models of roles that do not use the actor's, by role."""
-        return {role: choice.model for role, choice in self.beside_actor.items() if choice.model is not None}
+        return {role: choice.model for role, choice in self.other_roles.items() if choice.model is not None}
 
 
 @frozen(kw_only=True)
@@ -916,7 +916,7 @@ class Config:
     @property
     def chosen_roles(self) -> dict[str, RoleChoice]:
         """The roles of this run by name, the actor first; others only if the run trains."""
-        return {"actor": self.roles.actor, **(self.roles.beside_actor if self.run.trains else {})}
+        return {"actor": self.roles.actor, **(self.roles.other_roles if self.run.trains else {})}
 
     @property
     def chosen_extensions(self) -> tuple[ExtensionChoice, ...]:

@@ -6,14 +6,13 @@ fields run.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from typing import Any, TypeVar, get_args, get_origin
 
 import attrs
-from attrs import evolve, frozen
+from attrs import frozen
 
 from corerl.config.toml_text import choices, class_fields, is_union, parse_toml, spell, spell_value, toml_key
 from corerl.errors import ConfigError
@@ -39,14 +38,6 @@ class Problem:
         return f"{path}: {text}" if path else text
 
 
-class _Wrong(ValueError):
-    """What does not fit, with keys inside the value that was read."""
-
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__(*problems)
-        self.problems = problems
-
-
 def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
     """Structure plain data into an instance of a frozen attrs class, such as a plugin's options.
 
@@ -60,121 +51,113 @@ def structure(data: Mapping[str, Any], cls: type[T], *, path: str = "") -> T:
 
 def try_structure(data: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
     """The instance of a frozen attrs class, or None and every problem."""
-    try:
-        found: T = _read(data, cls)
-    except _Wrong as error:
-        return None, list(error.problems)
-    return found, []
+    problems: list[Problem] = []
+    found: T = _read(data, cls, (), problems)
+    return (None if problems else found), problems
 
 
-def _arms(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if is_union(kind) else (kind,)
+# ---- reading: each function returns the value as a type, and adds what does not fit to `problems` --------------------
 
 
-def _read(value: Any, kind: Any) -> Any:
-    """The value as this type. Raises _Wrong."""
+def _read(value: Any, kind: Any, keys: Keys, problems: list[Problem]) -> Any:
+    if kind is Any or kind is None:
+        return value
     if attrs.has(kind):
-        return _read_class(value, kind)
+        return _read_class(value, kind, keys, problems)
     if is_union(kind):
-        return _read_union(value, kind)
-    if _is_a(kind, (list, tuple, Sequence)):
-        return _read_array(value, kind)
-    if _is_a(kind, Mapping):
-        return _read_table(value, kind)
-    return value if kind is Any else _read_scalar(value, kind)
-
-
-def _is_a(kind: Any, parent: type | tuple[type, ...]) -> bool:
+        return _read_union(value, kind, keys, problems)
     origin = get_origin(kind) or kind
-    return isinstance(origin, type) and issubclass(origin, parent) and not issubclass(origin, str)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _read_table(value, kind, keys, problems)
+    if isinstance(origin, type) and issubclass(origin, Sequence) and not issubclass(origin, str):
+        return _read_array(value, kind, keys, problems)
+    return _read_scalar(value, kind, keys, problems)
 
 
-def _read_scalar(value: Any, kind: Any) -> Any:
+def _read_scalar(value: Any, kind: Any, keys: Keys, problems: list[Problem]) -> Any:
+    wrong = ""
     if allowed := choices(kind):
-        for choice in allowed:
-            if choice == value and type(choice) is type(value):
-                return kind(value) if isinstance(kind, type) else value
-        raise _wrong(_mismatch(value, kind))
-    if kind is float and type(value) is int:
+        if any(type(choice) is type(value) and choice == value for choice in allowed):
+            return kind(value) if isinstance(kind, type) else value
+        wrong = _mismatch(value, kind)
+    elif kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
-        raise _wrong(_mismatch(value, kind))
-    if kind is float and math.isnan(value):
-        raise _wrong("expected number, got nan")
-    if kind is str and "\0" in value:  # no path, variable or token may have one, and not every library checks
-        raise _wrong(f"expected string without NUL characters, got {short_repr(value)}")
+    elif type(value) is not kind:
+        wrong = _mismatch(value, kind)
+    elif kind is float and math.isnan(value):
+        wrong = "expected number, got nan"
+    elif kind is str and "\0" in value:  # no path, variable or token may have one, and not every library checks
+        wrong = f"expected string without NUL characters, got {short_repr(value)}"
+    if wrong:
+        problems.append(Problem(keys, wrong))
     return value
 
 
-def _read_class(value: Any, cls: type) -> Any:
+def _read_class(value: Any, cls: type, keys: Keys, problems: list[Problem]) -> Any:
     fields = class_fields(cls)
     if not isinstance(value, Mapping):
         # A table's first setting is its main one, such as the name of what its others are for.
         main = next(iter(fields), "")
-        meant = main and type(value) in _arms(fields[main].type)
-        raise _wrong(_mismatch(value, cls), within=main if meant else "")
+        kind: Any = fields[main].type if main else None
+        meant = type(value) in (get_args(kind) if is_union(kind) else (kind,))
+        problems.append(Problem(keys, _mismatch(value, cls), within=main if meant else ""))
+        return None
     done: dict[str, Any] = {}
-    problems: list[Problem] = []
+    before = len(problems)
     for name, field in fields.items():
         if name in value:
-            try:
-                done[field.alias or name] = _read_field(value[name], field)
-            except Exception as error:  # a type's own conversion, or a validator, may raise anything
-                problems += _inside(name, error)
+            done[field.alias or name] = _read_field(value[name], field, (*keys, name), problems)
         elif field.default is attrs.NOTHING:
-            problems += _missing(field)
-    problems += _unknown(value.keys() - fields.keys(), cls)
-    if not problems:
+            problems += _missing(field, (*keys, name))
+    problems += _unknown(value.keys() - fields.keys(), cls, keys)
+    if len(problems) == before:
         try:
             return cls(**done)
-        except Exception as error:  # of a validator that reads several fields
-            problems += _problems_of(error)
-    raise _Wrong(*problems)
+        except Exception as error:  # of a converter, or of a validator that reads several fields
+            problems.append(Problem(keys, _text(error)))
+    return None
 
 
-def _read_field(raw: Any, field: attrs.Attribute[Any]) -> Any:
+def _read_field(raw: Any, field: attrs.Attribute[Any], keys: Keys, problems: list[Problem]) -> Any:
     """Read one field and run its validator at once: attrs itself would stop at the first failing field."""
-    value = _read(raw, Any if field.type is None else field.type)
-    if field.validator is not None and field.converter is None:
-        with contextlib.suppress(AttributeError):  # it reads other fields, so it can only run with the whole instance
+    before = len(problems)
+    value = _read(raw, field.type, keys, problems)
+    if len(problems) == before and field.validator is not None and field.converter is None:
+        try:
             field.validator(None, field, value)
+        except AttributeError:  # it reads other fields, so it can only run with the whole instance
+            pass
+        except Exception as error:  # a validator may raise anything
+            problems.append(Problem(keys, _text(error)))
     return value
 
 
-def _read_table(value: Any, kind: Any) -> dict[Any, Any]:
-    _, inner = get_args(kind) or (str, Any)
+def _read_table(value: Any, kind: Any, keys: Keys, problems: list[Problem]) -> Any:
     if not isinstance(value, Mapping):
-        raise _wrong(_mismatch(value, kind))
-    return dict(zip(value, _each(value, value.values(), [inner] * len(value)), strict=True))
+        problems.append(Problem(keys, _mismatch(value, kind)))
+        return value
+    _, inner = get_args(kind) or (str, Any)
+    return {key: _read(each, inner, (*keys, key), problems) for key, each in value.items()}
 
 
-def _read_array(value: Any, kind: Any) -> list[Any] | tuple[Any, ...]:
-    is_tuple = _is_a(kind, tuple)
+def _read_array(value: Any, kind: Any, keys: Keys, problems: list[Problem]) -> Any:
+    is_tuple = issubclass(get_origin(kind) or kind, tuple)
     kinds = get_args(kind) or (Any, ...)
     fixed = is_tuple and kinds[-1] is not Ellipsis
     if not isinstance(value, (list, tuple)):
-        raise _wrong(_mismatch(value, kind))
+        problems.append(Problem(keys, _mismatch(value, kind)))
+        return value
     if fixed and len(value) != len(kinds):
-        raise _wrong(f"expected {spell(kind)}, got {len(value)}")
-    items = _each(range(len(value)), value, kinds if fixed else [kinds[0]] * len(value))
+        problems.append(Problem(keys, f"expected {spell(kind)}, got {len(value)}"))
+        return value
+    items = [
+        _read(each, kinds[number] if fixed else kinds[0], (*keys, number), problems)
+        for number, each in enumerate(value)
+    ]
     return tuple(items) if is_tuple else items
 
 
-def _each(keys: Iterable[Any], values: Iterable[Any], kinds: Iterable[Any]) -> list[Any]:
-    """Read all parts of an array or table; raise one error for all parts that fail."""
-    done: list[Any] = []
-    problems: list[Problem] = []
-    for key, value, kind in zip(keys, values, kinds, strict=True):
-        try:
-            done.append(_read(value, kind))
-        except (ValueError, TypeError, LookupError) as error:
-            problems += _inside(key, error)
-    if problems:
-        raise _Wrong(*problems)
-    return done
-
-
-def _read_union(value: Any, kind: Any) -> Any:
+def _read_union(value: Any, kind: Any, keys: Keys, problems: list[Problem]) -> Any:
     arms = [arm for arm in get_args(kind) if arm is not type(None)]
     tables = [arm for arm in arms if attrs.has(arm)]
     if value is None and len(arms) < len(get_args(kind)):
@@ -182,47 +165,37 @@ def _read_union(value: Any, kind: Any) -> Any:
     # if only one arm can be meant, its own errors say more than "expected this or that"
     meant = tables if len(tables) == 1 and isinstance(value, Mapping) else arms
     if len(meant) == 1:
-        return _read(value, meant[0])
+        return _read(value, meant[0], keys, problems)
     for arm in arms:
-        with contextlib.suppress(ValueError, TypeError, LookupError):  # the next arm may fit
-            return _read(value, arm)
-    raise _wrong(_mismatch(value, kind))
+        misfits: list[Problem] = []
+        read = _read(value, arm, keys, misfits)
+        if not misfits:
+            return read
+    problems.append(Problem(keys, _mismatch(value, kind)))
+    return None
 
 
 # ---- problems in words -----------------------------------------------------------------------------------------------
 
 
-def _wrong(text: str, within: str = "") -> _Wrong:
-    return _Wrong(Problem((), text, within))
-
-
-def _problems_of(error: Exception) -> Sequence[Problem]:
-    return error.problems if isinstance(error, _Wrong) else [Problem((), _text(error))]
-
-
-def _inside(key: str | int, error: Exception) -> list[Problem]:
-    return [evolve(problem, keys=(key, *problem.keys)) for problem in _problems_of(error)]
-
-
-def _missing(field: attrs.Attribute[Any], keys: Keys = ()) -> Iterator[Problem]:
+def _missing(field: attrs.Attribute[Any], keys: Keys) -> Iterator[Problem]:
     """The problem for a missing required field; for a table, one for each required field in it."""
-    here = (*keys, field.name)
     kind: Any = field.type
     inner = class_fields(kind).values() if attrs.has(kind) else ()
     required = [part for part in inner if part.default is attrs.NOTHING]
     for part in required:
-        yield from _missing(part, here)
+        yield from _missing(part, (*keys, part.name))
     if not required:
         help_text = field.metadata.get("help", "")
-        yield Problem(here, f"required but missing; set {spell(kind)}" + (f": {help_text}" * bool(help_text)))
+        yield Problem(keys, f"required but missing; set {spell(kind)}" + (f": {help_text}" * bool(help_text)))
 
 
-def _unknown(extra: Iterable[str], cls: type) -> Iterator[Problem]:
+def _unknown(extra: Iterable[str], cls: type, keys: Keys) -> Iterator[Problem]:
     known = list(class_fields(cls))
     for key in sorted(extra):
         near = next(iter(deeper(cls, key)), "") or nearest(key, known)
         advice = f"did you mean {near!r}?" if near else f"known: {', '.join(known) or 'none'}"
-        yield Problem((key,), f"unknown key; {advice}", unknown=not near)
+        yield Problem((*keys, key), f"unknown key; {advice}", unknown=not near)
 
 
 def deeper(cls: type, key: str) -> list[str]:

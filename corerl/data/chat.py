@@ -7,10 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import evolve
-
-from corerl.data import media
-from corerl.data.prompts import Prompt, PromptSource
 from corerl.messages import short_repr
 
 # Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
@@ -58,9 +54,6 @@ def read_message(message: Any) -> dict[str, Any]:
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
-    for name, value in known.items():
-        if name != "content" and (kind := media.held(name, value)):
-            raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it")
     calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
@@ -155,30 +148,3 @@ def _said(message: Mapping[str, Any]) -> Iterator[str]:
         arguments = function.get("arguments", "") if isinstance(function, Mapping) else ""
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
         yield f"{function.get('name', '?') if isinstance(function, Mapping) else '?'}({written})"
-
-
-class ChatPrompts(PromptSource):
-    """Another source's prompts as chats: a text becomes a user message and stays in `.text`, unless `texts` stay what
-    they are. `system` begins every chat that does not begin with a system message."""
-
-    chat = True
-
-    def __init__(self, source: PromptSource, *, system: str, texts: bool = False) -> None:
-        self._source = source
-        self._texts = texts
-        self._system: Messages = ({"role": "system", "content": system},) if system else ()
-        self.unanswered, self.first_unanswered = source.unanswered, source.first_unanswered
-        self.divide(source.shares)
-        self.asked, self.notices = source.asked, source.notices
-
-    def where(self, index: int) -> str:
-        return self._source.where(index)
-
-    def prompt(self, index: int) -> Prompt:
-        prompt = self._source.prompt(index)
-        if self._texts and not prompt.messages:
-            return prompt
-        messages: Messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        if messages[0]["role"] != "system":
-            messages = self._system + messages
-        return evolve(prompt, messages=messages)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import codecs
 import glob
 import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,24 +26,17 @@ PATHS = (
     "a .jsonl, .parquet, .csv, .arrow or .json file, a directory or a pattern of them, or a data set saved by "
     "`save_to_disk`"
 )
-# Files with one of these suffixes that are not read are counted in a notice.
-DATA = {JSONL, *LOADERS, ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 TRAIN = "train"
 
 
 class Refused(Exception):
-    """Why a row cannot be shown to the model; rows are counted by `kind`, which goes behind "rows"."""
-
-    def __init__(self, kind: str, why: object) -> None:
-        super().__init__(str(why))
-        self.kind = kind
+    """Why a row cannot be shown to the model."""
 
 
 class Rows(ABC):
     """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
-    notice: str = ""  # a line about files that are not read
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
 
     @abstractmethod
@@ -136,7 +127,7 @@ def _json(line: bytes) -> Any:
         why = f"{error.msg}, at character {error.pos + 1}; expected one JSON object per line"
     except ValueError as error:  # broken UTF-8, or a value that cannot be held
         why = str(error)
-    return Refused("that are not JSON", f"not valid JSON: {why}")
+    return Refused(f"not valid JSON: {why}")
 
 
 class ArrowRows(Rows):
@@ -170,7 +161,7 @@ class ArrowRows(Rows):
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
             if part.num_rows > 1:
                 return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
-            return [Refused("that cannot be read", f"cannot be read: {error}")]
+            return [Refused(f"cannot be read: {error}")]
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
@@ -207,7 +198,7 @@ def open_rows(
 
 
 def _of_files(files: Sequence[Path], name: str, texts: Sequence[str]) -> Rows:
-    if all(map(_has_json_lines, files)):
+    if all(file.suffix == JSONL for file in files):
         return JsonlRows(files, name)
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) > 1 or suffixes[0] not in LOADERS:
@@ -224,19 +215,6 @@ def _of_files(files: Sequence[Path], name: str, texts: Sequence[str]) -> Rows:
     except Exception as error:  # of whatever reads the format
         raise unreadable(name, error) from error
     return ArrowRows(loaded, name)
-
-
-def _has_json_lines(path: Path) -> bool:
-    """Whether a file may hold one JSON object per line. True also for a file that is empty or cannot be read: reading
-    it gives the better error."""
-    if path.suffix == JSONL or LOADERS.get(path.suffix, "json") != "json":
-        return path.suffix == JSONL
-    try:
-        with path.open("rb") as file:
-            begin = file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()  # a .json may be one line, of any size
-    except OSError:
-        return True
-    return not begin or begin.startswith(b"{")
 
 
 def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], texts: Sequence[str]) -> Rows:
@@ -265,32 +243,11 @@ def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], 
             f"data.split: {chosen!r}, but {name} has the splits {', '.join(splits)}; set it to one of them"
             f"{did_you_mean(chosen, splits)}"
         )
-    others = [f"the split {each}" for each in splits if each != chosen]
-    if any(saved):
-        rows: Rows = ArrowRows(splits[chosen], name)
-        rows.notice = _notice(name, chosen, others)
-        return rows
-    files, root = splits[chosen], os.path.abspath(path)
-    rows = _of_files(files, name, texts)
-    known = {file for each in splits.values() for file in each}
-    there = (Path(root, file) for file in glob.glob("**", root_dir=root, recursive=True))
-    counts = Counter(file.suffix for file in there if file.suffix in DATA and file not in known)
-    others += [f"{count} {suffix} file{'s' * (count > 1)}" for suffix, count in sorted(counts.items())]
-    rows.notice = _notice(name, chosen, others, sorted({str(file.parent.relative_to(root)) for file in files}))
-    return rows
-
-
-def _notice(name: str, split: str, unread: Sequence[str], directories: Sequence[str] = ()) -> str:
-    """A line about what is not read of a directory with this split, or read as one; "" if there is nothing to say."""
-    lines = [f"not read: {', '.join(unread)}"] if unread else []
-    if len(directories) > 1:
-        lines.append(f"files of several directories are read as one: {', '.join(directories)}")
-    return f"data.source: of {name}, the split {split} is read; {'; '.join(lines)}" if lines else ""
+    return ArrowRows(splits[chosen], name) if any(saved) else _of_files(splits[chosen], name, texts)
 
 
 def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Sequence[Path]]:
-    """The files of each split of a directory, as `datasets` finds them by the data set's card or by their names. Raises
-    DataError for a card that names a file or an address outside of the directory."""
+    """The files of each split of a directory, as `datasets` finds them by the data set's card or by their names."""
     subsets = datasets.get_dataset_config_names(str(path))
     if subsets == ["default"]:
         _require_no_choice(str(path), subset=subset)
@@ -302,13 +259,9 @@ def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str,
                 f"{did_you_mean(subset, subsets)}"
             )
     builder = datasets.load_dataset_builder(str(path), subset or None)
-    found: dict[str, list[Path]] = {}
-    for name, files in builder.config.data_files.items():
-        found[str(name)] = [Path(os.path.abspath(file)) for file in files]
-        for file in found[str(name)]:
-            if not file.is_relative_to(os.path.abspath(path)):
-                raise DataError(f"data.source: README.md of {path} names {file}, which is not in this directory")
-    return found
+    return {
+        str(name): [Path(os.path.abspath(file)) for file in files] for name, files in builder.config.data_files.items()
+    }
 
 
 def _require_no_choice(source: str, **choices: str) -> None:

@@ -9,10 +9,8 @@ from pathlib import Path
 from attrs import fields
 
 from corerl.config.schema import DataConfig, DataSource
-from corerl.data.chat import ChatPrompts
 from corerl.data.files import JSONL, LOADERS, PATHS, Rows, is_pattern, open_rows
-from corerl.data.mixture import MixedPrompts
-from corerl.data.prompts import PromptSource, SortDigits
+from corerl.data.prompts import MixedPrompts, PromptSource, SortDigits
 from corerl.data.rows import RowPrompts
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path
@@ -30,21 +28,15 @@ def load_prompts(
     given: Rows | None = None,
 ) -> PromptSource:
     """Load the prompts and check every row; `notify` gets a line now and then about how many are read. Unless these are
-    the `whole` data of a run, they may lack chats and tools that `data` has settings for. `given` are rows in place of
+    the `whole` data of a run, they may lack chats that `data.system` is for. `given` are rows in place of
     `data.source`'s. Raises ConfigError for bad settings, DataError for bad files."""
-    loading = _Loading(data, seed, notify)
     if data.sources:
-        source = loading.mixed()
+        source = _mixed(data, seed, notify)
     else:
         alone = DataSource(source=data.source, split=data.split, subset=data.subset)
-        source = loading.source(alone, setting="data.source", given=given)
-    if not whole:
-        return source
-    _require_chat(source, "data.system", data.system)
-    # A task may do without the default field, but not without one that its config names; a part of a mix may.
-    named = data.tools_key not in ("", fields(type(data)).tools_key.default)
-    if named and loading.read and not any(each.has(data.tools_key) for each in loading.read):
-        loading.read[0].require(data.tools_key, setting="data.tools_key")
+        source = _load(alone, data, seed, notify, setting="data.source", given=given)
+    if whole:
+        _require_chat(source, "data.system", data.system)
     return source
 
 
@@ -72,71 +64,56 @@ def _require_chat(source: PromptSource, setting: str, system: str | None) -> Non
         )
 
 
-class _Loading:
-    """Loads the sources of one config."""
-
-    def __init__(self, data: DataConfig, seed: int, notify: Callable[[str], None] | None) -> None:
-        self._data, self._seed, self._notify = data, seed, notify
-        self.read: list[RowPrompts] = []  # of the sources that have rows
-
-    def mixed(self) -> PromptSource:
-        data = self._data
-        if data.source not in ("", fields(type(data)).source.default):
+def _mixed(data: DataConfig, seed: int, notify: Callable[[str], None] | None) -> PromptSource:
+    if data.source not in ("", fields(type(data)).source.default):
+        raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
+    sources: dict[str, PromptSource] = {}
+    for number, each in enumerate(data.sources):
+        if each.called in sources:
+            raise ConfigError(f"data.sources: two sources are named {each.called!r}; give each a different name")
+        if each.called == PARTS:
             raise ConfigError(
-                f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two"
+                f"data.sources: eval/{PARTS} has the parts of rewards; give source {PARTS!r} another name"
             )
-        sources: dict[str, PromptSource] = {}
-        weights: dict[str, float] = {}
-        for number, each in enumerate(data.sources):
-            name = each.called
-            if name in sources:
-                raise ConfigError(f"data.sources: two sources are named {name!r}; give each a different name")
-            if name == PARTS:
-                raise ConfigError(
-                    f"data.sources: eval/{name} has the parts of rewards; give source {name!r} another name"
-                )
-            weights[name] = each.weight
-            sources[name] = self.source(each, setting="data.sources")
-            _require_chat(sources[name], f"data.sources[{number}].system", each.system)
-        return MixedPrompts(sources, weights)
+        sources[each.called] = _load(each, data, seed, notify, setting="data.sources")
+        _require_chat(sources[each.called], f"data.sources[{number}].system", each.system)
+    return MixedPrompts(sources, {each.called: each.weight for each in data.sources})
 
-    def source(self, source: DataSource, *, setting: str, given: Rows | None = None) -> PromptSource:
-        data = self._data
-        found: PromptSource
-        if given is None and source.source in GENERATED:
-            found = GENERATED[source.source](held_out=data.held_out, seed=self._seed)
-        else:
-            if given is None:
-                require_source(source.source, setting=setting)
-                common = (data.split, data.subset)
-                given = open_rows(
-                    source.source, split=source.split, subset=source.subset, common=common, texts=self._keys(source)
-                )
-            found = self._prompts(given, source)
-        system = data.system if source.system is None else source.system
-        wraps = data.chat or (system and found.chat)
-        return ChatPrompts(found, system=system, texts=not data.chat) if wraps else found
 
-    def _keys(self, source: DataSource) -> tuple[str, str]:
-        """The fields of a source with prompts and answers."""
-        return source.prompt_key or self._data.prompt_key, source.answer_key or self._data.answer_key
-
-    def _prompts(self, rows: Rows, source: DataSource) -> RowPrompts:
-        data = self._data
-        prompt_key, answer_key = self._keys(source)
-        found = RowPrompts(
-            rows,
-            prompt_key=prompt_key,
-            answer_key=answer_key,
-            held_out=data.held_out,
-            seed=self._seed,
-            tools_key=data.tools_key,
-            chat=data.chat,
-            ignore=data.ignore,
-            skip=data.refused == "skip",
-            notify=self._notify,
+def _load(
+    source: DataSource,
+    data: DataConfig,
+    seed: int,
+    notify: Callable[[str], None] | None,
+    *,
+    setting: str,
+    given: Rows | None = None,
+) -> PromptSource:
+    """One source, with the settings of `data` that it does not have itself."""
+    system = data.system if source.system is None else source.system
+    if given is None and source.source in GENERATED:
+        return GENERATED[source.source](held_out=data.held_out, seed=seed, chat=data.chat, system=system)
+    prompt_key, answer_key = source.prompt_key or data.prompt_key, source.answer_key or data.answer_key
+    if given is None:
+        require_source(source.source, setting=setting)
+        given = open_rows(
+            source.source,
+            split=source.split,
+            subset=source.subset,
+            common=(data.split, data.subset),
+            texts=(prompt_key, answer_key),
         )
-        if answer_key != fields(type(data)).answer_key.default:
-            found.require(answer_key, setting="data.answer_key")
-        self.read.append(found)
-        return found
+    return RowPrompts(
+        given,
+        prompt_key=prompt_key,
+        answer_key=answer_key,
+        held_out=data.held_out,
+        seed=seed,
+        answers=answer_key != fields(type(data)).answer_key.default,
+        tools_key=data.tools_key,
+        chat=data.chat,
+        system=system,
+        ignore=data.ignore,
+        skip=data.refused == "skip",
+        notify=notify,
+    )

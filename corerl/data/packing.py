@@ -1,15 +1,287 @@
-"""Pack planned samples into micro-batches lazily, reading the rollout batch's arrays in place."""
+"""Split a rollout batch into optimizer steps, dp ranks and micro-batches, first as indices, and pack a rank's share of
+these samples lazily, reading the batch's arrays in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 from attrs import frozen
 
-from corerl.data.plan import StepShare
-from corerl.types import Array, MicroBatch, PackedBatch, SampleBatch, offsets_of
+from corerl.errors import ConfigError, DataError
+from corerl.types import (
+    Array,
+    BoolArray,
+    FloatArray,
+    IntArray,
+    MicroBatch,
+    PackedBatch,
+    ParallelLayout,
+    SampleBatch,
+    offsets_of,
+)
+
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+SHORT = 256  # tokens of a sample: as many are counted in the time that a slice of them takes to make
+
+AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
+
+
+@frozen(kw_only=True, eq=False)
+class StepShare:
+    """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get with the samples."""
+
+    rows: IntArray  # [n] of the samples that the ranks are given
+    samples: IntArray  # [n] the same as indices in the rollout batch
+    scales: FloatArray  # [n]
+    offsets: IntArray  # [M + 1] micro-batch m has rows[offsets[m]:offsets[m + 1]]
+    filler: BoolArray  # [M]
+    step_tokens: int = 0  # of the StepPlan
+
+
+@frozen(kw_only=True, eq=False)
+class StepPlan:
+    """One pass of chosen samples through the model, which the driver cuts into a share for each dp rank."""
+
+    micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] sample indices; M is equal for all dp ranks
+    filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
+    scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
+    step_tokens: int = 0  # prompts included, on all dp ranks; 0 for what is only a part of a step
+
+    def rows(self, dp_ranks: Collection[int]) -> IntArray:
+        """[n] the samples that these dp ranks read, fillers included, in ascending order."""
+        read = [members for dp_rank in dp_ranks for members in self.micro_batches[dp_rank]]
+        return np.unique(np.concatenate([_NONE, *read]))
+
+    @property
+    def members(self) -> IntArray:
+        """[n] the samples that are passed, fillers not counted, in ascending order."""
+        every = zip(sum(self.micro_batches, ()), sum(self.filler, ()), strict=True)
+        return np.unique(np.concatenate([_NONE, *(members for members, filler in every if not filler)]))
+
+    def share(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
+        """The part of a dp rank that is given only the samples `given`, in ascending order; None: all of them."""
+        micro_batches = self.micro_batches[dp_rank]
+        samples = np.concatenate([_NONE, *micro_batches])
+        return StepShare(
+            rows=samples if given is None else np.searchsorted(given, samples),
+            samples=samples,
+            scales=self.scales[samples],
+            offsets=offsets_of([len(members) for members in micro_batches]),
+            filler=np.array(self.filler[dp_rank], dtype=np.bool_),
+            step_tokens=self.step_tokens,
+        )
+
+
+def plan_steps(
+    batch: SampleBatch,
+    layout: ParallelLayout,
+    *,
+    tokens_per_micro_batch: int,
+    mini_batches: int = 1,
+    epochs: int = 1,
+    aggregation: str,
+    max_tokens: int,
+    seed: int,
+) -> list[StepPlan]:
+    """The optimizer steps of one rollout batch, in order: `mini_batches` steps in each of `epochs`, or one per group if
+    there are fewer groups, as after a postprocess that drops samples. `layout` is any rank's: it gives the number of
+    dp ranks, the multiples for sequences and micro-batches, and whether micro-batches are rectangular.
+
+    In every epoch each sample belongs to exactly one step, and all samples of a group (`rows["group"]`) to the same
+    step. The order in each epoch follows from `seed` alone; give each rollout step another seed.
+
+    Weight of one loss token of sample i, in a step of n episodes, which are samples unless one has several, r:
+
+        token-mean       1 / (loss tokens of the step)
+        sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
+        constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
+    """
+    require_aggregation(aggregation)
+    groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
+    sizes = _padded(batch.lengths, layout.sequence_multiple)
+    loss_tokens = count_loss_tokens(batch)
+    _, episode_of = batch.episodes
+    steps = []
+    for epoch in range(epochs):
+        for chosen_groups in groups_of_steps(len(groups), mini_batches, seed, epoch):
+            chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
+            micro_batches, filler = _share(chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
+            scales = np.zeros(len(batch), dtype=np.float32)
+            scales[chosen] = _scales(
+                loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
+            )
+            tokens = int(batch.lengths[chosen].sum())
+            steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, step_tokens=tokens))
+    return steps
+
+
+def groups_of_steps(groups: int, mini_batches: int, seed: int, epoch: int = 0) -> list[IntArray]:
+    """Which of a rollout batch's groups each step of an epoch trains on."""
+    order = np.random.default_rng([seed, epoch]).permutation(groups)
+    return np.array_split(order, min(mini_batches, groups))
+
+
+def plan_part(
+    batch: SampleBatch,
+    layout: ParallelLayout,
+    *,
+    tokens_per_micro_batch: int,
+    aggregation: str,
+    max_tokens: int,
+    unit: float = 1.0,
+) -> tuple[StepPlan, float]:
+    """One part of a step whose other parts are elsewhere, and what it adds to the step's denominator. All samples of an
+    episode are in one part. Weights equal `plan_steps`' times the denominator, over `unit`: with the gradients of
+    all parts, `TrainGroup.optimizer_step(step, scale=unit / denominator)` takes its step. A `unit` near the denominator
+    keeps gradients of their usual size, which matters to formats of a small range.
+    """
+    require_aggregation(aggregation)
+    loss_tokens = count_loss_tokens(batch)
+    _, episode_of = batch.episodes
+    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
+    scales = np.zeros(len(batch), dtype=np.float32)
+    scales[own > 0] = 1.0 / (own[own > 0] * unit)
+    micro_batches, filler = _share(
+        np.arange(len(batch)), _padded(batch.lengths, layout.sequence_multiple), layout, budget=tokens_per_micro_batch
+    )
+    return StepPlan(micro_batches=micro_batches, filler=filler, scales=scales), float(count)
+
+
+def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
+    """A plan that passes every sample once, without a loss: every scale is 0."""
+    if not len(batch):
+        raise DataError("the rollout batch has no samples to pass through the model")
+    sizes = _padded(batch.lengths, layout.sequence_multiple)
+    micro_batches, filler = _share(np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
+    return StepPlan(micro_batches=micro_batches, filler=filler, scales=np.zeros(len(batch), dtype=np.float32))
+
+
+def count_loss_tokens(batch: SampleBatch) -> IntArray:
+    """[B] number of loss tokens in each sample."""
+    mask = np.asarray(batch.columns["loss_mask"], dtype=np.bool_)
+    if len(mask) < SHORT * len(batch):
+        return np.diff(np.searchsorted(np.flatnonzero(mask), batch.offsets))
+    # Slice by slice runs at memory speed; np.add.reduceat, which first casts every bool, takes 20 times as long.
+    edges = batch.offsets.tolist()
+    counts = [np.count_nonzero(mask[start:end]) for start, end in pairwise(edges)]
+    return np.array(counts, dtype=np.int64)
+
+
+def require_aggregation(name: str) -> None:
+    if name not in AGGREGATIONS:
+        raise ConfigError(f"algorithm.aggregation: unknown aggregation {name!r}; use one of {', '.join(AGGREGATIONS)}")
+
+
+def _padded(lengths: IntArray, multiple: int) -> IntArray:
+    return -(-lengths // multiple) * multiple
+
+
+def _scales(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
+    """[n] 1 / denominator for each sample of one step."""
+    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
+    denominator = count * own
+    scales = np.zeros(len(loss_tokens), dtype=np.float32)
+    scales[denominator > 0] = 1.0 / denominator[denominator > 0]
+    return scales
+
+
+def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> tuple[IntArray, int]:
+    """The denominator of each sample as a product: what is its own [n], and what is counted over the step."""
+    match aggregation:
+        case "token-mean":
+            return np.ones_like(loss_tokens), int(loss_tokens.sum())
+        case "sequence-mean":
+            samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
+            return samples[episode_of] * loss_tokens, int(np.count_nonzero(samples))
+        case _:
+            # All tokens of a step count the same, however many samples an episode has: that is the point of it.
+            return np.full_like(loss_tokens, max_tokens), len(np.unique(episode_of))
+
+
+def _share(
+    chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
+) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
+    """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
+    bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
+    packed = [
+        [chosen[share[members]] for members in bins(sizes[share], budget)] for share in _balance(sizes, layout.dp_size)
+    ]
+    most = max(len(micro_batches) for micro_batches in packed)
+    count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
+    cheapest = chosen[[int(np.argmin(sizes))]]  # a filler costs a pass of its tokens: take the shortest sample
+    return (
+        tuple(tuple(real + [cheapest] * (count - len(real))) for real in packed),
+        tuple(tuple(m >= len(real) for m in range(count)) for real in packed),
+    )
+
+
+def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
+    """Members of each rank's share: largest first, each to the rank with the fewest tokens so far (Graham 1969).
+
+    The fullest rank has at most 4/3 of the optimum, and with many samples almost exactly the mean.
+    """
+    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    loads = [(0, dp_rank) for dp_rank in range(dp_size)]
+    largest_first = np.argsort(-sizes, kind="stable")
+    for sample, size in zip(largest_first.tolist(), sizes[largest_first].tolist(), strict=True):
+        load, dp_rank = loads[0]
+        shares[dp_rank].append(sample)
+        heapq.heapreplace(loads, (load + size, dp_rank))
+    return [np.array(share, dtype=np.int64) for share in shares]
+
+
+def _similar_lengths(sizes: IntArray, budget: int) -> list[IntArray]:
+    """Members of each bin, in which samples x the longest one are at most `budget`; a sample above it gets its own bin.
+
+    Largest first, each bin takes as many as it may. No partition has fewer bins: exchanging members so that each bin
+    holds neighbours in this order never makes a bin's longest longer, and of those partitions the greedy one is least.
+    """
+    order = np.argsort(-sizes, kind="stable")
+    bins, first = [], 0
+    while first < len(order):
+        rows = max(budget // max(int(sizes[order[first]]), 1), 1)
+        bins.append(order[first : first + rows])
+        first += rows
+    return bins
+
+
+def _first_fit_decreasing(sizes: IntArray, budget: int) -> list[IntArray]:
+    """Members of each bin: largest first, each into the first bin with room; a sample above `budget` gets its own bin.
+
+    Samples of equal size are placed together: first-fit fills each bin with as many as it has room for, so one
+    cumulative sum over the bins replaces a search per sample. The packing is the same, in O(distinct sizes) passes.
+    """
+    if not len(sizes):
+        return []
+    order = np.argsort(-sizes, kind="stable")
+    room = np.zeros(len(sizes), dtype=np.int64)  # tokens left in each bin
+    bin_of = np.empty(len(sizes), dtype=np.int64)  # the bin of each sample, in `order`
+    bins = placed = 0
+    distinct, counts = np.unique(np.maximum(sizes, 1), return_counts=True)  # an empty sample counts as one token
+    for size, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        fits = room[:bins] // size
+        before = np.cumsum(fits) - fits
+        taken = np.minimum(np.maximum(count - before, 0), fits)
+        room[:bins] -= taken * size
+        left = count - int(taken.sum())
+        each = max(budget // size, 1)
+        opened = -(-left // each)
+        new = np.full(opened, each)
+        if opened:
+            new[-1] = left - each * (opened - 1)
+        room[bins : bins + opened] = np.maximum(budget - new * size, 0)
+        bin_of[placed : placed + count] = np.repeat(np.arange(bins + opened), np.concatenate([taken, new]))
+        bins, placed = bins + opened, placed + count
+    by_bin = np.lexsort((order, bin_of))
+    edges = np.cumsum(np.bincount(bin_of, minlength=bins))[:-1]
+    return np.split(order[by_bin], edges)
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
 def pack(

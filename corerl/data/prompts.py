@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from corerl.data.digests import packed
 from corerl.errors import CheckpointError, DataError
-from corerl.types import IntArray, UIntArray
+from corerl.types import IntArray, UIntArray, offsets_of
 
 
 def _tuple(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -36,6 +36,14 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
     template_options: Mapping[str, Any] = field(factory=dict)  # the row's own arguments of the chat template
     source: str = ""  # name of the source, if several are mixed
+
+    def as_chat(self, *, system: str) -> Prompt:
+        """The prompt as a chat: a text becomes a user message and stays in `.text`. `system` begins it, unless it
+        begins with a system message."""
+        messages = self.messages or ({"role": "user", "content": self.text},)
+        if system and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": system}, *messages)
+        return evolve(self, messages=messages)
 
 
 @frozen(kw_only=True, eq=False)
@@ -76,9 +84,7 @@ class PromptSource(ABC):
     continues: str = ""  # identity of data whose positions are valid here too
     replaces: str = ""  # identity of data from whose positions these begin at their first prompt
     chat: bool = False  # whether prompts are messages, for which the tokenizer needs a chat template
-    unanswered: int = 0  # prompts without an answer
-    first_unanswered: int = 0  # index of the first of them, if there is one
-    notices: tuple[str, ...] = ()  # lines for the user: what is not read, or not shown to the model
+    notices: tuple[str, ...] = ()  # lines for the user
     left_out: frozenset[int] = frozenset()  # indices that are neither trained on nor evaluated
 
     @abstractmethod
@@ -159,14 +165,81 @@ def split(digests: UIntArray, order: IntArray, *, held_out: int, name: str) -> S
 class SortDigits(PromptSource):
     """Sort five digits: prompt `35018>`, answer `01358`; all 100,000 numbers. Random weights can learn it."""
 
-    def __init__(self, *, held_out: int, seed: int) -> None:
+    def __init__(self, *, held_out: int, seed: int, chat: bool = False, system: str = "") -> None:
+        self.chat, self._system = chat, system
         order = np.random.default_rng([seed, 0]).permutation(10**5)
         self.asked = np.arange(10**5, dtype=np.uint64)
         self.divide([split(self.asked, order, held_out=held_out, name="sort-digits")])
 
     def prompt(self, index: int) -> Prompt:
         digits = f"{index:05d}"
-        return Prompt(index=index, text=f"{digits}>", answer="".join(sorted(digits)))
+        prompt = Prompt(index=index, text=f"{digits}>", answer="".join(sorted(digits)))
+        return prompt.as_chat(system=self._system) if self.chat else prompt
+
+
+class MixedPrompts(PromptSource):
+    """The prompts of several sources, numbered one source after the other. Each source keeps its own split.
+
+    All sources hold out the same number; held-out prompts alternate between the sources.
+    """
+
+    def __init__(self, sources: Mapping[str, PromptSource], weights: Mapping[str, float]) -> None:
+        self._names = tuple(sources)
+        self._sources = tuple(sources.values())
+        (shares,) = zip(*(source.shares for source in self._sources), strict=True)  # each is unmixed
+        self._starts = offsets_of([len(share.digests) for share in shares])[:-1]
+        self.asked = np.concatenate([source.asked for source in self._sources])
+        self.chat = any(source.chat for source in self._sources)
+        self.notices = tuple(notice for source in self._sources for notice in source.notices)
+        self.divide(
+            [
+                evolve(
+                    share,
+                    name=name,
+                    weight=weights[name],
+                    first=int(start),
+                    train=share.train + start,
+                    held_out=share.held_out + start,
+                )
+                for name, share, start in zip(self._names, shares, self._starts, strict=True)
+            ]
+        )
+
+    def prompt(self, index: int) -> Prompt:
+        at, own = self._place(index)
+        return evolve(self._sources[at].prompt(own), index=index, source=self._names[at])
+
+    def where(self, index: int) -> str:
+        at, own = self._place(index)
+        return self._sources[at].where(own)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The source that a prompt comes from, and its index there."""
+        at = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return at, index - int(self._starts[at])
+
+
+class HeldOut(PromptSource):
+    """These prompts of a source. It leaves out what the source does, and may leave out more."""
+
+    def __init__(self, source: PromptSource, indices: IntArray) -> None:
+        self._source, self.chat = source, source.chat
+        self.shares, self.asked, self.notices = source.shares, source.asked, source.notices
+        self.train, self.held_out = np.zeros(0, np.int64), indices
+
+    def prompt(self, index: int) -> Prompt:
+        return self._source.prompt(index)
+
+    def where(self, index: int) -> str:
+        return self._source.where(index)
+
+    def held_out_prompts(self) -> list[Prompt]:
+        return [each for each in super().held_out_prompts() if each.index not in self._source.left_out]
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        self.left_out |= indices
+        if self.left_out.issuperset(self.held_out.tolist()):
+            raise DataError(f"all {len(self)} prompts are skipped")
 
 
 class _Epochs:

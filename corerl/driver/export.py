@@ -28,6 +28,7 @@ from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
+from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -107,15 +108,13 @@ class _Saved:
 
     @classmethod
     def of(cls, checkpoint: Path, role: str, written: Mapping[str, Any]) -> _Saved:
-        from corerl.plan import model_files  # slow to import: takes seconds
-
         config = structure(written, Config, path="")
         if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
             raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
         model, lora = config.model_of(role), config.lora_of(role)
         hf, source = hf_config(model), CheckpointSource(checkpoint / role, *WEIGHTS)
-        shapes = model_files.saved_shapes(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes, lora=lora)
-        model_files.require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
+        shapes = saved_shapes(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes, lora=lora)
+        require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
         return cls(
             directory=checkpoint / role,
             role=role,
@@ -158,13 +157,11 @@ class _Saved:
 
     def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, adapters merged, in `dtype` but for buffers, which keep their precision."""
-        from corerl.plan import model_files  # slow to import: takes seconds
-
         chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else self.precision)]
-        precise = model_files.names_of_buffers(look_at(self.hf))
+        precise = names_of_buffers(look_at(self.hf))
         if self.lora is None:
             return _read(self.source, self.shapes, chosen, precise)
-        wholes = model_files.saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
+        wholes = saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
         base = initial_source(self.model, self.hf, wholes, seed=self.seed)
         merged = _merged(
             self.source,

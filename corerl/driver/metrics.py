@@ -13,7 +13,7 @@ import torch
 from corerl.algorithms.advantages import spread
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
-from corerl.data.plan import count_loss_tokens
+from corerl.data.packing import count_loss_tokens
 from corerl.observability.timing import Span
 from corerl.plugin.events import Idle
 from corerl.rollout.scored import ScoredRollout

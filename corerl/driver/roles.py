@@ -13,7 +13,7 @@ from corerl.algorithms.schedules import decayed, learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
-from corerl.data.plan import StepPlan, groups_of_steps
+from corerl.data.packing import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.trainer.group import TrainGroup

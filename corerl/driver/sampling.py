@@ -140,6 +140,8 @@ def make_source(
 ) -> Source:
     """The source that samples."""
     settings = plan.settings
+    refill = DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None
+    by_prompt = settings.source in ("streamed", "asynchronous")
     fields: dict[str, Any] = {
         "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
         "sampler": sampler,
@@ -147,12 +149,10 @@ def make_source(
         "params": plan.params,
         "prompts": settings.prompts,
         "samples": settings.samples,
-        "refill": DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on)
-        if plan.attempts
-        else None,
+        "refill": refill,
         "engines": fleet,
         "steps": steps,
-        "on_progress": partial(progress.count, GENERATED),
+        "on_progress": partial(progress.count, GENERATED) if by_prompt else None,
     }
     if settings.source == "asynchronous":
         waits = settings.stale == "wait"

@@ -8,11 +8,10 @@ import numpy as np
 from attrs import define, field
 
 from corerl.algorithms.advantages import differ
-from corerl.config.schema import RewardConfig
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.metrics import without_spread
 from corerl.models.tokenizer import special_tokens
-from corerl.plan.algorithm import BY_ALL_PARTS, AlgorithmPlan, has_several_parts
+from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.rollout.scored import ScoredRollout
@@ -32,7 +31,6 @@ class StepNotices:
     unseen: Mapping[int, str] = field(
         factory=dict
     )  # special tokens that texts leave out: id -> token; {} once reported
-    rewarding: RewardConfig = field(factory=RewardConfig)
     max_tokens: int = 0  # rollout.max_tokens of the samples; 0: not known
     _reported: set[str] = field(factory=set, init=False)  # names of lines
     _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
@@ -44,7 +42,6 @@ class StepNotices:
             algorithm=plan.algorithm,
             samples=samples,
             unseen=unseen_tokens(rollout) if samples else {},
-            rewarding=rollout.rewarding,
             max_tokens=rollout.params.max_tokens if samples else 0,
         )
 
@@ -107,8 +104,11 @@ class StepNotices:
         part, missing = settings.dynamic_sampling_on, scored.counts.get("groups_missing", 0)
         if not settings.dynamic_sampling or not self.samples:
             return lines
-        if not part and len(parts) > 1 and not has_several_parts(self.rewarding):
-            lines["parts"] = f"the reward has the parts {', '.join(map(repr, parts))}; {BY_ALL_PARTS}"
+        if not part and len(parts) > 1:
+            lines["parts"] = (
+                f"the reward has the parts {', '.join(map(repr, parts))}; groups are equal where the sums of all parts "
+                "are; name the part that decides in algorithm.dynamic_sampling_on, if one does"
+            )
         if part and parts and part not in parts:
             lines["part"] = (
                 f"no sample has the part {part!r} of the reward (algorithm.dynamic_sampling_on), only "

@@ -17,11 +17,10 @@ from corerl.algorithms.base import (
     Objective,
     Postprocess,
 )
-from corerl.algorithms.functions import users_estimate, users_postprocess
 from corerl.algorithms.kl import DIFFERENTIATED
-from corerl.algorithms.registry import policy_loss
+from corerl.algorithms.registry import policy_loss, users_estimate, users_postprocess
 from corerl.config.problems import Problems
-from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, RewardConfig, SideRoleChoice, TrainConfig
+from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
 from corerl.plan.resolve import ROLES, Plugins, check_spec
@@ -29,11 +28,6 @@ from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import ACTOR, AlgorithmRun, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
-
-BY_ALL_PARTS = (
-    "groups are equal where the sums of all parts of the reward are; name the part that decides in "
-    "algorithm.dynamic_sampling_on, if one does"
-)
 
 
 @frozen(kw_only=True)
@@ -174,11 +168,6 @@ def _trained_in_vain(role: str, frozen: SideRoleChoice) -> Iterator[str]:
         yield f"roles.{role}.lora: set, but the {role} is never trained; remove it"
 
 
-def has_several_parts(reward: RewardConfig) -> bool:
-    """Whether the config says so: a function may return several without."""
-    return len(reward.functions) > 1 or len(reward.weights) > 1
-
-
 # What the KL penalty's gradient is that of, by `kl_in` and `kl_estimator`, where it is not KL(policy || reference).
 OTHER_GRADIENTS = {
     ("loss", DIFFERENTIATED): "KL(reference || policy), and after the first optimizer step on a batch of neither",
@@ -187,27 +176,17 @@ OTHER_GRADIENTS = {
 }
 
 
-def notices_of_learning(config: Config, plan: AlgorithmPlan) -> Iterator[str]:
-    """Lines about the gradient of a run that trains, where it may not be the one that is meant."""
-    algorithm = config.algorithm
+def notices_of_learning(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """A line if the gradient of a run that trains may not be the one that is meant."""
     gradient = OTHER_GRADIENTS.get((algorithm.kl_in, algorithm.kl_estimator or ""))
     if gradient is not None and algorithm.kl_coef:
         setting = f"algorithm.kl_estimator: {algorithm.kl_estimator!r} with algorithm.kl_in={algorithm.kl_in!r}"
         yield f"{setting}: the penalty's gradient is that of {gradient}; remove it for that of KL(policy || reference)"
-    for tag, wanted in plan.snapshots(ACTOR).items() if config.rollout.source == "streamed" else ():
-        yield (
-            f"{wanted}: with rollout.source='streamed' the actor's weights are swapped for it at each part of a batch "
-            "that arrives, which can take longer than the passes themselves"
-            + ("; a table [roles.reference] makes it a model that stays in memory" if tag == REFERENCE else "")
-        )
 
 
 def notices_of_sampling(config: Config) -> Iterator[str]:
-    """A line if the policy is trained on tokens that are sampled from fewer than its log-probs are of, and one if what
-    dynamic sampling compares may not be what is meant."""
-    rollout, reward, part = config.rollout, config.reward, config.algorithm.dynamic_sampling_on
-    if config.algorithm.dynamic_sampling and has_several_parts(reward) and not part:
-        yield f"algorithm.dynamic_sampling: {BY_ALL_PARTS}"
+    """A line if the policy is trained on tokens that are sampled from fewer than its log-probs are of."""
+    rollout = config.rollout
     cuts = {"top_p": rollout.top_p if rollout.top_p < 1 else None, "top_k": rollout.top_k or None}
     if config.run.trains and (given := [f"rollout.{name}={value:g}" for name, value in cuts.items() if value]):
         yield (

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +44,22 @@ def unmet(config: Config) -> Iterator[str]:
     """A line for each need of a setting that is not met. A setting of its default has none, nor, in a run that only
     scores, have those of the algorithm, which is not asked."""
     unread = ("algorithm.", "roles.") if config.run.mode == "eval" else ()
-    for path, attribute, value in _settings(config):
+    settings = {path: (attribute, value) for path, attribute, value in _settings(config)}
+    for path, (attribute, value) in settings.items():
         if not _is_set(attribute, value) or path.startswith(unread):
             continue
         shown = "it" if attrs.has(type(value)) else short_repr(value)
         # What is unset may be a number that the algorithm has set.
         off = "set this to 0" if attribute.default is None and isinstance(value, int) else "remove this"
         for need in attribute.metadata.get("needs", ()):
-            if need.value in (None, value) and (why := _unmet(need, path, config)):
+            if need.value in (None, value) and (why := _unmet(need, path, settings)):
                 yield f"{path}: {shown} {why}, or {off}"
 
 
-def _unmet(need: Need, path: str, config: Config) -> str:
+def _unmet(need: Need, path: str, settings: Mapping[str, tuple[attrs.Attribute[Any], Any]]) -> str:
     """What is wrong, if the setting at `path` has this need; "" if it is met."""
     other = need.path if not need.path.startswith(".") else path.rpartition(".")[0] + need.path
-    attribute, value = _at(other, config)
+    attribute, value = settings[other]
     met = value in need.values if need.values else _is_set(attribute, value)
     if met is not need.unwanted:
         return ""
@@ -79,15 +80,6 @@ def _settings(table: Any, path: str = "") -> Iterator[tuple[str, attrs.Attribute
             yield from _settings(value, f"{path}{name}.")
 
 
-def _at(path: str, config: Config) -> tuple[attrs.Attribute[Any], Any]:
-    """The setting at a path, and its value."""
-    table: Any = config
-    *tables, name = path.split(".")
-    for each in tables:
-        table = getattr(table, each)
-    return class_fields(type(table))[name], getattr(table, name)
-
-
 def _is_set(attribute: attrs.Attribute[Any], value: Any) -> bool:
     return bool(value) and value != attribute.default
 
@@ -100,8 +92,6 @@ def _mode(config: Config) -> Iterator[str]:
         yield "rollout.saved: empty, but run.mode='train-only' trains from saved batches; set it to their directory"
     if config.run.mode == "eval" and not config.data.held_out and not config.eval.sets:
         yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it, or add a table [[eval.sets]]"
-    if config.checkpoint.memory and not os.path.isdir("/dev/shm"):
-        yield "checkpoint.memory: this machine has no /dev/shm, which keeps files in memory; leave it out"
     every = {"algorithm.reference_every": config.algorithm.reference_every}
     if config.run.samples and config.run.trains:
         every["weights.every"] = config.weights.every

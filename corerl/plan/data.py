@@ -15,8 +15,7 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource, RewardConfig, RolloutConfig
 from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
-from corerl.data.mixture import HeldOut
-from corerl.data.prompts import PromptSource
+from corerl.data.prompts import HeldOut, PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
@@ -230,7 +229,6 @@ def _checked(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan
     if held_out.name:
         require_encodable(held_out.source, rollout.tokenizer, rollout.template_options)
         yield from held_out.source.notices
-        yield from unanswered(config.data.answer_key, held_out.source)
     elif tokens <= config.rollout.max_tokens:
         return
     known = len(held_out.source.notices)
@@ -253,20 +251,8 @@ def notices_of_data(
 ) -> Iterator[str]:
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
     yield from rollout.prompts.notices
-    yield from unanswered(config.data.answer_key, rollout.prompts)
     yield from about_sets
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
-
-
-def unanswered(answer_key: str, prompts: PromptSource) -> Iterator[str]:
-    """A line if prompts have no answers: rewards that compare with the answer would fail or be 0."""
-    if prompts.unanswered and prompts.unanswered < len(prompts):
-        where = prompts.where(prompts.first_unanswered)
-        yield f"data: {prompts.unanswered} of {len(prompts)} prompts have no answer; the first: {where}"
-    elif prompts.unanswered:
-        has = ", ".join(prompts.prompt(0).fields) or "nothing"
-        line = f"data.answer_key: none of the {len(prompts)} prompts has an answer under {answer_key!r}"
-        yield f"{line}; the first one has: {has}"
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

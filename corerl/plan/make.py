@@ -163,10 +163,10 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
         *about_files,
         *(line for model in models.values() for line in notices_of(model)),
         *notices_of_sampling(config),
-        *((*notices_of_learning(config, algorithm), *unpacked(models)) if config.run.trains else ()),
+        *((*notices_of_learning(config.algorithm), *unpacked(models)) if config.run.trains else ()),
     ]
     plan = Plan(
-        title=_title(config, processes, rollout, models, plugins),
+        title=_title(config, processes, rollout, plugins),
         run=config.run,
         start=start,
         algorithm=algorithm,
@@ -308,9 +308,7 @@ def _part_of(resume: str, role: str, *, frozen: bool) -> Path | None:
     return path.absolute()
 
 
-def _title(
-    config: Config, processes: ProcessPlan, rollout: RolloutPlan, models: Mapping[str, RoleModel], plugins: Plugins
-) -> str:
+def _title(config: Config, processes: ProcessPlan, rollout: RolloutPlan, plugins: Plugins) -> str:
     """A run in one line: the algorithm, what it learns from, the model, the processes and their device."""
     model = Path(config.model.path).name if config.model.path else f"{config.model.config['model_type']} from scratch"
     groups = []
@@ -319,7 +317,6 @@ def _title(
             f"{len(plan.assignments)} {plan.backend.name} rank{'s' * (len(plan.assignments) != 1)}"
             + (f" for the {role}" if role != ACTOR else "")
             + (" (LoRA)" if config.lora_of(role) else "")
-            + (" (whole)" if config.run.trains and models[role].layout.name == "whole" else "")
         )
     if processes.engine is not None:
         engines = len(processes.engine.assignments)

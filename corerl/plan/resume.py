@@ -61,13 +61,11 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
     with problems.stage("checkpoint.resume"):
         resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
         state = read_state(resume) if resume else {}
-    problems.raise_all()
-    if state and config.run.mode != "eval":
-        with problems.stage("checkpoint.resume"):
+        if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
-    if "data" in state and config.run.samples:
-        with problems.stage("checkpoint.resume"):
+        if "data" in state and config.run.samples:
             data = check_data(config, prompts, state)
+    problems.raise_all()
     if starting:
         problems.add(*would_overwrite(config, run_dir, resume))
         if resume and config.run.trains:

@@ -25,15 +25,13 @@ from corerl.plugin.capabilities import Capability, asked_by_role, check_capabili
 from corerl.plugin.hooks import Context
 from corerl.plugin.origins import Origin, origins_of
 from corerl.plugin.registry import Kind, Loaded
-from corerl.plugin.spec import ACTOR, Environment, Process, Resources
+from corerl.plugin.spec import ACTOR, Process, Resources
 from corerl.types import LossSpec
 
 if TYPE_CHECKING:
     from corerl.plan.algorithm import AlgorithmPlan
     from corerl.plan.models import RoleModel
 
-USER = "cluster.environment"  # whose values may be secrets
-JOINED = {"LD_PRELOAD": ":"}  # variables that hold a list, and its separator: several plugins may add to it
 CLIPPED = Objective(loss=LossSpec(name="clipped"), aggregation="token-mean")
 
 
@@ -257,37 +255,18 @@ def process_environment(cluster: ClusterConfig, *, device: str, transport: Loade
 def environment_of(
     plugin: str, wanted: Mapping[str, str], *, cluster: ClusterConfig, common: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment for one plugin's processes; the user's values replace those `common` to all processes.
-
-    Raises ConfigError if the plugin wants another value.
-    """
-    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}
-    own = {name: value for name, value in common.items() if name not in user}
-    return merge_environments(("corerl", own), (USER, user), (plugin, wanted))
-
-
-def merge_environments(*environments: tuple[str, Environment]) -> dict[str, str]:
-    """Merge (plugin, environment) pairs into one environment. LD_PRELOAD is joined, in the order given.
-
-    Raises ConfigError if two plugins want different values of one variable.
-    """
-    merged: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for owner, environment in environments:
-        for variable, value in environment.items():
-            if variable not in merged:
-                merged[variable], owners[variable] = value, owner
-            elif variable in JOINED:
-                separator = JOINED[variable]
-                parts = [*merged[variable].split(separator), *value.split(separator)]
-                merged[variable] = separator.join(dict.fromkeys(parts))
-            elif merged[variable] != value:
-                own, other = (
-                    "another value" if each == USER else repr(text)
-                    for each, text in ((owners[variable], merged[variable]), (owner, value))
-                )
-                raise ConfigError(
-                    f"environment variable {variable}: {owners[variable]} needs {own}, but {owner} needs {other}; "
-                    "they cannot share a process, so choose one of them"
-                )
+    """The environment for one plugin's processes: what is `common` to all, which the user's values replace, and what
+    the plugin wants. Raises ConfigError if it wants another value than they have."""
+    user = {**cluster.environment, **{name: os.environ[name] for name in cluster.secrets}}  # may be secrets
+    merged = {**common, **user}
+    for name, value in wanted.items():
+        known = merged.setdefault(name, value)
+        if name == "LD_PRELOAD":  # a list, to which both may add
+            merged[name] = ":".join(dict.fromkeys([*known.split(":"), *value.split(":")]))
+        elif known != value:
+            owner = "cluster.environment needs another value" if name in user else f"corerl needs {known!r}"
+            raise ConfigError(
+                f"environment variable {name}: {owner}, but {plugin} needs {value!r}; they cannot share a process, so "
+                "choose one of them"
+            )
     return merged

@@ -97,13 +97,14 @@ def with_choices(config: Config, plugins: Plugins, device: str, *, bfloat16: boo
             trains[role] = trains[role].of_passes()
     sharing = [role for role in trains if config.chosen_roles[role].train is None]
     trained = [trains[role] for role in sharing if not plugins.is_frozen(role)]
-    if all(each == trained[0] for each in trained):
-        config = evolve(config, train=trained[0]) if trained else config
-        shared = {role for role in sharing if not plugins.is_frozen(role)}
-    else:
-        shared = set()
-    shared |= {role for role in sharing if plugins.is_frozen(role) and trains[role] == config.train.of_passes()}
-    return _with_roles(config, {role: {"train": train} for role, train in trains.items() if role not in shared})
+    if trained and all(each == trained[0] for each in trained):
+        config = evolve(config, train=trained[0])
+    own: dict[str, dict[str, Any]] = {}
+    for role, train in trains.items():
+        table = config.train_of(role)
+        if train != (table.of_passes() if plugins.is_frozen(role) and role in sharing else table):
+            own[role] = {"train": train}
+    return _with_roles(config, own)
 
 
 def settled(

@@ -172,18 +172,18 @@ def _taken(name: str, hook: str, function: Callable[..., Any]) -> tuple[str, ...
     known = _specified(hook).parameters
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
-        required = parameter.default is Parameter.empty and parameter.kind not in STARRED
-        if parameter.name not in known and required:
+        passed = parameter.kind is Parameter.VAR_KEYWORD or (parameter.name in known and parameter.kind in BY_NAME)
+        if not passed and parameter.default is Parameter.empty:
             raise ContractError(
                 f"{name} implements {hook}{_text(signature)} for {hook}{_text(_specified(hook))}: parameter "
-                f"{parameter.name!r} does not exist in the hook; rename it or give it a default"
+                f"{parameter.name!r} is not passed by name; rename it or give it a default"
             )
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return tuple(known)
     return tuple(each for each in known if each in signature.parameters)
 
 
-STARRED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @functools.cache

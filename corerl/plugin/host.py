@@ -165,7 +165,7 @@ class PluginHost:
         self.resident: frozenset[MemoryKind] = frozenset()
         self._next_version = 0  # the smallest version that update_weights accepts
         self._frozen = False
-        self._begun = False  # gradients are there, of a step that is not taken yet
+        self._has_gradients = False  # gradients are there, of a step that is not taken yet
         self._complete = False  # and no more are to come
 
     def __reduce__(self) -> NoReturn:
@@ -202,8 +202,8 @@ class PluginHost:
         """Raises WrongState after the step's last call. A batch without micro-batches, which is one on all ranks alike,
         adds nothing, and does not reach the backend. `at` is for messages."""
         with self.entering("forward_backward", at=at):
-            self._begun = self._begun or batch.count > 0
-            self._complete = last and self._begun
+            self._has_gradients = self._has_gradients or batch.count > 0
+            self._complete = last and self._has_gradients
             if not batch.count:
                 return _nothing(outputs)
             return self._checked("forward_backward", batch=batch, loss=loss, outputs=outputs, last=last)
@@ -213,7 +213,7 @@ class PluginHost:
         with self.entering("optimizer_step", at=step):
             result: StepResult = self._checked("optimizer_step", step=step, scale=scale)
             self.backend.adam_step += result.applied
-            self._begun = self._complete = False
+            self._has_gradients = self._complete = False
             return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
@@ -242,7 +242,7 @@ class PluginHost:
         """Put `kinds` to sleep, minus those asleep. The hook runs even if none is left, to measure the residual. Raises
         WrongState for gradients that wait for their step: asleep they would be lost."""
         with self.entering("sleep"):
-            if self._begun and MemoryKind.GRAD in kinds:
+            if self._has_gradients and MemoryKind.GRAD in kinds:
                 raise WrongState(
                     f"sleep on {self._where} was refused: the gradients wait for optimizer_step, and would be lost; "
                     "let the other kinds sleep, or call optimizer_step first"
@@ -323,11 +323,11 @@ class PluginHost:
         """Why the verb may not come between the calls of a step, or not without one; "" if it may."""
         if verb == "forward_backward" and self._complete:
             return "the step's last call was made; call optimizer_step first"
-        if verb == "train" and self._begun:
+        if verb == "train" and self._has_gradients:
             return "gradients wait for optimizer_step; call it first, or forward_backward for these samples too"
-        if verb == "optimizer_step" and not self._begun:
+        if verb == "optimizer_step" and not self._has_gradients:
             return "there are no gradients since the last step; call forward_backward first"
-        if verb == "save" and self._begun:
+        if verb == "save" and self._has_gradients:
             return "gradients wait for optimizer_step, and are in no checkpoint; call it first"
         return ""
 

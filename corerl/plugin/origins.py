@@ -53,7 +53,7 @@ def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
     )
 
 
-def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
+def origins_here(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
     """The origins of CoreRL itself, then of each plugin, as this process finds them."""
     found = list(origins_of())
     for kind, name in named:
@@ -65,8 +65,8 @@ def look_for(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
 
 
 def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """`look_for` each (value of Kind, name) as plain data; runs on the nodes of a cluster, which need core alone."""
-    return [asdict(each) for each in look_for([(Kind(kind), name) for kind, name in named])]
+    """`origins_here` of each (value of Kind, name) as plain data; runs on nodes of a cluster, which need core alone."""
+    return [asdict(each) for each in origins_here([(Kind(kind), name) for kind, name in named])]
 
 
 def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:

@@ -41,16 +41,23 @@ if TYPE_CHECKING:
 
 
 class Kind(Enum):
-    """A group of plugins; the value is also the name of its tables in the config."""
+    """A group of plugins: the name of its tables in the config, and the class of its specs."""
 
-    BACKENDS = "backends"
-    ENGINES = "engines"
-    SAMPLERS = "samplers"
-    EXTENSIONS = "extensions"
-    DISPLAYS = "displays"
-    ALGORITHMS = "algorithms"
-    COMMANDS = "commands"
-    TRANSPORTS = "transports"
+    BACKENDS = "backends", BackendSpec
+    ENGINES = "engines", EngineSpec
+    SAMPLERS = "samplers", SamplerSpec
+    EXTENSIONS = "extensions", ExtensionSpec
+    DISPLAYS = "displays", DisplaySpec
+    ALGORITHMS = "algorithms", AlgorithmSpec
+    COMMANDS = "commands", CommandSpec
+    TRANSPORTS = "transports", TransportSpec
+
+    spec: type[Spec]
+
+    def __new__(cls, value: str, spec: type[Spec] = Spec) -> Kind:
+        kind = object.__new__(cls)
+        kind._value_, kind.spec = value, spec
+        return kind
 
     @property
     def group(self) -> str:
@@ -59,24 +66,9 @@ class Kind(Enum):
 
     @property
     def noun(self) -> str:
-        return self.value.removesuffix("s")
-
-    @property
-    def spec(self) -> type[Spec]:
-        """The class of the specs that entry points in this group name."""
-        return SPECS[self]
+        return str(self.value).removesuffix("s")
 
 
-SPECS: dict[Kind, type[Spec]] = {
-    Kind.BACKENDS: BackendSpec,
-    Kind.ENGINES: EngineSpec,
-    Kind.SAMPLERS: SamplerSpec,
-    Kind.EXTENSIONS: ExtensionSpec,
-    Kind.DISPLAYS: DisplaySpec,
-    Kind.ALGORITHMS: AlgorithmSpec,
-    Kind.COMMANDS: CommandSpec,
-    Kind.TRANSPORTS: TransportSpec,
-}
 # The commands of core: a plugin's of the same name is only reached as 'distribution:name'.
 CORE_COMMANDS = ("train", "eval", "export", "config", "plugins", "options")
 

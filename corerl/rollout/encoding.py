@@ -85,11 +85,11 @@ class TextEncoder:
         }
 
     def begun(self, texts: Sequence[str]) -> list[list[int]]:
-        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), of
-        which a text that begins with some of that gets only the rest. What it puts behind one ends it, and would leave
-        nothing to continue."""
-        before = self._put_before(texts[:1]) if self._before is None else self._before
-        return [_begun(ids, before or []) for ids in plain(self._tokenizer, texts)]
+        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>),
+        unless the text begins with that. What it puts behind one ends it, and would leave nothing to continue."""
+        before = (self._put_before(texts[:1]) if self._before is None else self._before) or []
+        encoded = plain(self._tokenizer, texts)
+        return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
 
     def _put_before(self, texts: Sequence[str]) -> list[int] | None:
         """The tokens that the tokenizer puts before a text, found with the first of these that it knows; None if it
@@ -123,20 +123,6 @@ class TextEncoder:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _begun(ids: list[int], before: list[int]) -> list[int]:
-    """The tokens of a text after `before`, each once."""
-    left = list(before)
-    for token in ids:
-        if token not in left:
-            break
-        left.remove(token)
-    own = ids[: len(before) - len(left)]
-    places = iter(before)
-    if all(token in places for token in own):
-        return before + ids[len(own) :]
-    return ids  # it has them in an order of its own
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
@@ -226,14 +212,11 @@ class PromptCheck:
             return self._refused(str(rejected))
         if prompt.messages and not text:
             return self._refused("the tokenizer's chat template writes nothing for its messages")
-        unknown = self.tokenizer.unk_token_id
-        if (unknown is None or not self.skip) and text.strip() and _tokens_at_most(text) <= self.longest:
+        if text.strip() and _tokens_at_most(text) <= self.longest:
             return ""
         (ids,) = _tokens(self.tokenizer, [prompt], [text])
         if not ids:
             return self._refused("it has no tokens, so the model has nothing to continue")
-        if self.skip and unknown in ids:
-            return self._refused("it has characters that the tokenizer does not know")
         if len(ids) > self.longest:
             return f"it has {len(ids)} tokens, but at most {self.longest} fit with {self.limit}"
         return ""
@@ -243,35 +226,19 @@ class PromptCheck:
             return why
         raise DataError(f"{why}; correct the row, or set data.refused='skip' to leave out such rows")
 
-    def require_known_characters(self, prompt: Prompt) -> None:
-        """Raises DataError if the tokenizer does not know all characters of a prompt that is not skipped."""
-        unknown = self.tokenizer.unk_token_id
-        if unknown is None:
-            return
-        (ids,) = encode(self.tokenizer, [prompt], self.options)
-        if unknown in ids:
-            raise DataError(
-                f"it ({prompt.text!r}) contains characters that the tokenizer does not know: the model would see "
-                f"{self.tokenizer.decode(ids)!r}; use another tokenizer (model.tokenizer), or list all of the prompts' "
-                "characters in 'characters:...'"
-            )
-
 
 def check_first(source: PromptSource, check: PromptCheck) -> None:
     """Check the first training prompts of each share, and all that are held out: those that are skipped are left out of
     the source, whose notices count them. The other ones are checked when they are taken. Raises DataError as `check`,
     with the prompt's place, and if none is left."""
-    first = [index for share in source.shares for index in share.train[:FIRST].tolist()]
-    trained = {*first} & {*source.train.tolist()}
+    first = {index for share in source.shares for index in share.train[:FIRST].tolist()} & {*source.train.tolist()}
     skipped: dict[int, str] = {}
-    indices = sorted(trained | {*source.held_out.tolist()})
+    indices = sorted(first | {*source.held_out.tolist()})
     for index in indices:
         prompt = source.prompt(index)
         try:
             if why := check(prompt):
                 skipped[index] = why
-            elif index in trained and not check.skip:
-                check.require_known_characters(prompt)
         except DataError as error:
             raise DataError(f"{source.where(index)}: {error.message}") from error
     if skipped:

@@ -1,9 +1,8 @@
 """Score samples in processes of their own, with a time limit per sample, so that a faulty reward cannot harm the run.
 
-A process gets a few samples at a time and sends each outcome as soon as it has it, so that the driver always knows
-which sample a process works on. One that takes too long on it is killed, one that ends by itself is lost: that sample
-fails, the others that it was given are given to any process, and another process takes its place. A process begins no
-sample a second after it was given its first one, so that slow samples spread over all processes.
+A process gets one sample at a time, of an async reward a few that it awaits together. One that takes too long is
+killed, one that ends by itself is lost: its sample fails, and another process takes its place. Of several samples none
+fails before it was tried alone.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,33 +27,24 @@ from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
 if TYPE_CHECKING:
     from corerl.engines.fleet import Counted
 
-TURN = 1.0  # seconds after which a process begins no other sample of those that it was given
 GRACE = 0.5  # seconds beyond a time limit before a process is killed
+STARTING = 1.0  # seconds for what an async reward does with its samples before it awaits them
 START = 120.0  # seconds for a process to start and import the reward
 POLL = 1.0  # seconds between two checks whether the pool was closed
 
 Row = int  # the number of a sample in its batch
 
 
-class WorkerLost(Exception):
-    """A process has ended, or its time is up: then `exitcode` is None."""
-
-    def __init__(self, exitcode: int | None) -> None:
-        super().__init__(exitcode)
-        self.exitcode = exitcode
-
-
 class RewardWorker:
     """A process that imports the reward and scores samples. It starts immediately; construction does not wait for it.
 
-    It sends None when it is free, also when it has started; the ConfigError if it cannot import the reward; and
-    (row, outcome) for each sample."""
+    It sends an empty list when it has started, or the ConfigError if it cannot import the reward; and the outcomes of
+    the samples that it was given."""
 
-    def __init__(self, config: RewardConfig, *, limit: float) -> None:
-        self.started = self.free = False
-        self.rows: list[Row] = []  # given, and without an outcome
-        self._limit = limit  # seconds between two outcomes
-        self._deadline = time.monotonic() + START
+    def __init__(self, config: RewardConfig) -> None:
+        self.started = False
+        self.rows: list[Row] = []  # those that it works on
+        self.deadline = time.monotonic() + START
         # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
@@ -69,34 +58,22 @@ class RewardWorker:
         theirs.close()  # now held by the process alone: the connection closes when it ends
 
     @property
-    def deadline(self) -> float:
-        return math.inf if self.free else self._deadline
+    def free(self) -> bool:
+        return self.started and not self.rows
 
-    def give(self, rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+    def give(self, rows: Sequence[Row], samples: Sequence[Sample], *, limit: float) -> None:
         """Raises OSError if the process has ended."""
-        self.rows, self.free, self._deadline = list(rows), False, time.monotonic() + self._limit
-        self.connection.send([(row, samples[row]) for row in rows])
+        self.connection.send([samples[row] for row in rows])
+        self.rows, self.deadline = list(rows), time.monotonic() + limit
 
-    def receive(self) -> list[tuple[Row, Outcome]]:
-        """The outcomes that have arrived. Raises WorkerLost, and ConfigError if the reward cannot be imported."""
-        found: list[tuple[Row, Outcome]] = []
-        try:
-            while self.connection.poll():
-                message = self.connection.recv()
-                if isinstance(message, ConfigError):
-                    raise message
-                self._deadline = time.monotonic() + self._limit
-                if message is None:
-                    self.started = self.free = True
-                else:
-                    self.rows.remove(message[0])
-                    found.append(message)
-        except (EOFError, OSError) as error:
-            if not found:  # else at the next call
-                self.process.join(POLL)  # let it exit, to learn its exit code
-                raise WorkerLost(self.process.exitcode) from error
-        if not found and time.monotonic() >= self.deadline:
-            raise WorkerLost(None)
+    def receive(self) -> dict[Row, Outcome]:
+        """What it has sent. Raises EOFError or OSError if it has ended, ConfigError if the reward cannot be
+        imported."""
+        message = self.connection.recv()
+        if isinstance(message, ConfigError):
+            raise message
+        found = dict(zip(self.rows, message, strict=True))
+        self.started, self.rows, self.deadline = True, [], math.inf
         return found
 
     def kill(self) -> None:
@@ -144,10 +121,9 @@ class RewardPool:
             self._end(*self._workers)
 
     def _start(self) -> None:
-        limit = self._config.timeout + GRACE + TURN * self._reward.waits  # async ones start one after the other
         self._require_open()
         while len(self._workers) < self._config.processes:
-            self._workers.append(RewardWorker(self._config, limit=limit))
+            self._workers.append(RewardWorker(self._config))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -159,8 +135,9 @@ class RewardPool:
             worker.end()
 
     def _outcomes(self, samples: Sequence[Sample], on_progress: Counted | None) -> list[Outcome]:
-        count = len(samples)
-        size = max(1, min(AT_ONCE, math.ceil(count / (4 * self._config.processes))))
+        count, waits = len(samples), self._reward.waits
+        limit = self._config.timeout + GRACE + STARTING * waits
+        size = min(AT_ONCE, math.ceil(count / self._config.processes)) if waits else 1
         waiting = deque([*range(count)[first : first + size]] for first in range(0, count, size))
         found: dict[Row, Outcome] = {}
         while len(found) < count:
@@ -169,47 +146,47 @@ class RewardPool:
                 on_progress(len(found), count)
             for worker in [each for each in self._workers if each.free][: len(waiting)]:
                 try:
-                    worker.give(waiting[0], samples)
+                    worker.give(waiting[0], samples, limit=limit)
                     waiting.popleft()
                 except OSError:  # it has ended while it was free
                     self._end(worker)
             for worker in self._ready():
+                late = not worker.connection.poll() and worker.deadline <= time.monotonic()
                 try:
-                    found.update(worker.receive())
-                    if not worker.free:
+                    if not late:
+                        found |= worker.receive()
                         continue
-                except WorkerLost as lost:
-                    found |= self._failed(worker, lost.exitcode, samples)
-                    self._end(worker)
-                waiting.extend([row] for row in worker.rows)  # one by one: each may be slow
-                worker.rows = []
+                except (EOFError, OSError):
+                    worker.process.join(POLL)  # let it exit, to learn its exit code
+                self._require_open()  # or the pool has killed it
+                if len(worker.rows) == 1 or not worker.started:
+                    found |= self._failed(worker, None if late else worker.process.exitcode, samples)
+                else:
+                    waiting.extend([row] for row in worker.rows)  # it may have been any of them
+                self._end(worker)
         return [found[row] for row in range(count)]
 
     def _ready(self) -> list[RewardWorker]:
         """Wait, for POLL seconds at most, for workers that have sent something or ended, or whose time is up."""
-        now = time.monotonic()
-        soonest = min((worker.deadline for worker in self._workers), default=now)
-        ready = wait([worker.connection for worker in self._workers], max(0.0, min(POLL, soonest - now)))
+        soonest = min((worker.deadline for worker in self._workers), default=0.0) - time.monotonic()
+        ready = wait([worker.connection for worker in self._workers], max(0.0, min(POLL, soonest)))
         now = time.monotonic()
         return [each for each in self._workers if each.connection in ready or each.deadline <= now]
 
     def _failed(self, worker: RewardWorker, exitcode: int | None, samples: Sequence[Sample]) -> dict[Row, Outcome]:
-        """The failure of the sample at which a worker was lost. Of several that it awaits at once it may be any: none
-        fails before it was tried alone. Raises RewardError if the worker has not started."""
-        self._require_open()  # or the pool has killed it
-        name, limit = self._reward.name, self._config.timeout
+        """The failure of the sample at which a worker ended, or was late: then `exitcode` is None. Raises RewardError
+        if the worker has not started."""
         if not worker.started:
             late = f"did not import it within {START:g} seconds"
             how = late if exitcode is None else f"ended ({_status(exitcode)}) before importing it"
             raise RewardError(
-                f"a process for reward {name!r} {how}: the module is slow to import, or ends the process, or the "
-                "script that started the run lacks `if __name__ == '__main__':`; fix that, or set reward.processes=0"
+                f"a process for reward {self._reward.name!r} {how}: the module is slow to import, or ends the process, "
+                "or the script that started the run lacks `if __name__ == '__main__':`; fix that, or set "
+                "reward.processes=0"
             )
-        if not worker.rows or (self._reward.waits and len(worker.rows) > 1):
-            return {}
-        row = worker.rows.pop(0)
+        (row,) = worker.rows
         if exitcode is None:
-            return {row: self._reward.late(limit, samples[row])}
+            return {row: self._reward.late(self._config.timeout, samples[row])}
         return {row: self._reward.failure("died", f"ended its process ({_status(exitcode)})", samples[row])}
 
 
@@ -241,28 +218,12 @@ def _serve(connection: Connection, config: RewardConfig) -> None:
     except ConfigError as error:
         connection.send(error)
         return
+    outcomes: list[Outcome] = []
     with contextlib.suppress(EOFError, ConnectionError):  # the driver is gone
         while True:
-            connection.send(None)
-            for scored in _scored(reward, connection.recv(), config.timeout):
-                connection.send(scored)
-
-
-def _scored(reward: Reward, given: Sequence[tuple[Row, Sample]], limit: float) -> Iterator[tuple[Row, Outcome]]:
-    """The outcomes of the first of these samples, of an async reward as they come; the driver sees to it that others
-    keep to the limit."""
-    until = time.monotonic() + TURN
-    futures: dict[Future[Outcome], Row] = {}
-    for row, sample in given:
-        future = reward.start(sample, limit)
-        if reward.waits:
-            futures[future] = row
-        else:
-            yield row, future.result()
-        if time.monotonic() > until:
-            break
-    for each in as_completed(futures):
-        yield futures[each], each.result()
+            connection.send(outcomes)
+            futures = [reward.start(sample, config.timeout) for sample in connection.recv()]
+            outcomes = [future.result() for future in futures]
 
 
 def _end_with_driver() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from attrs import evolve, field, fields, frozen
 from numpy.typing import NDArray
 
-from corerl.config.functions import imported, meant, require_callable, signature_of
+from corerl.config.functions import imported, require_callable, signature_of, suggestion
 from corerl.errors import ConfigError
 from corerl.event_loop import start_user_coroutine
 from corerl.messages import did_you_mean, place, short_repr
@@ -315,7 +315,7 @@ def find_reward(
         own = "write your own as 'module:function', where module.py is in the working directory or installed"
         raise ConfigError(
             f"{table}.name: unknown reward {name!r}; built in: {', '.join(sorted(BUILT_IN))}"
-            + (did_you_mean(name, BUILT_IN) or f"; {own}{meant(name)}")
+            + (did_you_mean(name, BUILT_IN) or f"; {own}{suggestion(name)}")
         )
     function = BUILT_IN.get(name) or imported(name, setting=f"{table}.name")
     tokens: dict[str, Any] = {"tokens": []} if takes_tokens(function) else {}

@@ -83,7 +83,8 @@ class SampledRollouts(Source):
     refill: DynamicSampling | None = None
     engines: EngineFleet
     steps: int  # rollout steps in total, including those before a resume
-    on_progress: Counted | None = None  # called with how many samples of the next step are ready, and how many it has
+    # Called with how many samples of the next step are ready, and how many it has; None where the sampler says it.
+    on_progress: Counted | None = None
 
     tracks_versions: ClassVar[bool] = False  # whether tasks know the versions that generated their tokens
 
@@ -134,7 +135,9 @@ class SampledRollouts(Source):
                 self._start()  # before handing out: what starts now is sampled while this step is trained on
                 if done():
                     return
-                self._show_progress()
+                if self.on_progress is not None:
+                    ready = min(len(self._ready), self.prompts)
+                    self.on_progress(ready * self.samples, self.prompts * self.samples)
                 self._changed.clear()
                 await self._changed.wait()
         finally:
@@ -145,11 +148,6 @@ class SampledRollouts(Source):
         while self._failure is None and not done():
             self._changed.clear()
             await self._changed.wait()
-
-    def _show_progress(self) -> None:
-        if self.on_progress is not None:
-            ready = min(len(self._ready), self.prompts)
-            self.on_progress(ready * self.samples, self.prompts * self.samples)
 
     def _raise_failure(self) -> None:
         """Raise the error of a failed task, before its consequences surface instead."""
@@ -201,7 +199,7 @@ class SampledRollouts(Source):
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
                     task.useful = self.refill.useful(decides, task.rollout.batch.rows["group"])
-                if self._in_flight.get(task.number) is task:  # else it was given up meanwhile
+                if task.number in self._in_flight:  # else it was given up meanwhile
                     self._keep(task)
             self._changed.set()
 
@@ -310,10 +308,6 @@ class OrderedRollouts(SampledRollouts):
         for number, prompt in enumerate(prompts):
             rows = request.take(np.arange(self.samples) + number * self.samples)
             self._begin(PromptTask(number=number, prompts=[prompt], request=rows, ahead=ahead))
-
-    def _show_progress(self) -> None:
-        if self.singly:  # else the engines tell of single samples
-            super()._show_progress()
 
     def _keep(self, task: PromptTask) -> None:
         self._ready.append(task)

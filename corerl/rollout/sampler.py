@@ -181,8 +181,21 @@ class Sampler(ABC):
     ) -> Rollout:
         """Call `generate`, and raise PluginBroken if it returns no rollout of these prompts and this request."""
         rollout = await self.generate(prompts, request, ahead=ahead, on_tokens=on_tokens)
-        if fault := _fault(rollout, len(prompts), request):
-            raise PluginBroken(f"{type(self).__module__}.{type(self).__qualname__}.generate returned {fault}")
+        name = f"{type(self).__module__}.{type(self).__qualname__}"
+        if not isinstance(rollout, Rollout):
+            raise PluginBroken(f"{name}.generate returned {type(rollout).__name__}, wanted a corerl.rollout.Rollout")
+        rows = rollout.batch.rows
+        found = len(set(zip(rows["group"].tolist(), rows["sample"].tolist(), strict=True)))
+        if len(rollout.prompts) != len(prompts) or found != len(request):
+            raise PluginBroken(
+                f"{name}.generate returned {found} samples of {len(rollout.prompts)} prompts, wanted {len(request)} of "
+                f"{len(prompts)}"
+            )
+        if rollout.batch.temperature != request.params.temperature:
+            raise PluginBroken(
+                f"{name}.generate returned a batch of temperature {rollout.batch.temperature:g}, wanted that of the "
+                f"request, {request.params.temperature:g}"
+            )
         return rollout
 
     def request(
@@ -206,32 +219,6 @@ class Sampler(ABC):
             ),
             params=params,
         )
-
-
-COLUMNS = ("loss_mask", "rollout_logprobs", "versions")
-ROWS = ("group", "sample", "prompt_length", "response_length", "truncated")
-
-
-def _fault(rollout: object, prompts: int, request: GenerateRequest) -> str:
-    """What is wrong with a sampler's rollout; empty if nothing is."""
-    if not isinstance(rollout, Rollout):
-        return f"{type(rollout).__name__}, wanted a corerl.rollout.Rollout"
-    batch = rollout.batch
-    if absent := [name for name in COLUMNS if name not in batch.columns]:
-        return f"a batch without the columns {', '.join(absent)}"
-    if absent := [name for name in ROWS if name not in batch.rows]:
-        return f"a batch without the rows {', '.join(absent)}"
-    for name, count in (("texts", len(rollout.texts)), ("outcomes", len(rollout.outcomes))):
-        if count != len(batch) and (count or name == "texts"):
-            return f"{count} {name} for {len(batch)} rows, wanted one for each"
-    found = len(set(zip(batch.rows["group"].tolist(), batch.rows["sample"].tolist(), strict=True)))
-    if len(rollout.prompts) != prompts or found != len(request):
-        return f"{found} samples of {len(rollout.prompts)} prompts, wanted {len(request)} of {prompts}"
-    if batch.temperature != request.params.temperature:
-        return (
-            f"a batch of temperature {batch.temperature:g}, wanted that of the request, {request.params.temperature:g}"
-        )
-    return ""
 
 
 class PromptSampler(Sampler):

@@ -94,29 +94,18 @@ def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any
             f"rollout.postprocess={name!r} returned {what}, wanted a corerl.rollout.ScoredRollout; return the "
             "batch that was passed in, or a copy made with `attrs.evolve`"
         )
-    if flaw := _flaw(result):
-        raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
-    return result
-
-
-def _flaw(scored: ScoredRollout) -> str:
-    """Why the batch cannot be trained on; "" if it can."""
-    batch = scored.rollout.batch
+    batch, rewards = result.rollout.batch, np.asarray(result.rewards)
+    flaw = ""
     if not len(batch):
-        return "without samples"
-    if not isinstance(scored.rewards, np.ndarray) or scored.rewards.dtype.kind not in "fiu":
-        kind = getattr(scored.rewards, "dtype", type(scored.rewards).__name__)
-        return f"whose rewards are of type {kind}, wanted a numpy array of numbers"
-    if len(scored.rewards) != len(batch) or len(scored.rollout.texts) != len(batch):
-        return (
-            f"of {len(batch)} samples with {len(scored.rewards)} rewards and {len(scored.rollout.texts)} texts; "
-            "each sample needs one of each"
-        )
-    if not np.isfinite(scored.rewards).all():
-        return "whose rewards are not all finite"
-    episodes, episode_of = batch.episodes
-    if (scored.rewards != scored.rewards[episodes][episode_of]).any():
-        return "in which samples of an episode have different rewards; give each its episode's (`batch.episodes`)"
-    if not batch.columns["loss_mask"].any():
-        return "without any loss tokens"
-    return ""
+        flaw = "without samples"
+    elif not len(rewards) == len(batch) == len(result.rollout.texts):
+        flaw = f"of {len(batch)} samples with {len(rewards)} rewards and {len(result.rollout.texts)} texts"
+    elif rewards.dtype.kind not in "fiu" or not np.isfinite(rewards).all():
+        flaw = "whose rewards are not all finite numbers"
+    else:
+        episodes, episode_of = batch.episodes
+        if (rewards != rewards[episodes][episode_of]).any():
+            flaw = "in which samples of an episode have different rewards; give each its episode's (`batch.episodes`)"
+    if flaw:
+        raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
+    return evolve(result, rewards=rewards)

@@ -20,7 +20,7 @@ from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.runtime import CPUS, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
-from corerl.data.plan import StepPlan, plan_forward, plan_part, plan_steps
+from corerl.data.packing import StepPlan, plan_forward, plan_part, plan_steps
 from corerl.errors import ContractError, CorerlError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from attrs import define, evolve, frozen
 
 from corerl.backend import Backend
-from corerl.data.packing import pack
-from corerl.data.plan import StepShare
+from corerl.data.packing import StepShare, pack
 from corerl.errors import PluginError, WrongState
 from corerl.memory.device import empty_cache, lone_rank_options
 from corerl.plan.roles import Assignment

@@ -20,7 +20,7 @@ from corerl.algorithms.kl import token_kl
 from corerl.algorithms.losses import clipped
 from corerl.algorithms.registry import resolve_loss
 from corerl.config.load import config_of
-from corerl.data.plan import plan_steps
+from corerl.data.packing import plan_steps
 from corerl.driver.advantages import compute_advantages
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from corerl.backend.batches import OutputCollector, to_device
-from corerl.data.packing import pack
-from corerl.data.plan import StepPlan
+from corerl.data.packing import StepPlan, pack
 from corerl.types import IntArray, MicroBatch, Output, SampleBatch
 
 CPU = torch.device("cpu")

@@ -72,7 +72,9 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", checked)
 
 
-def test_show_finds_plugins_beside_the_run(sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_finds_plugins_in_the_working_directory(
+    sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = "from corerl_testing.plain import SPEC as PLAIN\nSPEC = PLAIN\n"
     (tmp_path / "backend_beside_the_run.py").write_text(spec)
     assert main(["config", "show", sound, "backend.name=backend_beside_the_run:SPEC"]) == 0

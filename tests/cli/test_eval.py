@@ -39,9 +39,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return save(tmp_path / "run", config, make_model(config, seed=1), step=4)
 
 
-def test_a_run_and_its_checkpoint_are_scored_beside_it(
-    evaluated: list[Config], checkpoint: Path, tmp_path: Path
-) -> None:
+def test_scores_of_a_run_go_into_its_directory(evaluated: list[Config], checkpoint: Path, tmp_path: Path) -> None:
     for what in (tmp_path / "run", checkpoint):
         assert main(["eval", str(what), "data.held_out=7"]) == 0
     for config in evaluated:

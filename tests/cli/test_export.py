@@ -33,7 +33,7 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("role_wide", [False, True])
-def test_a_newer_checkpoint_whose_bytes_have_changed_is_told_of(
+def test_a_newer_damaged_checkpoint_is_skipped_with_a_line(
     tmp_path: Path, role_wide: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config()

@@ -205,7 +205,7 @@ def test_help_and_version_load_nothing_heavy(argv: list[str], expected: list[str
 
 
 @pytest.mark.processes
-def test_what_is_wrong_in_a_file_is_told_without_torch(tmp_path: Path) -> None:
+def test_a_wrong_file_is_refused_without_loading_torch(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('backend.name = "plain"\n')
     program = (
         "import sys\n"

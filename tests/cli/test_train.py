@@ -33,7 +33,7 @@ def test_the_loop_gets_the_file_with_overrides(
     assert capsys.readouterr() == ("", "")
 
 
-def test_modules_beside_the_run_can_be_imported(
+def test_modules_in_the_working_directory_can_be_imported(
     trained: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "run.toml").write_text(SOUND)

@@ -24,7 +24,7 @@ def test_a_function_is_found_by_module_and_name() -> None:
         ("math:pi", "a.b: 'math:pi': module 'math' has no function 'pi'"),
     ],
 )
-def test_what_is_not_there_is_told_with_the_setting(name: str, message: str) -> None:
+def test_a_missing_function_is_an_error_of_the_setting(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         imported(name, setting="a.b")
     assert caught.value.message == message
@@ -67,7 +67,7 @@ def test_the_path_of_a_file_is_answered_with_its_module(name: str, hint: str) ->
 
 
 @pytest.mark.parametrize("name", ["logging:score", "time:score", "json.rewards:score"])
-def test_a_module_that_hides_the_users_own_is_told(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_hides_the_users_own_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for own in ("logging", "time"):  # the latter without a file
         (tmp_path / f"{own}.py").touch()
     (tmp_path / "json").mkdir()

@@ -142,7 +142,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
         ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; remove the quotes"),
-        ("[run]\nsteps = 1.9", "run.steps: expected integer, got number 1.9"),
         ("[run]\nseed = -1", "run.seed: must be between 0 and 9223372036854775807, got -1"),
         ("[run]\ndir = ''", "run.dir: must not be empty"),
         (
@@ -151,15 +150,9 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ),
         ("[run]\ndir = 2024-05-01", "run.dir: expected string, got date 2024-05-01; put it in quotes"),
         (
-            "[checkpoint]\nexport = 'false'",
-            "checkpoint.export: expected true or false, got string 'false'; remove the quotes",
-        ),
-        ("[train.optimizer]\nbetas = [0.9]", "train.optimizer.betas: expected array of 2, got 1"),
-        (
             "[train.optimizer]\nbetas = [0.9, 1]",
             "train.optimizer.betas: each must be at least 0 and below 1, got [0.9, 1.0]",
         ),
-        ("[rollout]\nstop = 'ab'", "rollout.stop: expected array of strings, got string 'ab'"),
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
         (
@@ -180,13 +173,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         (
             "[algorithm]\nkl_estimator = 'k4'",
             "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', 'k3-differentiated', got string 'k4'",
-        ),
-        (
-            "[weights]\ndtype = 'bfloat6'",
-            (
-                "weights.dtype: expected one of 'float32', 'bfloat16', 'float16', 'model', got string 'bfloat6'; "
-                "did you mean 'bfloat16'?"
-            ),
         ),
         ("[[extensions]]\nname = 'a'\noption = {}", "extensions[0].option: unknown key; did you mean 'options'?"),
         (
@@ -253,7 +239,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, line: str) -> 
         ("run:\n  steps: 3", "line 1", "wanted tables such as [run], and below them keys such as steps = 10"),
     ],
 )
-def test_what_is_no_toml_is_told_with_what_to_do(tmp_path: Path, content: str, place: str, advice: str) -> None:
+def test_invalid_toml_is_answered_with_advice(tmp_path: Path, content: str, place: str, advice: str) -> None:
     (line,) = problems_of(write(tmp_path, content))
     assert line.startswith(f"{tmp_path}/run.toml: is not valid TOML: ")
     assert place in line.partition("; ")[0] and advice in line.partition("; ")[2]
@@ -276,23 +262,6 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
         "model.lora": "there is lora",
         "data.zzz": "",
     }
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "cluster.environment=KEY:hunter2",
-        "cluster.environment={KEY=hunter2",
-        "cluster.environment.KEY=2",
-        "cluster.secrets=hunter2",
-        "cluster.enviroment.KEY=hunter2",
-        "cluster.environment.KEY.x=hunter2",
-    ],
-)
-def test_no_message_shows_a_secret(override: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of({"backend": {"name": "plain"}}, [override])
-    assert "2" not in caught.value.message and override.partition("=")[0] in caught.value.message
 
 
 def test_control_characters_are_escaped_in_a_dumped_config(tmp_path: Path) -> None:

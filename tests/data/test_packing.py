@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from corerl.data.packing import pack
-from corerl.data.plan import StepPlan, plan_part, plan_steps
+from corerl.data.packing import StepPlan, pack, plan_part, plan_steps
 from corerl.types import ParallelLayout, SampleBatch
 
 

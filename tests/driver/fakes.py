@@ -15,7 +15,7 @@ from corerl.algorithms.base import REFERENCE
 from corerl.calls import Future
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
-from corerl.data.plan import StepPlan
+from corerl.data.packing import StepPlan
 from corerl.data.prompts import SortDigits
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency

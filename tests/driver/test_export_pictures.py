@@ -18,7 +18,7 @@ from corerl.driver.export import export
 from corerl.models.config import hf_config
 from corerl.models.files import kept_digest, look_at
 from corerl.models.lora import saved_settings
-from corerl.plan.model_files import require_adapters
+from corerl.plan.models import require_adapters
 from corerl.types import FloatArray
 from tests.checkpoint.changes import rewrite
 from tests.driver.adapted import logprobs_by, train_adapted

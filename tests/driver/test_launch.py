@@ -43,21 +43,6 @@ from tests.driver.saved import config_in, make_config
 from tests.in_process import execute_here, small
 
 
-def test_prompts_without_answers_are_told_with_what_they_have(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "{n}>", "target": "{n}"}}\n' for n in range(30)))
-    config = make_config(data={"source": str(rows), "held_out": 2}, run={"dir": str(tmp_path / "run")})
-    assert make_plan(config).notices == (
-        "data.answer_key: none of the 30 prompts has an answer under 'answer'; the first one has: prompt, target",
-    )
-    named = evolve(config, data=evolve(config.data, answer_key="target"))
-    assert make_plan(named).notices == ()
-    rows.write_text(
-        rows.read_text().replace('"target": "7"', '"target": null').replace('"target": "9"', '"target": ""')
-    )
-    assert make_plan(named).notices == (f"data: 2 of 30 prompts have no answer; the first: {rows}:8",)
-
-
 def test_nothing_is_written_for_a_run_that_cannot_be(tmp_path: Path) -> None:
     config = make_config(data={"source": str(tmp_path / "none.jsonl"), "held_out": 16})
     with pytest.raises(DataError, match="cannot read"):

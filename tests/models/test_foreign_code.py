@@ -21,7 +21,7 @@ from corerl.models.config import hf_config
 from corerl.models.export import export_directory
 from corerl.models.files import look_at
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
-from corerl.plan.model_files import require_weights
+from corerl.plan.models import require_weights
 from corerl_testing.models import tiny_fields
 
 POISON = "import pathlib\n\npathlib.Path({mark!r}).touch()\n"

@@ -15,7 +15,6 @@ from corerl.config.schema import (
     AlgorithmConfig,
     BackendChoice,
     Config,
-    RewardConfig,
     RolesConfig,
     RolloutConfig,
     RunConfig,
@@ -26,6 +25,7 @@ from corerl.plan.algorithm import (
     AlgorithmPlan,
     check_algorithm,
     contradictions,
+    notices_of_learning,
     notices_of_sampling,
     plan_algorithm,
 )
@@ -254,7 +254,7 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
     monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
     config = resolve_tables(settle_algorithm(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))))
     with pytest.raises(
-        ConfigError, match="^algorithm.name: loss 'clipped' of the algorithm has no parameter 'clip_hihg'"
+        ConfigError, match="^algorithm.name: loss 'clipped' takes .* unexpected keyword argument 'clip_hihg'$"
     ):
         planned(config)
 
@@ -281,16 +281,28 @@ def test_training_on_the_likeliest_tokens_alone_is_noted(mode: Any, rollout: dic
     assert [line.startswith(start) for line in notices_of_sampling(config)] == [True] * bool(start)
 
 
-def test_dynamic_sampling_on_a_sum_of_several_parts_is_noted() -> None:
-    def told(reward: RewardConfig, **algorithm: Any) -> list[str]:
-        return list(notices_of_sampling(evolve(GRPO, reward=reward, algorithm=AlgorithmConfig(**algorithm))))
-
-    parts = RewardConfig(weights={"right": 1.0, "length": 0.1})
-    (line,) = told(parts, dynamic_sampling=3)
-    assert line.startswith("algorithm.dynamic_sampling: groups are equal where the sums of all parts of the reward are")
-    assert (
-        told(parts, dynamic_sampling=3, dynamic_sampling_on="right") == told(RewardConfig(), dynamic_sampling=3) == []
-    )
+@pytest.mark.parametrize(
+    ("place", "estimator", "gradient"),
+    [
+        (
+            "loss",
+            "k3-differentiated",
+            "KL(reference || policy), and after the first optimizer step on a batch of neither",
+        ),
+        ("reward", "k2", "the mean of k2 - KL(policy || reference), which can lead away from the reference"),
+        ("reward", "k3", "KL(policy || reference) - KL(reference || policy), which can lead away from the reference"),
+        *(("loss", estimator, "") for estimator in ("k1", "k2", "k3", "")),
+        *(("reward", estimator, "") for estimator in ("k1", "")),
+    ],
+)
+def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estimator: str, gradient: str) -> None:
+    given = changed(GRPO, kl_coef=0.1, kl_in=place, kl_estimator=estimator or None)
+    assert list(notices_of_learning(settle_algorithm(given).algorithm)) == [
+        f"algorithm.kl_estimator: {estimator!r} with algorithm.kl_in={place!r}: the penalty's gradient is that of "
+        f"{each}; remove it for that of KL(policy || reference)"
+        for each in [gradient]
+        if each
+    ]
 
 
 def test_a_frozen_role_is_passed_through_and_not_trained() -> None:

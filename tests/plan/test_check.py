@@ -104,13 +104,6 @@ def test_samples_that_do_not_divide_are_answered_with_a_multiple(
         assert of(int(unit.split()[-1])) == ""
 
 
-@pytest.mark.parametrize("setting", ["roles.actor.ranks", "rollout.replicas", "reward.processes", "rollout.prompts"])
-@pytest.mark.parametrize("number", ["1000000000", "9223372036854775807"])
-def test_absurd_numbers_are_refused_before_anything_is_planned(setting: str, number: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{setting}: must be between [01] and \d+, got {number} "):
-        config_of(DATA, [f"{setting}={number}"])
-
-
 def test_no_code_of_a_model_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tables: dict[str, Any] = {**DATA, "model": {"path": "."}}

@@ -58,7 +58,7 @@ def test_a_set_falls_back_to_eval_and_then_to_rollout(tmp_path: Path) -> None:
     prompts = [*one.source.held_out_prompts(), *two.source.held_out_prompts()]
     asked = [(each.text, each.answer, each.source) for each in prompts]
     assert asked == [("1>", "1", "first"), ("2>", "", "second"), ("3>", "", "second")]
-    assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts has") for line in plan.notices)
+    assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts of ") for line in plan.notices)
 
 
 def test_prompts_too_long_for_a_set_stay_in_others(tmp_path: Path) -> None:
@@ -80,9 +80,7 @@ def test_skipped_and_trained_prompts_of_a_set_are_noted(tmp_path: Path) -> None:
     plan = planned(tmp_path, {"source": source}, held_out=0, data={"refused": "skip"})
     assert [prompt.text for prompt in plan.eval_sets[0].source.held_out_prompts()] == ["00003>", "5>"]
     told = [line for line in plan.notices if line.startswith("eval.sets")]
-    assert {"eval.sets[0]: data: 1 of 3 rows of ", "eval.sets[0]: data: rows of "} <= {
-        line.partition(source)[0] for line in told
-    }
+    assert "eval.sets[0]: data: 1 of 3 rows of " in {line.partition(source)[0] for line in told}
     assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
 
 

@@ -52,7 +52,7 @@ def test_each_roles_layout_is_chosen_and_explained(tmp_path: Path) -> None:
     plan = make_plan(config_in(tmp_path / "run", algorithm={"name": "ppo"}, **critic))
     layouts = {name: role.train.layout for name, role in plan.processes.roles.items()}
     assert layouts == {"actor": "packed", "critic": "whole"}
-    assert "1 plain rank, 1 plain rank for the critic (whole), 1 " in plan.title
+    assert "1 plain rank, 1 plain rank for the critic, 1 " in plan.title
     (told,) = plan.notices
     assert told.startswith("roles.critic.train.layout: whole, on padded rows, because Nemotron")
 

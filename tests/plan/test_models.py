@@ -1,4 +1,4 @@
-"""What is said, or refused, of a model's experts and of the fields that only transformers' own training reads."""
+"""What is said, or refused, of a model, its files and its experts before any process starts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from corerl.config.schema import Config, LoraConfig
+from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.errors import CheckpointError, ModelError
+from corerl.models.config import hf_config
+from corerl.models.export import write_adapters
 from corerl.models.files import look_at
+from corerl.models.names import shapes_of
 from corerl.plan.make import plan_group
-from corerl.plan.models import RoleModel, against_aux_loss, build_models, load_configs, notices_of, without_adapters
+from corerl.plan.models import (
+    RoleModel,
+    against_aux_loss,
+    build_models,
+    load_configs,
+    notices_of,
+    require_adapters,
+    require_memory,
+    require_same_tensors,
+    require_weights,
+    saved_shapes,
+    untrained,
+    without_adapters,
+)
 from corerl.plan.resolve import plugins_of
+from corerl.weights.adapters import is_adapter
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
-from tests.driver.saved import config_in, make_config
-from tests.pictures import pictures_config
+from tests.driver.adapted import train_adapted
+from tests.driver.saved import config_in, make_config, make_model, save
+from tests.pictures import of_pictures, pictures_config, tensors_in, write_pictures
 
 
 @pytest.fixture
@@ -136,3 +157,173 @@ def test_a_group_alone_is_told_the_same(config: Config) -> None:
     asked = evolve(config, model=evolve(config.model, config=fields), lora=LoraConfig())
     notices = plan_group(asked, "actor", resume="").notices
     assert sum("changes transformers' loss" in line or "get no adapters" in line for line in notices) == 2
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
+MODULES = ("self_attn.q_proj", "mlp.up_proj")
+
+
+def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
+    config = make_config()
+    checkpoint = save(tmp_path, config, make_model(config, seed=1), step=2)
+    fields = dict(config.model.config)
+
+    def require(**changes: Any) -> None:
+        changed = hf_config(evolve(config.model, config={**fields, **changes}))
+        require_same_tensors(checkpoint / "actor", "actor", saved_shapes(changed, value_head=False, lora=None))
+
+    require()
+    with pytest.raises(CheckpointError, match=r"has \[16, 32\] for 'model.embed_tokens.weight'.* needs \[19, 32\]"):
+        require(vocab_size=19)
+    with pytest.raises(CheckpointError, match=r"lacks 'lm_head.weight', this run's actor needs \[16, 32\]"):
+        require(tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
+        require_same_tensors(checkpoint / "critic", "critic", {})
+
+
+def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:
+    layers = [f"base_model.model.model.layers.{layer}." for layer in (0, 1)]
+    adapters = {f"{layer}{module}.lora_{part}.weight" for layer in layers for module in MODULES for part in "AB"}
+    plain, routed = tiny_config("qwen3"), tiny_config("glm4-moe")
+    assert saved_shapes(plain, value_head=False, lora=LORA).keys() == adapters
+    assert saved_shapes(plain, value_head=True, lora=LORA).keys() == {*adapters, "value_head.weight"}
+    only_q = evolve(LORA, targets=("q_proj",))
+    kept = [name for name in saved_shapes(routed, value_head=False, lora=only_q) if not is_adapter(name)]
+    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]  # which training may change
+    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(look_at(plain, value_head=False))
+
+
+def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: Path) -> None:
+    config = make_config()
+    hf, whole = hf_config(config.model), save(tmp_path / "whole", config, make_model(config, seed=1), step=2)
+    adapted = train_adapted(tmp_path / "adapted", evolve(config, lora=LORA)).checkpoint
+    of_all, of_adapters = (saved_shapes(hf, value_head=False, lora=lora) for lora in (None, LORA))
+    require_same_tensors(adapted / "actor", "actor", of_adapters)
+
+    def told(checkpoint: Path, shapes: dict[str, tuple[int, ...]]) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            require_same_tensors(checkpoint / "actor", "actor", shapes)
+        return caught.value.message
+
+    advice = "resume with the [lora] it was trained with, or start a new run from its export"
+    assert told(whole, of_adapters) == f"{whole}/actor holds all weights, this run's actor trains adapters; {advice}"
+    assert told(adapted, of_all) == f"{adapted}/actor holds adapters, this run's actor trains all weights; {advice}"
+    other_rank = saved_shapes(hf, value_head=False, lora=evolve(LORA, rank=4))
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert told(adapted, other_rank).startswith(
+        f"{adapted}/actor has [3, 32] for '{first}', this run's actor needs [4, 32]"
+    )
+    more = saved_shapes(hf, value_head=False, lora=evolve(LORA, targets=("q_proj", "up_proj", "v_proj")))
+    assert "/actor lacks 'base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight'" in told(adapted, more)
+
+
+def test_a_peft_directory_has_exactly_the_models_adapters(tmp_path: Path) -> None:
+    model = look_at(tiny_config("qwen3"), lora=LORA)
+    tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
+    file = tmp_path / "adapters/adapter_model.safetensors"
+
+    def told(changes: dict[str, torch.Tensor | None]) -> str:
+        kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        write_adapters(tmp_path / "adapters", kept, {})
+        with pytest.raises(ModelError) as caught:
+            require_adapters(tmp_path / "adapters", model)
+        return caught.value.message
+
+    write_adapters(tmp_path / "adapters", tensors, {})
+    require_adapters(tmp_path / "adapters", model)
+    up = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    advice = "use adapters of the same model"
+    assert told({up: None}) == f"{file} lacks {up!r}, this model needs [96, 3]; {advice}"
+    assert told({up: torch.zeros(96, 4)}) == f"{file} has [96, 4] for {up!r}, this model needs [96, 3]; {advice}"
+    assert told({up: torch.zeros(96, 3, dtype=torch.int8)}) == (
+        f"{file} has values of type I8 for {up!r}, wanted one of F64, F32, BF16, F16; save the adapters again"
+    )
+    others = {
+        "base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 97),
+        "base_model.model.lm_head.weight": torch.zeros(97, 64),
+    }
+    assert told(dict(others)) == (
+        f"{tmp_path}/adapters has tensors that no adapter of this model is, as base_model.model.lm_head.weight, "
+        "base_model.model.model.embed_tokens.lora_embedding_A; use adapters of linear layers of the same model"
+    )
+    with pytest.raises(ModelError, match="^'/nowhere' is not a directory, expected a directory of PEFT"):
+        require_adapters(Path("/nowhere"), model)
+
+
+def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
+    config = make_config()
+    make_model(config, seed=1).save_pretrained(tmp_path)
+    hf, file = hf_config(ModelConfig(path=str(tmp_path))), tmp_path / "model.safetensors"
+
+    def told(role: str, **more: torch.Tensor) -> str:
+        save_file({**tensors, **more}, file, metadata={"format": "pt"})
+        return require_weights(str(tmp_path), look_at(hf, value_head=role == "critic"), hf)
+
+    tensors = load_file(file)
+    assert told("actor") == told("critic") == ""
+    copy = tensors["model.embed_tokens.weight"].clone()
+    assert told("actor", **{"value_head.weight": torch.zeros(1, 32), "lm_head.weight": copy}) == ""  # a critic's head
+    tensors["score.weight"] = torch.zeros(2)
+    what = f"{tmp_path} has a tensor that the model lacks, not used: score.weight"
+    assert told("actor") == told("critic") == what
+    many = {f"model.layers.{layer}.mlp.scale": torch.zeros(2) for layer in range(10, 22)}
+    assert told("actor", **many) == (
+        f"{tmp_path} has 13 tensors that the model lacks, not used: "
+        + ", ".join(f"model.layers.{layer}.mlp.scale" for layer in range(10, 18))
+        + ", and 5 more"
+    )
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].view(torch.int32)
+    with pytest.raises(
+        ModelError, match=r"has values of type I32 for 'model.norm.weight', wanted one of F64, F32, BF16"
+    ):
+        told("actor")
+    del tensors["model.norm.weight"]
+    with pytest.raises(ModelError, match=r"model.safetensors lacks 'model.norm.weight', but its config.json needs"):
+        told("critic")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device adds its memory")
+def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = dict(make_config().model.config)
+    model = look_at(hf_config(ModelConfig(config=fields)), value_head=False)
+    count = sum(param.numel() for param in model.parameters())
+    assert count == 16 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 8 + 2 * 32) + 32
+    buffers = sum(buffer.numel() for buffer in model.buffers())
+    monkeypatch.setattr("os.sysconf", lambda name: 1 if name == "SC_PAGE_SIZE" else there)
+    there = 2 * (count + buffers)
+    require_memory(model)
+    there -= 1
+    with pytest.raises(ModelError, match=r"parameters, which take .* GiB in 16 bits, and this machine has .* GiB"):
+        require_memory(model)
+    there = 2**40
+    wide = look_at(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
+    with pytest.raises(ModelError, match=r"the model has .*e\+1\d parameters.*'model.layers.0.mlp.gate_proj.weight', "):
+        require_memory(wide)
+
+
+def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> None:
+    for family, parts in (("gemma3", "multi_modal_projector, vision_tower"), ("qwen3_5", "model.visual")):
+        directory = write_pictures(family, tmp_path / family)
+        hf = hf_config(ModelConfig(path=str(directory)))
+        held = tensors_in(directory)
+        kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
+        share = sum(kept.values()) / sum(each.numel() for each in held.values())
+        assert untrained(str(directory), hf, look_at(hf)) == (
+            f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
+            f"export has them unchanged: {parts}"
+        )
+        assert require_weights(str(directory), look_at(hf, value_head=False), hf) == ""
+
+
+def test_weights_that_no_pass_reads_are_said() -> None:
+    hf = smallest_config("bart")
+    model = look_at(hf)
+    unread = {name: param.numel() for name, param in model.named_parameters() if "encoder_attn" in name}
+    share = sum(unread.values()) / sum(param.numel() for param in model.parameters())
+    line = untrained("", hf, model)
+    assert line.startswith(f"{len(unread)} tensors ({share:.1%} of the weights) are not trained, as the run reads text")
+    assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
+    dense = smallest_config("qwen3")
+    assert untrained("", dense, look_at(dense)) == ""

@@ -30,6 +30,10 @@ def unknown(self: Any, batch: Any, index: Any) -> Iterator[None]:
     return (yield)
 
 
+def starred(self: Any, *index: Any) -> Iterator[None]:
+    return (yield)
+
+
 def logged(function: Any) -> Any:
     @wraps(function)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +44,7 @@ def logged(function: Any) -> Any:
 
 BACKWARD = (
     "extension:t implements forward_backward(batch, index) for forward_backward(batch, loss, outputs, last): parameter "
-    "'index' does not exist in the hook; rename it or give it a default"
+    "'index' is not passed by name; rename it or give it a default"
 )
 STEP_ITSELF = (
     "extension:t implements optimizer_step itself, which only a backend may do; to wrap it, end with 'return (yield)'"
@@ -59,6 +63,7 @@ STEP_ITSELF = (
         (extension(wakeup=yields), "extension:t has 'wakeup'; did you mean the hook 'wake_up'? Else rename it"),
         (extension(forward_backward=unknown), BACKWARD),
         (extension(forward_backward=logged(unknown)), BACKWARD),  # a decorator hides nothing
+        (extension(forward_backward=starred), BACKWARD.replace("batch, index", "*index")),
         (extension(optimizer_step=returns), STEP_ITSELF),
         (
             extension(observe=lambda self, event: None),

@@ -12,7 +12,7 @@ from attrs import evolve
 
 import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.origins import Origin, Unmet, look_for, origins_of, require_met, require_same, unmet
+from corerl.plugin.origins import Origin, Unmet, origins_here, origins_of, require_met, require_same, unmet
 from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]
@@ -34,17 +34,17 @@ def test_the_origins_of_a_process_are_plain_data(plugins: list[tuple[Kind, Loade
     own = origins_of(*plugins)
     assert own == (CORE, MINE, WRAP)
     assert pickle.loads(pickle.dumps(own)) == own
-    assert look_for([(Kind.BACKENDS, "mine")]) == [CORE, MINE]
+    assert origins_here([(Kind.BACKENDS, "mine")]) == [CORE, MINE]
 
 
 def test_a_plugin_that_is_not_there_is_listed_with_why() -> None:
-    core, missing = look_for([(Kind.BACKENDS, "nowhere")])
+    core, missing = origins_here([(Kind.BACKENDS, "nowhere")])
     assert core == CORE and (missing.what, missing.distribution) == ("backend 'nowhere'", "")
     assert MINE.against(missing) == missing.problem
     assert missing.problem.startswith("unknown backend 'nowhere'; installed: ")
 
 
-def test_what_differs_is_told_with_both_sides(plugins: list[tuple[Kind, Loaded]]) -> None:
+def test_a_difference_is_named_with_both_sides(plugins: list[tuple[Kind, Loaded]]) -> None:
     driver = origins_of(*plugins)
     require_same(driver, *plugins)
     other = (evolve(CORE, version="0.0.9"), evolve(MINE, version="0.3"), evolve(WRAP, value="wrap_two:SPEC"))

@@ -7,7 +7,6 @@ from attrs import evolve
 from tokenizers import models, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from corerl.data.chat import ChatPrompts
 from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, split
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
@@ -65,10 +64,10 @@ def test_chats_want_a_template_before_anything_is_started() -> None:
     texts = SortDigits(held_out=1, seed=0)
     without = load_tokenizer(tokenizer="characters:0123456789>", path="")
     require_encodable(texts, without)
-    require_encodable(ChatPrompts(texts, system=""), tokenizer())
-    require_encodable(ChatPrompts(texts, system="Be brief."), tokenizer())
+    chats = SortDigits(held_out=1, seed=0, chat=True, system="Be brief.")
+    require_encodable(chats, tokenizer())
     with pytest.raises(ModelError, match="the tokenizer has no chat template; use the tokenizer of a chat model"):
-        require_encodable(ChatPrompts(texts, system=""), without)
+        require_encodable(chats, without)
 
 
 # ---- what a tokenizer adds by itself ---------------------------------------------------------------------------------
@@ -96,11 +95,6 @@ def adding(template: str, *, bos: str | None = "<s>") -> PreTrainedTokenizerBase
         ("<s> $A", "<s>12", [0, 4, 5]),  # a chat template was applied to the text beforehand
         ("<s> $A </s>", "<s>", [0]),
         ("</s> <s> $A", "</s><s>12", [1, 0, 4, 5]),
-        ("</s> <s> $A", "<s>12", [1, 0, 4, 5]),  # it begins with a part of what begins a text
-        ("</s> <s> $A", "</s>12", [1, 0, 4, 5]),
-        ("<s> [sep] $A", "<s>12", [0, 2, 4, 5]),
-        ("<s> [sep] $A", "[sep]12", [0, 2, 4, 5]),
-        ("<s> [sep] $A", "[sep]<s>12", [2, 0, 4, 5]),  # in an order of its own
         ("<s> $A", "<s><s>12", [0, 0, 4, 5]),  # the text's own
         ("$A", "<s>12", [0, 4, 5]),
         ("<s> $A", "1<s>2", [0, 4, 0, 5]),  # the text's own
@@ -146,9 +140,8 @@ def test_tools_and_arguments_of_the_template_are_given_to_it() -> None:
     ],
 )
 def test_an_argument_that_no_template_would_read_is_refused(options: dict[str, object], chat: bool, told: str) -> None:
-    texts = SortDigits(held_out=1, seed=0)
     with pytest.raises(ConfigError, match=told):
-        require_encodable(ChatPrompts(texts, system="") if chat else texts, tokenizer(), options)
+        require_encodable(SortDigits(held_out=1, seed=0, chat=chat), tokenizer(), options)
 
 
 BRIEF = "{% if brief %}0{% endif %}" + TEMPLATE
@@ -182,7 +175,6 @@ def test_a_rows_template_arguments_that_nothing_reads_are_refused() -> None:
 # ---- which prompts a run can sample from -----------------------------------------------------------------------------
 
 SILENT = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(models.BPE({"a": 0}, [])))
-UNKNOWN = "it has characters that the tokenizer does not know"
 
 
 @pytest.mark.parametrize(
@@ -193,8 +185,6 @@ UNKNOWN = "it has characters that the tokenizer does not know"
         (SYSTEM, tokenizer(), "the tokenizer's chat template rejects its messages (TemplateError: no system messages)"),
         (CHAT, tokenizer("{{ '' }}"), "the tokenizer's chat template writes nothing for its messages"),
         (CHAT, tokenizer("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"), "the tokenizer's chat template rejects"),
-        (evolve(TEXT, text="1?2>"), tokenizer(), UNKNOWN),
-        (evolve(CHAT, messages=({"role": "user", "content": "?"},)), tokenizer(), UNKNOWN),
         (evolve(TEXT, text=" "), SILENT, "it has no tokens, so the model has nothing to continue"),
     ],
 )
@@ -202,7 +192,7 @@ def test_a_prompt_is_skipped_with_a_reason_or_refused(prompt: Prompt, ours: PreT
     found = skips(prompt, ours)
     assert found.startswith(why) and bool(found) is bool(why)
     strict = PromptCheck(tokenizer=ours)
-    if not why or why == UNKNOWN:  # which only the first prompts are checked for
+    if not why:
         assert strict(prompt) == ""
     else:
         with pytest.raises(DataError, match="; correct the row, or set data.refused='skip' to leave out such rows"):
@@ -281,14 +271,6 @@ def test_a_prompt_is_checked_when_it_is_drawn() -> None:
         PromptStream(Numbered(200, bad), 0, check=PromptCheck(tokenizer=tokenizer())).take(200)
     with pytest.raises(DataError, match="^all 200 training prompts are skipped"):
         PromptStream(Numbered(200, set(range(200))), 0, check=check).take(1)
-
-
-def test_unknown_characters_are_found_in_the_first_prompts() -> None:
-    texts = SortDigits(held_out=1, seed=0)
-    check_first(texts, PromptCheck(tokenizer=load_tokenizer(tokenizer="characters:0123456789>", path="")))
-    lacks = load_tokenizer(tokenizer="characters:0123456789", path="")
-    with pytest.raises(DataError, match=r"prompt \d+: it \('\d+>'\) contains characters .*: .*<unk>.*'characters:"):
-        check_first(texts, PromptCheck(tokenizer=lacks))
 
 
 def test_a_failing_template_is_named_for_prompts_and_episodes() -> None:

@@ -167,13 +167,6 @@ class Faulty(PromptSampler):
     ("change", "said"),
     [
         (lambda rollout: None, "NoneType, wanted a corerl.rollout.Rollout"),
-        (
-            lambda rollout: evolve(rollout, batch=evolve(rollout.batch, columns={})),
-            "a batch without the columns loss_mask, rollout_logprobs, versions",
-        ),
-        (lambda rollout: evolve(rollout, batch=evolve(rollout.batch, rows={})), "a batch without the rows group, sam"),
-        (lambda rollout: evolve(rollout, texts=rollout.texts[1:]), "3 texts for 4 rows, wanted one for each"),
-        (lambda rollout: evolve(rollout, outcomes=[1.0]), "1 outcomes for 4 rows, wanted one for each"),
         (lambda rollout: rollout.at(np.arange(3)), "3 samples of 2 prompts, wanted 4 of 2"),
         (
             lambda rollout: evolve(rollout, batch=evolve(rollout.batch, temperature=1.0)),

@@ -17,7 +17,7 @@ def through(function: Callable[[ScoredRollout], Any]) -> ScoredRollout:
 
 
 def test_rewards_can_be_shaped() -> None:
-    halved = through(lambda batch: evolve(batch, rewards=batch.rewards / 2))
+    halved = through(lambda batch: evolve(batch, rewards=(batch.rewards / 2).tolist()))
     assert halved.rewards.tolist() == [0.5, 0.25, 0.0, 0.125]
 
 
@@ -27,14 +27,6 @@ def test_samples_can_be_left_out() -> None:
 
     kept = through(first_prompt)
     assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
-
-
-def no_tokens(batch: ScoredRollout) -> ScoredRollout:
-    samples = batch.rollout.batch
-    return evolve(
-        batch,
-        rollout=evolve(batch.rollout, batch=samples.with_columns(loss_mask=np.zeros(len(samples.tokens), np.bool_))),
-    )
 
 
 def other_rewards_of_a_row(batch: ScoredRollout) -> ScoredRollout:
@@ -62,17 +54,9 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
         ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
         (other_rewards_of_a_row, r"in which samples of an episode have different rewards; give each its episode's \("),
-        (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite$"),
-        (
-            lambda batch: evolve(batch, rewards=list(batch.rewards)),
-            r"whose rewards are of type list, wanted a numpy array of ",
-        ),
-        (
-            lambda batch: evolve(batch, rewards=np.array(["1"] * 4)),
-            r"whose rewards are of type <U1, wanted a numpy array of ",
-        ),
+        (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite numbers$"),
+        (lambda batch: evolve(batch, rewards=np.array(["1"] * 4)), r"whose rewards are not all finite numbers$"),
         (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, expected bool; write mask.astype\(bool\)"),
-        (no_tokens, r"without any loss tokens$"),
     ],
 )
 def test_an_unusable_batch_names_the_function(function: Callable[[ScoredRollout], Any], message: str) -> None:

@@ -19,8 +19,7 @@ from corerl.calls import Future, wait_all
 from corerl.cluster.heartbeat import Member, Pending, Watching
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import Config
-from corerl.data.packing import pack
-from corerl.data.plan import StepPlan, plan_steps
+from corerl.data.packing import StepPlan, pack, plan_steps
 from corerl.errors import (
     ConfigError,
     ContractError,

@@ -31,7 +31,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
-from corerl.data.plan import StepShare, plan_forward, plan_steps
+from corerl.data.packing import StepShare, plan_forward, plan_steps
 from corerl.errors import (
     ConfigError,
     HookFailed,

@@ -15,10 +15,10 @@ from corerl.engines import Generation, SamplingParams
 from corerl.models import load_tokenizer
 from corerl_agents.conversation import (
     Answer,
-    Asked,
     Conversation,
     Diverges,
     Refused,
+    RenderedRequest,
     Renderer,
     read_messages,
 )
@@ -246,7 +246,7 @@ def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_mal
     renderer, ours = calling()
     without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
 
-    def read(asked: Asked, text: str, *end: int) -> Answer:
+    def read(asked: RenderedRequest, text: str, *end: int) -> Answer:
         return renderer.answer(asked, np.array([*ours.encode(text, add_special_tokens=False), *end]), PARAMS)
 
     assert read(with_tools, CALLS, 2).calls

@@ -26,9 +26,7 @@ def test_the_function_is_found_and_tried_before_anything_starts() -> None:
         ConfigError, match="^samplers.episodes.function: 'examples.two_turn_tool:fetsh': .* did you mean"
     ):
         resolve_function("examples.two_turn_tool:fetsh", {})
-    with pytest.raises(
-        ConfigError, match=r"^samplers.episodes.function: .* with samplers.episodes.options=\{'tol': 1\}: .*'tol'"
-    ):
+    with pytest.raises(ConfigError, match=r"^samplers.episodes.function: .* with the options tol: .*'tol'"):
         resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
 
 

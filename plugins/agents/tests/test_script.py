@@ -14,7 +14,7 @@ from corerl.rollout import EventLoop
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
-from corerl_agents.script import _drawn, byte_tokenizer, scripted
+from corerl_agents.script import _generated, byte_tokenizer, scripted
 from plugins.agents.tests.samplers import episode_sampler
 from tests.rollout.samplers import prompt_sampler
 
@@ -96,7 +96,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
     in_run: list[Any] = []
 
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return _drawn(next(left), request, tokenizer)
+        return _generated(next(left), request, tokenizer)
 
     loop = EventLoop("tested")
     front = ChatServer(loop, temperature=1.0, top_p=1.0)
@@ -141,7 +141,7 @@ def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward
         assert (said, script.text) == ("2+3=5", text)
 
     async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return _drawn("<think>2+3=<think>5", request, tokenizer)
+        return _generated("<think>2+3=<think>5", request, tokenizer)
 
     sampler = prompt_sampler(
         tokenizer=tokenizer,

@@ -97,7 +97,7 @@ def residual(model: Any) -> None:
         (residual, "residual stream", "model.layers.0, before post_attention_layernorm"),
     ],
 )
-def test_other_kinds_of_layers_are_told_apart(break_: Callable[[Any], None], kind: str, where: str) -> None:
+def test_the_kind_of_a_wrong_layer_is_named(break_: Callable[[Any], None], kind: str, where: str) -> None:
     policy, plain = both(smallest_config("granite", initializer_range=0.3), "whole")
     break_(policy.model)
     parting = compare(policy, plain).parting

@@ -81,7 +81,7 @@ NOWHERE = ("from corerl.models.config import", "from corerl.models.nowhere impor
     ],
     ids=["module", "name", "never there", "method"],
 )
-def test_what_an_old_backend_lacks_is_said_with_its_replacement(
+def test_what_an_old_backend_lacks_is_named_with_its_replacement(
     mine: Path, fixed: list[tuple[str, str]], said: str
 ) -> None:
     edit(mine / "spec.py", ("api=(1, 0)", f"api={API}"))

@@ -12,7 +12,7 @@ from attrs import asdict, evolve
 from corerl.cluster.nodes import Answer
 from corerl.cluster.runtime import ray_session
 from corerl.plan.resolve import Selection
-from corerl.plugin.origins import look_for
+from corerl.plugin.origins import origins_here
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import Level
 from corerl_doctor import run
@@ -45,11 +45,11 @@ def test_a_node_with_the_same_plugins_is_well(shared_ray: None, monkeypatch: pyt
     monkeypatch.setattr(run, "ray_session", lambda **given: ray_session(**given | {"address": ""}))  # joins that
     (found,) = run._nodes(FSDP, {}, "10.0.0.1:6379")
     assert found.level is Level.OK
-    assert found.what.endswith(f") has what the driver has: {', '.join(map(str, look_for(FSDP)))}")
+    assert found.what.endswith(f") has what the driver has: {', '.join(map(str, origins_here(FSDP)))}")
 
 
 def test_a_node_with_other_plugins_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, fsdp = look_for(FSDP)
+    core, fsdp = origins_here(FSDP)
     there = {"older": evolve(fsdp, version="0.0.9"), "lacking": evolve(fsdp, problem="unknown backend 'fsdp'")}
     answers = [Answer(node=node, value=[asdict(core), asdict(each)]) for node, each in there.items()]
     answers.append(Answer(node="bare", error="ModuleNotFoundError: No module named 'corerl'"))

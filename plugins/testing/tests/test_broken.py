@@ -25,7 +25,7 @@ PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 # What the failed check must say of the fault: of what is wrong, and where to look.
 SAYS = {
     "imports_torch:SPEC": r"imports \['torch'\], expected none .* import in functions what is heavy",
-    "UNKNOWN_ARGUMENT": r"optimizer_step\(step, factor\).* parameter 'factor' does not exist in the hook",
+    "UNKNOWN_ARGUMENT": r"optimizer_step\(step, factor\).* parameter 'factor' is not passed by name",
     "DROPS_RESULT": r"optimizer_step\(\) returned NoneType, expected StepResult",
     "SWALLOWS_ERRORS": r"gave 'no error', expected 'forward_backward failed.*an error is caught and counts as a batch",
     "MUTATES_BATCH": r"has written into advantages of micro-batch 0, .*copy it first",

@@ -63,7 +63,7 @@ class Answer:
 
 
 @frozen(kw_only=True, eq=False)
-class Said:
+class Exchange:
     """A request's new tokens, and the answer that was sampled behind them."""
 
     asked: IntArray  # [n]
@@ -133,47 +133,47 @@ class Conversation:
     answers: Mapping[int, tuple[str, str]] = field(factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
     options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
-    said: tuple[Said, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def tokens(self) -> IntArray:
         """[n]"""
-        return _joined([part for said in self.said for part in (said.asked, said.tokens)], np.int64)
+        return _joined([part for exchange in self.exchanges for part in (exchange.asked, exchange.tokens)], np.int64)
 
     @property
     def prompt_length(self) -> int:
         """Number of tokens of the first request."""
-        return len(self.said[0].asked) if self.said else 0
+        return len(self.exchanges[0].asked) if self.exchanges else 0
 
     @property
     def begun(self) -> int:
         """Number of tokens after the first request's."""
-        return sum(map(len, self.said)) - self.prompt_length
+        return sum(map(len, self.exchanges)) - self.prompt_length
 
     @property
     def routed_experts(self) -> Array | None:
         """[n, MoE layers, experts per token] those a token was sampled with, or else of the pass that first read it."""
-        if not self.said or (last := self.said[-1].experts) is None:
+        if not self.exchanges or (last := self.exchanges[-1].experts) is None:
             return None
-        whole = np.full((sum(map(len, self.said)), *last.shape[1:]), -1, last.dtype)
+        whole = np.full((sum(map(len, self.exchanges)), *last.shape[1:]), -1, last.dtype)
         end = 0
-        for said in self.said:
-            begin, end = end, end + len(said)
-            if said.experts is not None:
-                whole[begin:end] = said.experts
-            if said.learned is not None:
-                whole[said.earlier] = said.learned
+        for exchange in self.exchanges:
+            begin, end = end, end + len(exchange)
+            if exchange.experts is not None:
+                whole[begin:end] = exchange.experts
+            if exchange.learned is not None:
+                whole[exchange.earlier] = exchange.learned
         return whole
 
-    def answered(self, asked: Asked, answer: Answer, generation: Generation) -> Conversation:
+    def answered(self, asked: RenderedRequest, answer: Answer, generation: Generation) -> Conversation:
         """Append what `asked` adds, then the one row of `generation`."""
-        experts, before = generation.routed_experts, sum(map(len, self.said))
+        experts, before = generation.routed_experts, sum(map(len, self.exchanges))
         earlier: IntArray = np.zeros(0, np.int64)
         if experts is not None:
             known = self.routed_experts
             unknown = np.ones(before, np.bool_) if known is None else (known < 0).any(axis=(1, 2))
             earlier = np.flatnonzero(unknown)
-        said = Said(
+        exchange = Exchange(
             asked=asked.tokens,
             tokens=generation.tokens,
             logprobs=generation.logprobs,
@@ -188,25 +188,25 @@ class Conversation:
             answers={**self.answers, len(asked.messages): answer.parts},
             tools=asked.tools,
             options=asked.options,
-            said=(*self.said, said),
+            exchanges=(*self.exchanges, exchange),
         )
 
     def shared(self, other: Conversation) -> int:
         """How many first answers are those of another conversation."""
-        both = zip(self.said, other.said, strict=False)
+        both = zip(self.exchanges, other.exchanges, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], both))
 
     def row(
         self, *, shared: int = 0, truncated: bool = False, final: bool = True, rewards: Sequence[float] = ()
     ) -> Row:
         """The row that trains on all answers but the first `shared` ones; `rewards` are of all answers."""
-        own = self.said[shared:]
-        lengths = [length for said in self.said for length in (len(said.asked), len(said.tokens))]
-        chosen = [sampled and number >= shared for number in range(len(self.said)) for sampled in (False, True)]
+        own = self.exchanges[shared:]
+        lengths = [length for exchange in self.exchanges for length in (len(exchange.asked), len(exchange.tokens))]
+        chosen = [sampled and number >= shared for number in range(len(self.exchanges)) for sampled in (False, True)]
         loss_mask = np.repeat(np.array(chosen, np.bool_), lengths)
         logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
-        logprobs[loss_mask] = _joined([said.logprobs for said in own], np.float32)
-        versions[loss_mask] = _joined([said.versions for said in own], np.int64)
+        logprobs[loss_mask] = _joined([exchange.logprobs for exchange in own], np.float32)
+        versions[loss_mask] = _joined([exchange.versions for exchange in own], np.int64)
         turn_rewards = np.zeros(len(loss_mask), np.float32)
         turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
         return Row(
@@ -217,7 +217,7 @@ class Conversation:
             turn_rewards=turn_rewards,
             routed_experts=self.routed_experts,
             prompt_length=self.prompt_length,
-            turns=len(self.said) - shared,
+            turns=len(self.exchanges) - shared,
             text=self.text,
             truncated=truncated,
             final=final,
@@ -254,7 +254,7 @@ class Conversation:
 
 
 @frozen(kw_only=True, eq=False)
-class Asked:
+class RenderedRequest:
     """What a request adds to a conversation."""
 
     messages: tuple[Message, ...]  # the conversation's own first, then the new ones
@@ -317,22 +317,22 @@ class Renderer:
         *,
         most_calls: int | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> Asked:
+    ) -> RenderedRequest:
         """What `messages`, which continue those of `conversation`, add to it. With `most_calls=0` tools are not shown;
         `options` go before the renderer's own. Raises Diverges if tools or options make it another conversation, and
         Refused if the template rejects them."""
         if most_calls == 0:
             tools = conversation.tools  # what was shown stays
-        elif conversation.said and list(tools) != list(conversation.tools):
+        elif conversation.exchanges and list(tools) != list(conversation.tools):
             raise Diverges("tools: differ from those of the request that began the conversation")
         merged = {**self._options, **self._checked(options or {})}
         if tools and most_calls != 0 and self._unread:
             _note_once(self._unread)
         tokens, written, opened = self._tokens(conversation, messages, tools, merged)
-        if not len(tokens) and not conversation.said:
+        if not len(tokens) and not conversation.exchanges:
             raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
         new = messages[len(conversation.messages) :]
-        return Asked(
+        return RenderedRequest(
             messages=(*conversation.messages, *new),
             tools=tuple(tools),
             tokens=np.asarray(tokens, dtype=np.int64),
@@ -356,14 +356,14 @@ class Renderer:
         options: Mapping[str, Any],
     ) -> tuple[list[int], str, str]:
         """The tokens that the messages add, the text that they are, and what of it is left open."""
-        said = len(conversation.messages)
+        known = len(conversation.messages)
         template = bool(self._tokenizer.chat_template)
         if tools and not template:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
-            text = "".join(message["content"] for message in messages[said:])
-            return (self._texts.behind(text) if said else self._texts.begun([text])[0]), text, ""
-        if not said:
+            text = "".join(message["content"] for message in messages[known:])
+            return (self._texts.behind(text) if known else self._texts.begun([text])[0]), text, ""
+        if not known:
             text = self._rendered(messages, tools, options)
             if tools and not self._shows_tools:
                 self._require_shown(text, messages, options)
@@ -375,7 +375,7 @@ class Renderer:
             {"role": message["role"], "content": message["content"]} if number in conversation.answers else message
             for number, message in enumerate(messages)
         ]
-        texts[said - 1] = {"role": "assistant", "content": mark}
+        texts[known - 1] = {"role": "assistant", "content": mark}
         # An answer and the beginning that its request gave it are one message.
         beginnings = {number - 1 for number in conversation.answers if texts[number - 1]["role"] == "assistant"}
         marked = [message for number, message in enumerate(texts) if number not in beginnings]
@@ -426,15 +426,15 @@ class Renderer:
         except Rejected as rejected:
             raise Refused(f"messages: {rejected}") from rejected
 
-    def answer(self, asked: Asked, tokens: IntArray, params: SamplingParams) -> Answer:
+    def answer(self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
         tool calls are read from it; malformed ones stay text."""
         stops = self._stops(params.stop)
         ended = bool(len(tokens)) and int(tokens[-1]) in params.stop_tokens
-        said = (tokens[:-1] if ended else tokens).tolist()
-        ended = ended or stops.end(said) is not None
-        content = stops.text(said, special_tokens=False)
-        whole = stops.text(said, special_tokens=True)
+        answered = (tokens[:-1] if ended else tokens).tolist()
+        ended = ended or stops.end(answered) is not None
+        content = stops.text(answered, special_tokens=False)
+        whole = stops.text(answered, special_tokens=True)
         text = whole if self._special_tokens else content
         if asked.opened and asked.messages[-1]["role"] != "assistant":
             text = self._openings.seen(asked.opened, special_tokens=self._special_tokens) + text

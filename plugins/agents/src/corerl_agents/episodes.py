@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from corerl.config import imported, signature_of
+from corerl.config import imported, require_callable
 from corerl.data import Prompt
-from corerl.errors import ConfigError
 from corerl.messages import short_repr
 from corerl.rollout import (
     Failure,
@@ -146,13 +145,11 @@ def _reward(value: Any) -> float | Judged | None:
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:
     """Import the function. Raises ConfigError if it does not exist or cannot be called with (episode, **options)."""
     function = imported(name, setting="samplers.episodes.function")
-    signature = signature_of(function)
-    try:
-        if signature is not None:
-            signature.bind(None, **options)
-    except TypeError as error:
-        raise ConfigError(
-            f"samplers.episodes.function: {name!r} takes {signature}, but is called as function(episode, "
-            f"**options) with samplers.episodes.options={dict(options)}: {error}"
-        ) from error
+    require_callable(
+        function,
+        "function(episode, **samplers.episodes.options)",
+        None,
+        setting=f"samplers.episodes.function: {name!r}",
+        options=options,
+    )
     return EpisodeFunction(name=name, function=function, options=options)

@@ -1,4 +1,4 @@
-"""Gather the requests of episodes that are played together, so that an engine of one call at a time draws them at
+"""Gather the requests of episodes that are played together, so that an engine of one call at a time samples them at
 once."""
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Gathering:
                 alike.setdefault(waiting.request.params, []).append(waiting)
         self._waiting = []
         for together in alike.values():
-            task = asyncio.create_task(settle([each.answer for each in together], partial(self._drawn, together)))
+            task = asyncio.create_task(settle([each.answer for each in together], partial(self._generated, together)))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
 
-    async def _drawn(self, together: list[_Waiting]) -> list[Generation]:
+    async def _generated(self, together: list[_Waiting]) -> list[Generation]:
         requests = [each.request for each in together]
         return split(await self._generate(GenerateRequest.concatenate(requests)), requests)

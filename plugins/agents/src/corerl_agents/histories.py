@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.engines import GenerateRequest, Generation
 from corerl.ops import hash_key
 from corerl_agents.chat_requests import ChatRequest
-from corerl_agents.conversation import Answer, Asked, Conversation, Difference, Message, Row
+from corerl_agents.conversation import Answer, Conversation, Difference, Message, RenderedRequest, Row
 
 
 class Place(NamedTuple):
@@ -34,7 +34,7 @@ class Turn:
     request: GenerateRequest  # one row
     answer: asyncio.Task[tuple[Answer, Generation]]
     after: History | None = None  # with the answer, once that has come
-    unheard: bool = False  # its client closed the connection before the answer came, and has not asked again
+    abandoned: bool = False  # its client closed the connection before the answer came, and has not asked again
 
     def asked_again(self, since: int) -> None:
         """Its client has come back, after so many answers of the episode."""
@@ -45,7 +45,7 @@ class Turn:
     @property
     def history(self) -> History | None:
         """What may be continued, and is trained on."""
-        return None if self.unheard else self.after
+        return None if self.abandoned else self.after
 
 
 @define(kw_only=True, eq=False)
@@ -87,16 +87,16 @@ class History:
                 elif nearest is None or difference.number > nearest.number:
                     nearest = difference
         # Of equal ones, such as of repetitions that were answered alike, one that nobody goes on from yet.
-        known = sorted(found, key=lambda history: (-len(history.conversation.messages), bool(history.heard)))
+        known = sorted(found, key=lambda history: (-len(history.conversation.messages), bool(history.live_turns)))
         if nearest is not None and nearest.number < len(known[0].conversation.messages):
             nearest = None
         return known[:-1], nearest
 
-    def place(self, asked: Asked, chat: ChatRequest) -> Place:
+    def place(self, asked: RenderedRequest, chat: ChatRequest) -> Place:
         """That of another request which continues this history."""
         content = _content(asked.messages[len(self.conversation.messages) :], asked, chat)
         before = [turn for turn in self.turns if turn.place.content == content]
-        # What another answer was drawn with may be known by now: for what depends on that, it would be no noise.
+        # The noise of another answer may be known by now: for what depends on that, it would be no noise.
         others = any(turn.after is not None for turn in self.turns if turn.place.content != content)
         return Place(apart=bool(before) or others, content=content, repetition=len(before))
 
@@ -104,17 +104,17 @@ class History:
         """Of the noise of the request at this place."""
         if not place.apart:
             return self.key
-        return hash_key(self.key, len(self.conversation.said), place.content, place.repetition)
+        return hash_key(self.key, len(self.conversation.exchanges), place.content, place.repetition)
 
-    def unheard(self, place: Place) -> Turn | None:
+    def abandoned_turn(self, place: Place) -> Turn | None:
         """The turn whose client has gone, if a request of this content is that client's second attempt."""
-        same = (turn for turn in self.turns if turn.unheard and turn.place.content == place.content)
+        same = (turn for turn in self.turns if turn.abandoned and turn.place.content == place.content)
         return next(same, None)
 
     @property
-    def heard(self) -> list[Turn]:
+    def live_turns(self) -> list[Turn]:
         """Those whose clients have the answer, or wait for it."""
-        return [turn for turn in self.turns if not turn.unheard]
+        return [turn for turn in self.turns if not turn.abandoned]
 
     @property
     def leaves(self) -> list[History]:
@@ -124,7 +124,7 @@ class History:
             history = stack.pop()
             after = history.following
             stack += reversed(after)
-            if not after and history.conversation.said:
+            if not after and history.conversation.exchanges:
                 found.append(history)
         return found
 
@@ -139,7 +139,7 @@ class History:
         """One for each leaf, in their order. What several share is trained on in the first of them that was not cut, as
         those that were may be left out."""
         final, leaves, shared = self.final, self.leaves, dict[int, int]()
-        rewards = {id(each.conversation.said[-1]): each.reward for each in self if each.conversation.said}
+        rewards = {id(each.conversation.exchanges[-1]): each.reward for each in self if each.conversation.exchanges}
         for place in sorted(range(len(leaves)), key=lambda place: (leaves[place].cut, place)):
             own = leaves[place].conversation
             shared[place] = max((own.shared(leaves[other].conversation) for other in shared), default=0)
@@ -148,7 +148,7 @@ class History:
                 shared=shared[place],
                 truncated=leaf.cut,
                 final=leaf is final,
-                rewards=[rewards[id(said)] for said in leaf.conversation.said],
+                rewards=[rewards[id(exchange)] for exchange in leaf.conversation.exchanges],
             )
             for place, leaf in enumerate(leaves)
         ]
@@ -160,11 +160,11 @@ class History:
     @property
     def begun(self) -> int:
         """How many rows there will be once all requests so far are answered."""
-        return sum(max(len(history.heard) - 1, 0) for history in self) + bool(self.heard)
+        return sum(max(len(history.live_turns) - 1, 0) for history in self) + bool(self.live_turns)
 
 
-def _content(messages: Sequence[Message], asked: Asked, chat: ChatRequest) -> int:
+def _content(messages: Sequence[Message], asked: RenderedRequest, chat: ChatRequest) -> int:
     """An int64 that is equal for requests that say the same."""
-    said = [messages, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
-    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=8).digest()
+    content = [messages, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
+    digest = hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

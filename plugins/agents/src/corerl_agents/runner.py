@@ -20,11 +20,11 @@ from corerl_agents.chat_server import ChatAnswer, ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import (
     Answer,
-    Asked,
     Difference,
     Diverges,
     Message,
     Refused,
+    RenderedRequest,
     Renderer,
     Row,
     read_messages,
@@ -161,7 +161,7 @@ class EpisodeRunner:
         # Gets the error of engines that could not answer.
         failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
-        async def drawn(request: GenerateRequest) -> Generation:
+        async def generated(request: GenerateRequest) -> Generation:
             try:
                 return await (gathering.generate(request, state.number) if gathering else generate(request))
             except Refused:
@@ -172,7 +172,7 @@ class EpisodeRunner:
                 raise _over() from error
 
         base_url = self._server.open(
-            functools.partial(self._answer, state, drawn), functools.partial(setattr, state, "refusal")
+            functools.partial(self._answer, state, generated), functools.partial(setattr, state, "refusal")
         )
         if gathering is not None:
             gathering.joins()
@@ -222,23 +222,23 @@ class EpisodeRunner:
         turn = self._turn(state, generate, chat)
         if isinstance(turn, ChatAnswer):
             return turn
-        turn.unheard = False
+        turn.abandoned = False
         try:
-            answer, drawn = await asyncio.shield(turn.answer)
+            answer, generation = await asyncio.shield(turn.answer)
         except asyncio.CancelledError:
             if turn.answer.cancelled():
                 raise _over() from None
-            turn.unheard = True  # the client has gone
+            turn.abandoned = True  # the client has gone
             raise
         return ChatAnswer(
             text=answer.content,
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
-            finish_reason="length" if drawn.truncated[0] else "tool_calls" if answer.calls else "stop",
+            finish_reason="length" if generation.truncated[0] else "tool_calls" if answer.calls else "stop",
             prompt_token_ids=turn.request.tokens,
-            token_ids=drawn.tokens,
-            tokens=self._texts(drawn.tokens) if chat.logprobs else (),
-            logprobs=drawn.logprobs.tolist() if chat.logprobs else (),
+            token_ids=generation.tokens,
+            tokens=self._texts(generation.tokens) if chat.logprobs else (),
+            logprobs=generation.logprobs.tolist() if chat.logprobs else (),
         )
 
     def _texts(self, tokens: IntArray) -> list[str]:
@@ -253,11 +253,11 @@ class EpisodeRunner:
             chat = evolve(chat, template_options={**of_row, **chat.template_options})
         history, asked, difference = self._continued(state.root, chat)
         conversation, place = history.conversation, history.place(asked, chat)
-        if (turn := history.unheard(place)) is not None:
+        if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
             turn.asked_again(state.answered)
             return turn
-        if not conversation.said and len(asked.tokens) > self._longest_prompt:
+        if not conversation.exchanges and len(asked.tokens) > self._longest_prompt:
             raise Refused(
                 f"messages: the first request of a row has {len(asked.tokens)} tokens, but only "
                 f"{self._longest_prompt} fit into rollout.context_length besides rollout.max_tokens="
@@ -270,13 +270,13 @@ class EpisodeRunner:
             return self._no_room(state, history, asked, tokens)
         self._require_row(state.root, history, difference)
         request = self._request(history.key_at(place), tokens, length, chat)
-        name = f"answer to {state.name}, turn {len(conversation.said) + 1}"
-        answer = asyncio.create_task(self._drawn(state, generate, history, asked, request), name=name)
+        name = f"answer to {state.name}, turn {len(conversation.exchanges) + 1}"
+        answer = asyncio.create_task(self._generated(state, generate, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
         history.turns.append(turn)
         return turn
 
-    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, Asked, Difference | None]:
+    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, RenderedRequest, Difference | None]:
         """The longest history that the request continues, what it adds to it, and why that is no longer one."""
         messages = read_messages(chat.messages)
         known, difference = root.continued(messages)
@@ -287,7 +287,7 @@ class EpisodeRunner:
                 difference = difference or Difference(number=0, changed=False, text=diverges.message)
         return root, self._asked(root, messages, chat), difference
 
-    def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> Asked:
+    def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> RenderedRequest:
         return self._renderer.ask(
             history.conversation,
             messages,
@@ -299,7 +299,7 @@ class EpisodeRunner:
     def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
         """Raise Refused if a request that continues this history would begin one row too many. `difference` is why it
         continues no other."""
-        if history.conversation.said and not history.heard:
+        if history.conversation.exchanges and not history.live_turns:
             return
         if root.begun >= self._most_rows:
             why = difference.text if difference else "messages: another request goes on from the same ones"
@@ -316,27 +316,32 @@ class EpisodeRunner:
                 "go on in the same row, send answers as they came"
             )
 
-    async def _drawn(
-        self, state: EpisodeState, generate: Generate, history: History, asked: Asked, request: GenerateRequest
+    async def _generated(
+        self,
+        state: EpisodeState,
+        generate: Generate,
+        history: History,
+        asked: RenderedRequest,
+        request: GenerateRequest,
     ) -> tuple[Answer, Generation]:
         """Have the turn sampled: then its history may be continued."""
         (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
-            drawn = await generate(request)
+            generation = await generate(request)
         except Refused:
             history.turns.remove(turn)
             raise
-        answer = self._renderer.answer(asked, drawn.tokens, request.params)
-        conversation = history.conversation.answered(asked, answer, drawn)
+        answer = self._renderer.answer(asked, generation.tokens, request.params)
+        conversation = history.conversation.answered(asked, answer, generation)
         turn.after = History(
             key=int(request.noise_keys[0]),
             conversation=conversation,
-            truncated=bool(drawn.truncated[0]) and conversation.begun >= self._params.max_tokens,
+            truncated=bool(generation.truncated[0]) and conversation.begun >= self._params.max_tokens,
             since=turn.since,
         )
         state.answered += 1
         state.refusal = ""
-        return answer, drawn
+        return answer, generation
 
     def _request(self, key: int, tokens: IntArray, length: int, request: ChatRequest) -> GenerateRequest:
         """The engine request for the next part of a row's one response."""
@@ -351,7 +356,7 @@ class EpisodeRunner:
                 stop_tokens=tuple(dict.fromkeys([*params.stop_tokens, *ends])),
                 stop=tuple(dict.fromkeys([*params.stop, *texts])),
             )
-        # As a row's limit, not in `params`: rows with different limits can be drawn together.
+        # As a row's limit, not in `params`: rows with different limits can be sampled together.
         limit = min(length + (request.max_tokens or params.max_tokens), params.max_tokens)
         return GenerateRequest(
             tokens=tokens,
@@ -363,7 +368,7 @@ class EpisodeRunner:
             limits=np.array([limit]),
         )
 
-    def _no_room(self, state: EpisodeState, history: History, asked: Asked, prompt: IntArray) -> ChatAnswer:
+    def _no_room(self, state: EpisodeState, history: History, asked: RenderedRequest, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function goes on after it."""
         if 0 < history.full < len(asked.messages):
             raise Refused(

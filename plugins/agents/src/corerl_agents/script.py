@@ -111,7 +111,7 @@ def scripted(
         requests.extend(turn.chat for turn in state.turns if turn.request is request)
         if len(requests) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
-        return _drawn(answers[len(requests) - 1], request, tokenizer)
+        return _generated(answers[len(requests) - 1], request, tokenizer)
 
     async def run() -> None:
         runner = EpisodeRunner(
@@ -143,8 +143,8 @@ def _positions(model: ModelConfig | None) -> int:
     return context_length(hf_config(model)) or 0
 
 
-def _drawn(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
-    """The text and an end token, as an engine would draw them for this request of one row."""
+def _generated(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
+    """The text and an end token, as an engine would sample them for this request of one row."""
     ends = request.params.stop_tokens
     tokens = [*TextEncoder(tokenizer).behind(text), ends[0]]
     tokens = tokens[: 1 + next(at for at, token in enumerate(tokens) if token in ends)]

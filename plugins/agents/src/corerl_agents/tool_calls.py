@@ -62,7 +62,6 @@ class ToolFormat:
     """How a model family writes calls. `opening` stands before the arguments, with the groups `name`, and `id` if the
     policy gives its calls one; behind them stands `closing`."""
 
-    families: str  # for the docs
     taught: re.Pattern[str] = field(converter=_compiled)  # is found in their chat templates
     opening: re.Pattern[str] = field(converter=_compiled)
     closing: re.Pattern[str] = field(converter=_compiled)
@@ -149,8 +148,7 @@ def _invoke(tag: str, calls: str) -> dict[str, str]:
 
 # In the order in which `auto` tries them: what a template may have besides its model's own format comes last.
 FORMATS: Mapping[str, ToolFormat] = {
-    "qwen-xml": ToolFormat(
-        families="Qwen3-Coder, Qwen 3.5, Seed-OSS",
+    "qwen-xml": ToolFormat(  # Qwen3-Coder, Qwen 3.5, Seed-OSS
         taught=r"<(?:seed:)?tool_call>(?:\\n|\s)*<function=",
         # Qwen3-Coder leaves out the element around a call now and then.
         opening=r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*",
@@ -158,54 +156,48 @@ FORMATS: Mapping[str, ToolFormat] = {
         r"(?=<parameter=|</function>)",
         closing=r"</function>(?:\s*</(?:seed:)?tool_call>)?",
     ),
-    "glm": ToolFormat(
-        families="GLM 4.5 to 5",
+    "glm": ToolFormat(  # GLM 4.5 to 5
         taught=r"<arg_key>",
         opening=r"<tool_call>\s*(?P<name>[^\s<{]+)\s*",
         argument=r"<arg_key>\s*(?P<key>[^<]+?)\s*</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>\s*"
         r"(?=<arg_key>|</tool_call>)",
         closing=r"</tool_call>",
     ),
-    "minimax": ToolFormat(families="MiniMax M2", taught=r"<minimax:tool_call>", **_invoke("", "minimax:tool_call")),
-    "deepseek-dsml": ToolFormat(
-        families="DeepSeek V3.2 and later", taught="｜DSML｜", **_invoke("｜DSML｜", "(?:function|tool)_calls")
+    # MiniMax M2
+    "minimax": ToolFormat(taught=r"<minimax:tool_call>", **_invoke("", "minimax:tool_call")),
+    "deepseek-dsml": ToolFormat(  # DeepSeek V3.2 and later
+        taught="｜DSML｜", **_invoke("｜DSML｜", "(?:function|tool)_calls")
     ),
-    "deepseek": ToolFormat(
-        families="DeepSeek R1, V3 and V3.1",
+    "deepseek": ToolFormat(  # DeepSeek R1, V3 and V3.1
         taught=r"<｜tool▁call▁begin｜>",
         # R1 and V3 write a type before the name, and the arguments as a block of code.
         opening=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^\n<]+\n```))?"
         r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json)\s*",
         closing=r"\s*(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
     ),
-    "kimi": ToolFormat(
-        families="Kimi K2",
+    "kimi": ToolFormat(  # Kimi K2
         taught=r"<\|tool_call_begin\|>",
         opening=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*",
         closing=r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
-    "gpt-oss": ToolFormat(
-        families="gpt-oss",
+    "gpt-oss": ToolFormat(  # gpt-oss
         taught=r"to=functions\.",
         opening=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?\bto=functions\.(?P<name>[\w.-]+)\s*"
         r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*",
         closing=r"\s*(?:<\|call\|>|\Z)",
     ),
-    "mistral": ToolFormat(
-        families="Mistral, Magistral, Devstral",
+    "mistral": ToolFormat(  # Mistral, Magistral, Devstral
         taught=r"\[TOOL_CALLS\]",
         opening=r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*)?(?=[\[{])",
         closing=r"",
     ),
-    "hermes": ToolFormat(
-        families="Qwen 2.5, Qwen 3, Hermes 2 Pro and 3",
+    "hermes": ToolFormat(  # Qwen 2.5, Qwen 3, Hermes 2 Pro and 3
         taught=r'<tool_call>(?:\\n|\s)*\{\\?"name',
         opening=r"<tool_call>\s*(?=\{)",
         closing=r"\s*</tool_call>",
     ),
-    "llama-json": ToolFormat(
-        families="Llama 3.1 to 3.3",
+    "llama-json": ToolFormat(  # Llama 3.1 to 3.3
         taught=r'"parameters\\?": dictionary of argument name',
         # An answer behind its reasoning is either text or calls.
         opening=rf"(?:\A|{BEHIND}|(?<=\}})\s*;)\s*(?:<\|python_tag\|>\s*)?(?=\{{)",

@@ -46,8 +46,6 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.offered:misfit": "corerl.engines: shape_mismatch",
         "corerl.rollout.receiving": "corerl.engines: Receiving",
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
-        "corerl.rollout.rewards:Reward": "corerl.rollout: Reward",
-        "corerl.rollout.rewards:position_match": "corerl.rollout: position_match",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",

@@ -13,7 +13,7 @@ from corerl.errors import CorerlError, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Selection, ignored_tables, selected
-from corerl.plugin.origins import Origin, look_for
+from corerl.plugin.origins import Origin, origins_here
 from corerl.plugin.registry import Kind
 from corerl.plugin.spec import ACTOR, Finding, Level, ok
 from corerl_doctor.child import CheckStarted, Report
@@ -84,7 +84,7 @@ def _environments(processes: ProcessPlan, hidden: Collection[str]) -> Iterator[F
 
 def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], address: str) -> Iterator[Finding]:
     """One finding per node of the cluster at `address`: whether it has the same plugins as the driver."""
-    wanted = look_for(named)
+    wanted = origins_here(named)
     question = [(kind.value, name) for kind, name in named]
     try:
         with ray_session(address=address, cpus=1.0):

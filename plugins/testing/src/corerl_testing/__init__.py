@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from corerl.backend.primitives import SAVED as SAVED
     from corerl.checkpoint.format import WEIGHTS as WEIGHTS
     from corerl.checkpoint.writer import BackgroundWriter as BackgroundWriter
+    from corerl.data.packing import StepPlan as StepPlan
     from corerl.data.packing import pack as pack
-    from corerl.data.plan import StepPlan as StepPlan
     from corerl.driver.advantages import compute_advantages as compute_advantages
     from corerl.engines.continuation import append as append
     from corerl.engines.continuation import continued as continued

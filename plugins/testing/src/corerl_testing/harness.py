@@ -16,8 +16,7 @@ from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
 from corerl.backend.primitives import SAVED, StateKey
 from corerl.checkpoint.format import BUFFER
 from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.data.packing import pack
-from corerl.data.plan import plan_forward, plan_part, plan_steps
+from corerl.data.packing import pack, plan_forward, plan_part, plan_steps
 from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
 from corerl.plugin.hooks import Context

@@ -18,8 +18,7 @@ from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import to_device
 from corerl.config.load import config_of
 from corerl.config.schema import Config
-from corerl.data.packing import pack
-from corerl.data.plan import plan_steps
+from corerl.data.packing import pack, plan_steps
 from corerl.driver.advantages import compute_advantages
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm

@@ -7,7 +7,7 @@ import attrs
 from corerl.algorithms.base import Algorithm, ForwardPass, Objective
 from corerl.config.schema import AlgorithmConfig
 from corerl.config.structuring import structure
-from corerl.data.plan import AGGREGATIONS
+from corerl.data.packing import AGGREGATIONS
 from corerl.plan.algorithm import check_algorithm, contradictions
 from corerl.plan.resolve import plugins_of
 from corerl.plugin.registry import Kind, load_implementation

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.checkpoint.reader import written_ranks
-from corerl.data.plan import plan_forward
+from corerl.data.packing import plan_forward
 from corerl.errors import CorerlError
 from corerl.plugin.capabilities import Capability
 from corerl.types import (

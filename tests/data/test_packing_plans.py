@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.plan import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
+from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
 from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
 
