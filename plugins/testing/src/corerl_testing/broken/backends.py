@@ -270,7 +270,8 @@ class IgnoresScale(PlainBackend):
 
 class ClearsTooEarly(PlainBackend):
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        self.optimizer.zero_grad()
+        if not self.config.frozen:  # which has no optimizer
+            self.optimizer.zero_grad()
         return super().forward(batch, outputs, weights)
 
 
