@@ -55,7 +55,8 @@ def spell(kind: Any) -> str:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         return f"array of {len(arguments)}"
     if arguments:
-        return f"array of {spell(arguments[0])}s"
+        allowed = ", ".join(map(repr, choices(arguments[0])))
+        return f"array of {allowed or spell(arguments[0]) + 's'}"
     return getattr(kind, "__name__", str(kind))
 
 
