@@ -21,8 +21,7 @@ from corerl.config.schema import BackendChoice, Config, RoleChoice, RolesConfig
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import share
+from corerl.trainer.group import TrainGroup, share
 from corerl.types import Step, TrainResult
 
 RANKS = 2

@@ -50,8 +50,7 @@ from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
 from corerl.rollout.scored import ScoredRollout
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import share
+from corerl.trainer.group import TrainGroup, share
 from corerl.types import ForwardResult, Output, ParallelLayout, SampleBatch, Step, offsets_of
 
 T = TypeVar("T")

@@ -172,18 +172,6 @@ def test_weights_rounded_for_training_are_merged_as_files_have_them(base: Path, 
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"])
 
 
-def test_adapters_are_float32_unless_another_dtype_is_asked_for(of_base: Adapted, tmp_path: Path) -> None:
-    held = CheckpointSource(of_base.checkpoint / "actor", "master")
-    exact, rounded = (
-        load_file(export(of_base.checkpoint, tmp_path / f"adapters-{dtype}", dtype=dtype) / "adapter_model.safetensors")
-        for dtype in ("", "bfloat16")
-    )
-    assert exact.keys() == rounded.keys() == held.shapes.keys()
-    for name, tensor in exact.items():
-        assert torch.equal(tensor, held.read(name, (0, 0), held.shapes[name]))
-        assert torch.equal(rounded[name], tensor.bfloat16())
-
-
 def test_a_model_that_has_changed_since_is_not_merged(of_base: Adapted, base: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     make_model(make_config(), seed=1).save_pretrained(copy)

@@ -29,8 +29,7 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import share
+from corerl.trainer.group import TrainGroup, share
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address
 from corerl_testing import wrappers

@@ -385,7 +385,7 @@ class PartialCheckpoint(PlainBackend):
         def index_first() -> None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                write_index(directory, rank, with_sums(staged.index, staged.tensors, 1))
+                write_index(directory, rank, with_sums(staged.index, staged.tensors))
                 (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
             except OSError as error:
                 raise SaveFailed(f"cannot write {directory}: {error}") from error
