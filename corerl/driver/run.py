@@ -127,18 +127,18 @@ class Run:
     def _next(self) -> ScoredRollout | None:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
         self._streamed = None  # that of the step before
-        if self.sampling.source.streams:
-            trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
-            self._streamed = StreamedStep(
-                step=self.progress.step,
-                training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
-                with_logprobs=self.with_logprobs,
-                with_advantages=self.advantages_of,
-                progress=self.progress,
-            )
-            while arrived := self._served(self.sampling.source.arrived()):
-                self._streamed.add(arrived)
-                self.progress.begin("rollout")
+        while arrived := self._served(self.sampling.source.arrived()):
+            if self._streamed is None:
+                trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+                self._streamed = StreamedStep(
+                    step=self.progress.step,
+                    training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                    with_logprobs=self.with_logprobs,
+                    with_advantages=self.advantages_of,
+                    progress=self.progress,
+                )
+            self._streamed.add(arrived)
+            self.progress.begin("rollout")
         return self._served(self.sampling.source.next())
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:

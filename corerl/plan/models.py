@@ -24,10 +24,9 @@ from corerl.messages import listed
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.files import kept_digest, kept_files, look_at, model_files
-from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
+from corerl.models.layouts import Layout, choose_layout, position_limit
 from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
-from corerl.models.parts import parts_of
 from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import routers
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
@@ -172,17 +171,10 @@ def check_files(
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
-        if path and not model.frozen and (kept := untrained(path, model.hf, model.built)):
+        if path and not model.frozen and (kept := untrained(path, model.hf)):
             yield f"{where}: {kept}"
         if read and (unused := require_weights(path, model.built, model.hf)):
             yield f"{where}: {unused}"
-
-
-def check_reference(reference: str, actor: RoleModel, problems: Problems) -> Iterator[str]:
-    """Check that the directory of `algorithm.reference` holds the actor's model."""
-    with problems.stage("algorithm.reference"):
-        if unused := require_weights(reference, actor.built, actor.hf, needs=AS_ACTOR):
-            yield f"algorithm.reference: {unused}"
 
 
 def longest_sample(config: Config, actor: PreTrainedConfig) -> int:
@@ -309,19 +301,14 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) -> str:
-    """A notice of the weights in a directory that a run on text does not train: of `model`, a role's on meta, and if it
-    reads pictures those that it leaves out. "" if there are none."""
-    if reads_pictures(config):
-        files, names = kept_files(directory, config)
-        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(look_at(config))
-    else:
-        unread = unread_parameters(model, parts_of(model))
-        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        kept = {name: shapes.pop(name) for name in unread}
-        trained = shapes
-    if not kept:
+def untrained(directory: str, config: PreTrainedConfig) -> str:
+    """A notice of the weights in a directory that a run on text does not train, if the model reads pictures."""
+    if not reads_pictures(config):
         return ""
+    files, names = kept_files(directory, config)
+    if not names:
+        return ""
+    kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(look_at(config))
     sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))
     inside = {start for name in trained for start in _prefixes(name)}
     parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}

@@ -217,7 +217,6 @@ def role(name: str, group: Group | None = None, config: Config | None = None, **
 class Source:
     position = "where the prompts stand"
     overlaps = False
-    streams = False
 
     def __init__(self) -> None:
         self.saved: list[Path] = []

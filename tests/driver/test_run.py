@@ -360,10 +360,11 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
 class Two:
     """A source of two steps."""
 
-    streams = False
-
     def __init__(self) -> None:
         self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
+
+    async def arrived(self) -> None:
+        return None
 
     async def next(self) -> ScoredRollout | None:
         return self.steps.pop(0) if self.steps else None

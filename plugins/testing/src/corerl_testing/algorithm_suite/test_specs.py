@@ -8,7 +8,7 @@ from corerl.algorithms.base import Algorithm, ForwardPass, Objective
 from corerl.config.schema import AlgorithmConfig
 from corerl.config.structuring import structure
 from corerl.data.packing import AGGREGATIONS
-from corerl.plan.algorithm import check_algorithm, contradictions
+from corerl.plan.algorithm import against_algorithm, check_algorithm
 from corerl.plan.resolve import plugins_of
 from corerl.plugin.registry import Kind, load_implementation
 from corerl.plugin.spec import ACTOR, RoleKind
@@ -66,7 +66,7 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
             f"the spec's defaults name {name!r}, which is never unset; use some of {', '.join(sorted(UNSET))}"
         )
         structure({name: value}, AlgorithmConfig, path="the spec's defaults")
-    found = list(contradictions(trial.config, plugins_of(trial.config)))
+    found = list(against_algorithm(trial.config, plugins_of(trial.config)))
     assert found == [], "a config of nothing but the algorithm and its roles is refused; change the spec's defaults"
     check_algorithm(trial.config, trial.loaded)
 
