@@ -20,6 +20,7 @@ from tests.public import PUBLIC, imports_of, is_public
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "corerl"
+PEFT_FIELD = '"megatron_core"'  # of PEFT's adapter_config.json
 BACKEND_NAMES = re.compile(r"megatron|fsdp|deepspeed|zero-?[123]\b", re.IGNORECASE)
 ALGORITHMS = {  # those that come with core, by name: the module of each
     point.name: point.value.partition(":")[0]

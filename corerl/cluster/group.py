@@ -249,7 +249,7 @@ class RayGroup:
         try:
             result: CallResult = ray.get(ref)
         except RayError as error:
-            place = member.beat.place if member.beat is not None else ""
+            place = member.last.place if member.last is not None else ""
             if (died := death(error, member.name, pending.method, killed=member.killed, place=place)) is not None:
                 return CallResult(error=died, ended=0.0)
             # The result cannot be pickled there, or not be unpickled here.

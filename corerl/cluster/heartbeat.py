@@ -257,7 +257,6 @@ class Pending:
     refs: tuple[Any, ...]  # in the same order
     asked: float = field(factory=time.time)  # time.time() before the calls started
     reported: set[int] = field(factory=set)  # members whose answers were passed to `on_answer`
-    sent: float = field(factory=time.monotonic)
     due: float = 0.0  # seconds at which the watchdog speaks; 0: for the first time
     done: dict[int, int] = field(factory=dict)  # parts of each member's call that had ended at the last check
 
@@ -361,7 +360,7 @@ def late_call(call: Pending, waiting: Sequence[int], watchdog: float) -> Iterato
     members = [call.members[member] for member in waiting]
     beats = [member.beat for member in members]
     running = [beat.calls.get(call.number, 0.0) for beat in beats if beat is not None]
-    seconds = max(running, default=time.monotonic() - call.sent)
+    seconds = max(running, default=time.time() - call.asked)
     if seconds < (call.due or watchdog):
         return
     call.due = 2 * seconds

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -71,13 +72,13 @@ def elsewhere(nodes: Iterable[str]) -> set[str]:
     return set(nodes) - {ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""}
 
 
-def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
+def gone(nodes: Collection[str]) -> set[str]:
     """The nodes (Ray's ids) that are dead. A node that does not answer may be busy: Ray reports its death after 15
-    seconds by default. A node that is not reported `within` seconds counts as alive."""
+    seconds by default. A node that is not reported within `GONE_WITHIN` counts as alive."""
     waiting = elsewhere(nodes)
-    asked = {node: _ask(node) for node in waiting}
+    asked = {node: _call_on(node, "os:getpid") for node in waiting}
     found: set[str] = set()
-    until = time.monotonic() + within
+    until = time.monotonic() + GONE_WITHIN
     while waiting and time.monotonic() < until:
         ray.wait([asked[node] for node in waiting], num_returns=len(waiting), timeout=POLL_SECONDS)
         found |= waiting - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -89,18 +90,8 @@ def gone(nodes: Collection[str], *, within: float = GONE_WITHIN) -> set[str]:
                     waiting.remove(node)
                 except RayError:  # it cannot be reached
                     time.sleep(POLL_SECONDS)
-                    asked[node] = _ask(node)
+                    asked[node] = _call_on(node, "os:getpid")
     return found
-
-
-def _ask(node: str) -> Any:
-    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-    return _here.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote()
-
-
-@ray.remote
-def _here() -> None:
-    """Ends at once, where its node answers."""
 
 
 def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeout: float) -> list[Answer]:
@@ -108,16 +99,8 @@ def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeo
 
     `environment` is set before the process imports anything; `timeout`, in seconds, is for all nodes together.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    asked = {
-        _question.options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False),
-            runtime_env={"env_vars": dict(environment)},
-        ).remote(target, args): _label(node)
-        for node in nodes
-    }
+    living = [node for node in ray.nodes() if node["Alive"]]
+    asked = {_call_on(node["NodeID"], target, *args, environment=environment): _label(node) for node in living}
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout)
     answers = [Answer(node=asked[ref], error=f"no answer within {timeout:g} s") for ref in silent]
     for ref in answered:
@@ -128,8 +111,15 @@ def ask_each_node(target: str, *args: Any, environment: Mapping[str, str], timeo
     return sorted(answers, key=lambda answer: answer.node)
 
 
+def _call_on(node: str, target: str, *args: Any, environment: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """Call `target` on one node (Ray's id); returns a reference to the result."""
+    options = {"num_cpus": 0, "max_retries": 0, "runtime_env": {"env_vars": dict(environment)} if environment else {}}
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return _call.options(scheduling_strategy=there, **options).remote(target, args)
+
+
 @ray.remote
-def _question(target: str, args: tuple[Any, ...]) -> Any:
+def _call(target: str, args: tuple[Any, ...]) -> Any:
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)(*args)
 

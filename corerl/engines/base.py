@@ -47,11 +47,13 @@ class GenerateRequest:
     noise_keys: IntArray  # [R] hash of (seed, rollout step, prompt, sample)
     params: SamplingParams
     # [R] how many of a row's last tokens already belong to its response, after an interruption or after an episode's
-    # first turn: the next token sampled is number `begun` of the response. 0 in a fresh row.
-    begun: IntArray = field(default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True))
+    # first turn; the next token sampled has this number in the response. 0 in a fresh row.
+    response_lengths: IntArray = field(
+        default=Factory(lambda self: np.zeros(len(self), dtype=np.int64), takes_self=True)
+    )
     # [R] how many of these belong to the answer being sampled, in which stop texts are looked for: after an episode's
     # first turn, not the earlier answers.
-    answered: IntArray = field(default=Factory(lambda self: self.begun, takes_self=True))
+    answered: IntArray = field(default=Factory(lambda self: self.response_lengths, takes_self=True))
     # [R] maximum length of each row's response, where an episode's turn asks for fewer than params.max_tokens.
     limits: IntArray = field(default=Factory(lambda self: np.full(len(self), UNLIMITED), takes_self=True))
 
@@ -79,7 +81,7 @@ class GenerateRequest:
             tokens=self.tokens[tokens],
             offsets=offsets,
             noise_keys=self.noise_keys[rows],
-            begun=self.begun[rows],
+            response_lengths=self.response_lengths[rows],
             answered=self.answered[rows],
             limits=self.limits[rows],
         )
@@ -87,7 +89,7 @@ class GenerateRequest:
     @property
     def left(self) -> IntArray:
         """[R] how many tokens may still be sampled for each row."""
-        return np.minimum(self.limits, self.params.max_tokens) - self.begun
+        return np.minimum(self.limits, self.params.max_tokens) - self.response_lengths
 
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
@@ -97,7 +99,7 @@ class GenerateRequest:
             offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
             noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
-            begun=np.concatenate([part.begun for part in parts]),
+            response_lengths=np.concatenate([part.response_lengths for part in parts]),
             answered=np.concatenate([part.answered for part in parts]),
             limits=np.concatenate([part.limits for part in parts]),
         )

@@ -82,10 +82,6 @@ class Batcher:
         if self._waiting:
             _give_up(self._waiting.pop(0))
 
-    @property
-    def calling(self) -> bool:
-        return bool(self._sending)
-
     async def idle(self) -> None:
         """Wait until no call is in progress."""
         await self._idle.wait()

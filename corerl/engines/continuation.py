@@ -20,7 +20,7 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
         offsets=offsets_of([len(part) for part in parts]),
         noise_keys=request.noise_keys[rows],
         params=request.params,
-        begun=(request.begun + np.diff(generation.offsets))[rows],
+        response_lengths=(request.response_lengths + np.diff(generation.offsets))[rows],
         answered=(request.answered + np.diff(generation.offsets))[rows],
         limits=request.limits[rows],
     )

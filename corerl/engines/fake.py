@@ -34,12 +34,14 @@ class FakeEngine(Engine):
         logprobs = np.zeros(tokens.shape, dtype=np.float32)
         sizes, finished = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.bool_)
         with self._serving.generating() as version:
-            prompts = [row[: len(row) - begun] for row, begun in zip(request.by_row(), request.begun, strict=True)]
+            prompts = [
+                row[: len(row) - length] for row, length in zip(request.by_row(), request.response_lengths, strict=True)
+            ]
             noise = np.zeros(rows, dtype=np.int64) if params.greedy else request.noise_keys
             keys = hash_keys(version, np.array([hash_keys(*prompt)[0] for prompt in prompts]), noise)
             while not self._serving.paused and (drawing := ~finished & (sizes < request.left)).any():
                 step = int(sizes.max())
-                drawn = hash_keys(keys, request.begun + step)
+                drawn = hash_keys(keys, request.response_lengths + step)
                 tokens[:, step] = drawn % self._vocab
                 # Not a real log-prob, but different at every token, so that a misaligned column is noticed.
                 logprobs[:, step] = -((drawn >> 8) % 1024) / 256

@@ -53,11 +53,17 @@ class Processes(Protocol):
 
 
 class State(Enum):
-    """What a replica can do now. Requests go only to those that serve."""
+    """What a replica can do now. Requests go only to those that serve; all but the dead ones get other calls.
 
-    EMPTY = "no weights"  # at first, after `sleep`, and after an update that it missed
-    SERVING = "serving"  # after an update that it has taken, until one of the others
-    DEAD = "dead"  # died, or was left out as hanging; it stays so until another replica takes its place
+    EMPTY   -> SERVING  it has taken an update
+    SERVING -> EMPTY    it has missed an update, or sleeps
+    any     -> DEAD     its process has died or hangs, or `replace` or `resize` ends it
+
+    A replica stays dead: `replace` puts another one in its place, which is empty once its process has started."""
+
+    EMPTY = "no weights"
+    SERVING = "serving"
+    DEAD = "dead"
 
 
 @define(kw_only=True, eq=False)
@@ -301,11 +307,9 @@ class EngineFleet:
         self._route()
 
     async def reset(self) -> None:
-        """Interrupt all generation, whose callers are gone, and resume if the fleet is paused."""
-        if not self._paused and any(each.batcher.calling for each in self._replicas):
-            await self.pause()
-        if self._paused:
-            await self.resume()
+        """Interrupt all generation, whose callers are gone, as is whoever has paused the fleet."""
+        await self.pause()
+        await self.resume()
 
     def _relieve(self) -> None:
         """A replica has nothing to do: route the request that waits longest for the busiest one again."""

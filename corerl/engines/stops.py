@@ -130,7 +130,7 @@ def until_stop(
     while True:
         rest = continued(request, done)
         part = np.maximum(PART, rest.answered // GROWTH)
-        generated = generate(evolve(rest, limits=np.minimum(rest.limits, rest.begun + part)))
+        generated = generate(evolve(rest, limits=np.minimum(rest.limits, rest.response_lengths + part)))
         interrupted = bool(generated.unfinished.any())  # the engine was paused
         done = append(request, done, _ended(rest, generated, stops))
         on_finished(len(rest) - int(done.unfinished.sum()))

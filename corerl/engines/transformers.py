@@ -38,7 +38,7 @@ from corerl.memory.device import empty_cache
 from corerl.models.attention import carries_state
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout, own_attention
 from corerl.models.lora import put_adapters
 from corerl.models.names import hf_boxes
@@ -66,7 +66,7 @@ class TransformersEngine(Engine):
         if context.lora is not None:
             put_adapters(self._model, context.lora, dtype=getattr(torch, context.precision))
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
-        looked = look_at(hf)
+        looked = meta_model(hf)
         self._pads = choose_layout(looked, "auto").name == "packed" and not carries_state(parts_of(looked).decoder)
         # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {
@@ -113,17 +113,18 @@ class TransformersEngine(Engine):
         mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
         tokens = np.full(mask.shape, PAD, dtype=np.int64)
         tokens[mask] = request.tokens
-        keys, begun, left = (
-            torch.tensor(each, device=self._device) for each in (request.noise_keys, request.begun, request.left)
+        keys, sampled, left = (
+            torch.tensor(each, device=self._device)
+            for each in (request.noise_keys, request.response_lengths, request.left)
         )
-        draw = Draw(keys, begun, params, vocabulary=self._vocabulary)
+        sampling = SampleToken(keys, sampled, params, vocabulary=self._vocabulary)
         routes = Routes(self._routers if params.routed_experts else [])
         generate: Any = self._model.generate  # its decorator hides that it is callable
         with routes:
             sequences = generate(
                 input_ids=torch.tensor(tokens, device=self._device),
                 attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
-                logits_processor=LogitsProcessorList([draw]),
+                logits_processor=LogitsProcessorList([sampling]),
                 stopping_criteria=StoppingCriteriaList(
                     [Halt(width + left, params.stop_tokens, self._serving, on_finished)]
                 ),
@@ -145,7 +146,7 @@ class TransformersEngine(Engine):
         return Generation(
             tokens=responses[chosen],
             offsets=offsets_of(sizes),
-            logprobs=torch.stack(draw.logprobs, dim=1).cpu().numpy()[chosen],
+            logprobs=torch.stack(sampling.logprobs, dim=1).cpu().numpy()[chosen],
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),
             routed_experts=routes.of(mask, chosen),
@@ -298,18 +299,18 @@ class Halt(StoppingCriteria):
         return full
 
 
-class Draw(LogitsProcessor):
-    """Draws each row's next token, and returns scores that peak at it, since `generate` decodes greedily.
+class SampleToken(LogitsProcessor):
+    """Samples each row's next token, and returns scores that peak at it, since `generate` decodes greedily.
 
     Ids from `vocabulary` on are padding. Must be the last processor. Keeps one number per row and step: nothing of
     vocabulary size outlives a call.
     """
 
     def __init__(
-        self, keys: torch.Tensor, begun: torch.Tensor, params: SamplingParams, *, vocabulary: int | None = None
+        self, keys: torch.Tensor, lengths: torch.Tensor, params: SamplingParams, *, vocabulary: int | None = None
     ) -> None:
         self._keys = keys  # [R] int64
-        self._begun = begun  # [R] response tokens that exist already
+        self._lengths = lengths  # [R] response tokens that exist already
         self._params = params
         self._vocabulary = vocabulary
         self.logprobs: list[torch.Tensor] = []  # one [R] per step: log p of the sampled token, of logits / temperature
@@ -324,7 +325,7 @@ class Draw(LogitsProcessor):
         if not self._params.greedy:
             perturbed = keep_likeliest(logprobs, self._params.top_p, self._params.top_k)
             # The Gumbel-max trick: the argmax is distributed as softmax(perturbed).
-            perturbed = perturbed + gumbel(self._keys, self._begun + len(self.logprobs), scores.shape[-1])
+            perturbed = perturbed + gumbel(self._keys, self._lengths + len(self.logprobs), scores.shape[-1])
         sampled = perturbed.argmax(dim=-1, keepdim=True)
         self.logprobs.append(logprobs.gather(1, sampled)[:, 0])
         return perturbed

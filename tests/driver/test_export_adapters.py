@@ -19,7 +19,7 @@ from corerl.config.schema import Config, LoraConfig, RunConfig
 from corerl.driver.export import _export_adapters, export
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.lora import targets_in
 from corerl.types import FloatArray, SampleBatch
 from corerl.weights.adapters import adapters_of, is_adapter
@@ -139,7 +139,7 @@ def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_b
 
 def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path: Path) -> None:
     config = smallest_config("zamba2")  # adapters of its own are the modules 0 and 1 of a list, as layers are
-    layers = targets_in(look_at(config), LORA)
+    layers = targets_in(meta_model(config), LORA)
     assert any(name.endswith(".0") for name in layers)
     tensors = {
         name: torch.zeros(shape)

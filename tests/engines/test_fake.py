@@ -55,40 +55,6 @@ def test_answers_are_a_function_of_prompt_noise_and_version(tmp_path: Path) -> N
     assert later.tokens.tolist() != whole.tokens.tolist() and set(later.versions.tolist()) == {2}
 
 
-def test_it_tells_of_each_row_as_it_ends(tmp_path: Path) -> None:
-    served = fake()
-    update([served], WEIGHTS, version=1, path=tmp_path)
-    finished: list[int] = []
-    sizes = np.diff(served.generate(request(40), finished.append).offsets)
-    assert finished == [int((sizes == size).sum()) for size in range(1, 6) if (sizes == size).any()]
-    assert sum(finished) == 40
-
-
-def test_a_row_ends_at_its_own_limit(tmp_path: Path) -> None:
-    served = fake()
-    update([served], WEIGHTS, version=1, path=tmp_path)
-    asked = request(6)
-    whole, limits = served.generate(asked), np.array([1, 5, 2, 3, 5, 4])
-    cut = served.generate(evolve(asked, limits=limits))
-    sizes = np.minimum(np.diff(whole.offsets), limits)
-    assert np.diff(cut.offsets).tolist() == sizes.tolist()
-    first = np.concatenate(
-        [row[:size] for row, size in zip(np.split(whole.tokens, whole.offsets[1:-1]), sizes, strict=True)]
-    )
-    assert cut.tokens.tolist() == first.tolist()
-    assert cut.truncated.tolist() == (cut.tokens[cut.offsets[1:] - 1] != 3).tolist()
-    rows = np.array([5, 0])
-    parts = [
-        asked.take(rows).left,
-        evolve(asked, limits=limits).take(rows).left,
-        evolve(asked, limits=limits).rows(1, 3).left,
-    ]
-    assert [part.tolist() for part in parts] == [[5, 5], [4, 1], [5, 2]]
-    both = GenerateRequest.concatenate([evolve(asked, limits=limits).take(rows), asked.rows(0, 1)])
-    assert both.left.tolist() == [4, 1, 5]
-    assert evolve(both, params=evolve(both.params, max_tokens=9)).left.tolist() == [4, 1, 9]
-
-
 def test_it_is_interrupted_and_continued_as_real_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = fake()
     update([served], WEIGHTS, version=1, path=tmp_path)

@@ -157,9 +157,9 @@ class Counting:
 def test_the_rows_that_have_ended_are_counted_over_all_replicas(loop: EventLoop) -> None:
     counting = Counting()
     fleet = fleet_of(counting, loop, 2)
-    told: list[tuple[int, int]] = []
-    loop.run(fleet.generate(REQUEST, on_progress=lambda done, of: told.append((done, of))))
-    assert counting.answered == [3, 2] and sorted(told) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
+    counts: list[tuple[int, int]] = []
+    loop.run(fleet.generate(REQUEST, on_progress=lambda done, of: counts.append((done, of))))
+    assert counting.answered == [3, 2] and sorted(counts) == [(1, 5), (2, 5), (3, 5), (4, 5), (5, 5)]
 
 
 def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) -> None:
@@ -221,12 +221,12 @@ def test_an_engine_that_dies_in_its_start_is_replaced(loop: EventLoop) -> None:
     assert starting.log == ["kill"]
 
 
-class Told:
+class ReplacedMeanwhile:
     """Two processes. A call finds the second one dead while another takes its place."""
 
     def __init__(self, loop: EventLoop) -> None:
         self.fleet = fleet_of(self, loop, 2, restarts=1)
-        self.starting, self.told = threading.Event(), threading.Event()
+        self.starting, self.reported = threading.Event(), threading.Event()
 
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
@@ -240,16 +240,16 @@ class Told:
 
     def replace(self, replica: int, arguments: Any) -> None:
         self.starting.set()
-        assert self.told.wait(60.0)
+        assert self.reported.wait(60.0)
 
     def kill(self) -> None:
-        raise AssertionError("all are ended, for a death that is mended already")
+        raise AssertionError("all are ended, though the dead one is replaced already")
 
 
 def test_a_late_report_of_death_spares_the_successor(loop: EventLoop) -> None:
-    processes = Told(loop)
+    processes = ReplacedMeanwhile(loop)
     assert processes.fleet.sleep() == 8
-    processes.told.set()
+    processes.reported.set()
     processes.replacing.join(60.0)
     assert not processes.fleet.dead
 
@@ -277,9 +277,9 @@ class Scripted:
             return dict.fromkeys(arguments, 0)
         ((replica, (request,)),) = arguments.items()
         with self._lock:
-            self.asked.append((replica, request.noise_keys.tolist(), request.begun.tolist()))
-            answer = self.script.pop(0) if self.script else said
-        return {replica: answer(request)}
+            self.asked.append((replica, request.noise_keys.tolist(), request.response_lengths.tolist()))
+            next_answer = self.script.pop(0) if self.script else respond
+        return {replica: next_answer(request)}
 
     def replace(self, replica: int, arguments: Any) -> None:
         self.log.append(f"replace {replica}")
@@ -288,7 +288,7 @@ class Scripted:
         self.log.append("kill")
 
 
-def said(request: GenerateRequest, rows: int | None = None) -> Generation:
+def respond(request: GenerateRequest, rows: int | None = None) -> Generation:
     """The first `rows` rows in full, the others not at all."""
     whole = np.arange(len(request)) < (len(request) if rows is None else rows)
     tokens = [[key % 16] if done else [] for key, done in zip(request.noise_keys.tolist(), whole, strict=True)]
@@ -296,47 +296,47 @@ def said(request: GenerateRequest, rows: int | None = None) -> Generation:
 
 
 def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
-    scripted = Scripted(functools.partial(said, rows=2))
+    scripted = Scripted(functools.partial(respond, rows=2))
     fleet = fleet_of(scripted, loop, 1)
     with pytest.raises(EngineFailed, match="^3 of 5 responses came back unfinished, but the engines were not paused"):
-        draw(fleet, REQUEST)
+        sample(fleet, REQUEST)
 
 
 def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
-    drawing = threading.Event()
+    sampling = threading.Event()
 
     def interrupted(request: GenerateRequest) -> Generation:
-        drawing.set()
+        sampling.set()
         assert scripted.paused.wait(60.0)
-        return said(request, rows=2)
+        return respond(request, rows=2)
 
     scripted = Scripted(interrupted)
     fleet = fleet_of(scripted, loop, 1)
-    drew: list[int] = []
-    first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: drew.append(len(part.tokens))))
-    assert drawing.wait(60.0)
+    parts: list[int] = []
+    first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: parts.append(len(part.tokens))))
+    assert sampling.wait(60.0)
     second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))
     loop.run(fleet.pause())  # until nothing is generated
     assert len(scripted.asked) == 1 and not first.done() and not second.done()
     loop.run(fleet.resume())
     assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
-    assert drew == [2, 3]
+    assert parts == [2, 3]
     assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
 
 
 def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) -> None:
-    drawing, go, order = threading.Semaphore(0), threading.Event(), []
+    sampling, go, order = threading.Semaphore(0), threading.Event(), []
 
     def slow(request: GenerateRequest) -> Generation:
-        drawing.release()
+        sampling.release()
         assert go.wait(60.0)
-        return said(request)
+        return respond(request)
 
     class TwoPaces(Scripted):
         def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
             ((replica, (request,)),) = pending[1].items()
             order.append((replica, request.noise_keys.tolist()))
-            return {replica: slow(request) if replica == 1 else said(request)}
+            return {replica: slow(request) if replica == 1 else respond(request)}
 
     fleet = fleet_of(TwoPaces(), loop, 2, width=lambda replicas: 1)
     rows = [REQUEST.rows(row, row + 1) for row in range(5)] + [REQUEST.rows(row, row + 1) for row in range(3)]
@@ -344,15 +344,15 @@ def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) ->
     async def all_at_once() -> list[Generation]:
         return await asyncio.gather(*(fleet.generate(row) for row in rows))
 
-    drawn = loop.begin(all_at_once())
-    assert drawing.acquire(timeout=60.0)
+    sampled = loop.begin(all_at_once())
+    assert sampling.acquire(timeout=60.0)
     deadline = time.monotonic() + 60.0
     while len(order) < len(rows) and time.monotonic() < deadline:
         time.sleep(0.01)
     taken = [replica for replica, _ in order]
     go.set()
     assert taken.count(1) == 1 and len(taken) == len(rows)  # all but the one that the slow engine has begun
-    assert [part.tokens.tolist() for part in drawn.result(60.0)] == [[each] for each in (7, 8, 9, 10, 11, 7, 8, 9)]
+    assert [part.tokens.tolist() for part in sampled.result(60.0)] == [[each] for each in (7, 8, 9, 10, 11, 7, 8, 9)]
 
 
 def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
@@ -393,28 +393,27 @@ def test_engines_replaced_after_ranks_died_serve_again(loop: EventLoop) -> None:
         serve(fleet, fleet.generate(REQUEST), ensure)
     fleet.replace(fleet.died)
     updated(fleet)
-    drawn = loop.begin(fleet.generate(REQUEST)).result(60.0)
-    assert drawn.tokens.tolist() == [7, 8, 9, 10, 11]
+    sampled = loop.begin(fleet.generate(REQUEST)).result(60.0)
+    assert sampled.tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
-    sized = Sized(1, lambda request: said(request, rows=0))
+    sized = Sized(1, lambda request: respond(request, rows=0))
     sized.gates[0] = threading.Event()
     fleet = fleet_of(sized, loop, 1)
     given_up = loop.begin(fleet.generate(REQUEST))
-    assert sized.drawing.acquire(timeout=60.0)
+    assert sized.sampling.acquire(timeout=60.0)
     given_up.cancel()
-    anew = loop.begin(fleet.reset())
+    resetting = loop.begin(fleet.reset())
     assert sized.paused.wait(60.0)
-    assert not anew.done()  # until nothing is drawn
+    assert not resetting.done()  # until nothing is sampled
     sized.gates.pop(0).set()
-    anew.result(60.0)
-    loop.run(fleet.reset())  # nothing is drawn, so nothing is asked
+    resetting.result(60.0)
     assert sized.log == ["pause", "resume"] and len(sized.asked) == 1
     assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
     loop.run(fleet.pause())
     loop.run(fleet.reset())  # whoever paused is gone
-    assert sized.log[2:] == ["pause", "resume"]
+    assert loop.run(fleet.generate(REQUEST)).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 class Sized(Scripted):
@@ -424,7 +423,7 @@ class Sized(Scripted):
         super().__init__(*script)
         self.size = size
         self.gates: dict[int, threading.Event] = {}
-        self.drawing = threading.Semaphore(0)  # calls that a gate has held up
+        self.sampling = threading.Semaphore(0)  # calls that a gate has held up
         self.error: CorerlError | None = None  # of the next start
 
     def start_some(self, method: str, arguments: Any) -> Any:
@@ -435,7 +434,7 @@ class Sized(Scripted):
         method, arguments = pending
         if method == "generate":
             for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:
-                self.drawing.release()
+                self.sampling.release()
                 assert gate.wait(60.0)
         if timeout is None:
             return super().answers(pending) if arguments else {}
@@ -469,17 +468,17 @@ def updated(fleet: EngineFleet) -> None:
 
 def test_resizing_does_not_change_samples(loop: EventLoop) -> None:
     stays = fleet_of(Sized(2), loop, 2)
-    expected = draw(stays, REQUEST)
+    expected = sample(stays, REQUEST)
     sized = Sized(2)
     fleet = fleet_of(sized, loop, 2)
     for count in (2, 4, 1, 3, 2):
         resize(fleet, count)
         assert len(fleet) == sized.size == count
         assert fleet.names == fleet.receivers == tuple(f"engine-{index}" for index in range(count))
-        assert same(draw(fleet, REQUEST), expected)
+        assert same(sample(fleet, REQUEST), expected)
         updated(fleet)
         sized.asked.clear()
-        assert same(draw(fleet, REQUEST), expected)
+        assert same(sample(fleet, REQUEST), expected)
         assert sorted(replica for replica, _, _ in sized.asked) == list(range(count))
     assert sized.log == [
         "grow ['engine-2', 'engine-3'] in range(2, 4)",
@@ -494,7 +493,7 @@ def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
     sized.gates[0] = threading.Event()
     fleet = fleet_of(sized, loop, 1, width=lambda replicas: 3 - replicas)
     waiting = [loop.begin(fleet.generate(REQUEST.rows(0, 1)))]
-    assert sized.drawing.acquire(timeout=60.0)
+    assert sized.sampling.acquire(timeout=60.0)
     waiting += [loop.begin(fleet.generate(REQUEST.rows(row, row + 1))) for row in range(1, 5)]
     resize(fleet, 2)
     waiting.append(loop.begin(fleet.generate(REQUEST.rows(0, 1))))
@@ -515,13 +514,13 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     def first_answer(request: GenerateRequest) -> Any:
         if rows is None:
             return WorkerDied("engine-1: its process died during generate")
-        return said(request, rows=rows)  # since it was paused
+        return respond(request, rows=rows)  # since it was paused
 
     sized = Sized(2, first_answer)
     sized.gates = {0: threading.Event(), 1: threading.Event()}
     fleet = fleet_of(sized, loop, 2)
     first = loop.begin(fleet.generate(REQUEST))
-    assert all(sized.drawing.acquire(timeout=60.0) for _ in range(2))
+    assert all(sized.sampling.acquire(timeout=60.0) for _ in range(2))
     second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))  # waits for the last one, which has fewer to draw
     resize(fleet, 1)
     assert fleet.names == ("engine-0",)
@@ -533,7 +532,7 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
     assert [replica for replica, _, _ in sized.asked].count(1) == 1 and not fleet.died
     keys = sorted(key for replica, asked, _ in sized.asked if replica == 0 for key in asked)
-    assert keys == sorted([7, 8, 9, 7, *([10, 11] if rows is None else [11])])  # what it drew is not drawn again
+    assert keys == sorted([7, 8, 9, 7, *([10, 11] if rows is None else [11])])  # what it parts is not sampled again
     assert fleet.sleep() == 0
 
 
@@ -551,12 +550,12 @@ def test_late_calls_to_an_ended_engine_reach_none(loop: EventLoop, monkeypatch: 
     sized = Sized(2)
     fleet = fleet_of(sized, loop, 2)
     monkeypatch.setattr(fleet_module, "in_thread", late)
-    drawn = loop.begin(fleet.generate(REQUEST))
+    sampled = loop.begin(fleet.generate(REQUEST))
     assert on_its_way.wait(60.0)
     resize(fleet, 1)
     resize(fleet, 2)  # another one, which has no weights
     go.set()
-    assert drawn.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert sampled.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
     assert {replica for replica, _, _ in sized.asked} == {0}
 
 
@@ -573,7 +572,7 @@ def test_engines_that_do_not_start_leave_the_others_serving(loop: EventLoop) -> 
     )
     assert raised.value.details == "a traceback"
     assert fleet.names == ("engine-0", "engine-1") and not fleet.dead
-    assert draw(fleet, REQUEST).tokens.tolist() == [7, 8, 9, 10, 11]
+    assert sample(fleet, REQUEST).tokens.tolist() == [7, 8, 9, 10, 11]
     sized.error = None
     resize(fleet, 3)
     assert len(fleet) == 3
@@ -583,7 +582,7 @@ def test_resizing_raises_the_failure_that_ended_all_engines(loop: EventLoop) -> 
     sized = Sized(1, lambda request: EngineFailed("engine-0: generate: out of memory"))
     fleet = fleet_of(sized, loop, 1)
     with pytest.raises(EngineFailed, match="out of memory"):
-        draw(fleet, REQUEST)
+        sample(fleet, REQUEST)
     sized.error = WorkerDied("engine-0 and its group have ended; grow can no longer be called")
     with pytest.raises(EngineFailed, match="^engine-0: generate: out of memory$"):
         resize(fleet, 2)
@@ -606,7 +605,7 @@ def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop)
 def test_samples_wait_until_dead_engines_are_replaced(loop: EventLoop) -> None:
     sized = Sized(2, lambda request: WorkerDied("engine-0: its process died"))
     fleet = fleet_of(sized, loop, 2, restarts=1)
-    assert draw(fleet, REQUEST.rows(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
+    assert sample(fleet, REQUEST.rows(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
     resize(fleet, 1)
 
     def ensure() -> None:
@@ -623,7 +622,7 @@ def same(a: Generation, b: Generation) -> bool:
     )
 
 
-def draw(fleet: EngineFleet, request: GenerateRequest) -> Generation:
+def sample(fleet: EngineFleet, request: GenerateRequest) -> Generation:
     return fleet.loop.run(fleet.generate(request))
 
 
@@ -641,11 +640,11 @@ def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
 def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:
     sized = Sized(3)
     fleet = fleet_of(sized, loop, 3)
-    expected = draw(fleet, REQUEST)
+    expected = sample(fleet, REQUEST)
     moved = [evolve(each, context=evolve(each.context, devices=("7",))) for each in assigned(2)]
     fleet.reassign(moved, range(2))
     assert sized.log == ["pause [2]", "close [2]", "shrink 1", "reassign in range(0, 2)"]
     assert fleet.assignments == moved and fleet.names == ("engine-0", "engine-1")
     sized.asked.clear()
-    assert same(draw(fleet, REQUEST), expected)
+    assert same(sample(fleet, REQUEST), expected)
     assert sorted(replica for replica, _, _ in sized.asked) == [0, 1]

@@ -211,7 +211,11 @@ def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, E
         said = CHARACTERS.encode(earlier, add_special_tokens=False)
         tokens = np.concatenate([first.tokens, said])
         asked = evolve(
-            first, tokens=tokens, offsets=np.array([0, len(tokens)]), begun=np.array([2]), answered=np.array([0])
+            first,
+            tokens=tokens,
+            offsets=np.array([0, len(tokens)]),
+            response_lengths=np.array([2]),
+            answered=np.array([0]),
         )
         drawn = engine.generate(asked)
         stop = (earlier, earlier[1:] + CHARACTERS.decode(drawn.tokens[:1].tolist()))

@@ -132,7 +132,7 @@ class Engines:
         """At most so many tokens for each row."""
         rows = [
             row_of(int(key) ^ self.policy, int(begun), int(min(most, left)))
-            for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True)
+            for key, begun, left in zip(request.noise_keys, request.response_lengths, request.left, strict=True)
         ]
         tokens, sizes = np.concatenate([np.array(row, np.int64) for row in rows]), np.array([len(row) for row in rows])
         stopped = np.array([row[-1:] == [END] for row in rows])
@@ -155,8 +155,8 @@ class Engines:
             self._require_well(replica)
             if self.paused:
                 return Generation.nothing(request)
-            self.keys += request.noise_keys[request.begun == 0].tolist()
-            rows = zip(request.noise_keys.tolist(), request.begun.tolist(), strict=True)
+            self.keys += request.noise_keys[request.response_lengths == 0].tolist()
+            rows = zip(request.noise_keys.tolist(), request.response_lengths.tolist(), strict=True)
             self.asked += [(replica, key, begun) for key, begun in rows]
         drawn = self.draw(replica, request)
         self._require_well(replica)
@@ -239,11 +239,11 @@ class Engines:
             assert self.changing.wait_for(lambda: self.paused or bool(self._ends), LIMIT)
 
 
-def row_of(key: int, begun: int, most: int) -> list[int]:
-    """At most so many tokens of a response, from its token number `begun` on."""
+def row_of(key: int, length: int, most: int) -> list[int]:
+    """At most so many tokens of a response, from its token number `length` on."""
     row: list[int] = []
     while len(row) < most and row[-1:] != [END]:
-        drawn = int(hash_keys(key, begun + len(row))[0] % 16)
+        drawn = int(hash_keys(key, length + len(row))[0] % 16)
         row.append(drawn if drawn not in (0, 1, 3) else 9)
     return row
 

@@ -40,17 +40,17 @@ class LoopEngine(Engine):
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
         with self._serving.generating() as version:  # refuses without weights, and holds them still
-            for row, begun, left, key in zip(
-                request.by_row(), request.begun, request.left, request.noise_keys, strict=True
+            for row, length, left, key in zip(
+                request.by_row(), request.response_lengths, request.left, request.noise_keys, strict=True
             ):
-                done.append(self._complete(row, int(begun), int(left), int(key), request.params, version))
+                done.append(self._complete(row, int(length), int(left), int(key), request.params, version))
                 on_finished(int(not done[-1].unfinished[0]))
         return Generation.concatenate(done)
 
     def _complete(
-        self, row: np.ndarray, begun: int, left: int, key: int, params: SamplingParams, version: int
+        self, row: np.ndarray, length: int, left: int, key: int, params: SamplingParams, version: int
     ) -> Generation:
-        """One row of a request, whose last `begun` tokens are the beginning of its response; `left` more may follow."""
+        """One row of a request, whose last `length` tokens belong to its response; `left` more may follow."""
         tokens: list[int] = []
         logprobs: list[float] = []
         unread, cache, stopped = row.tolist(), None, False
@@ -59,7 +59,7 @@ class LoopEngine(Engine):
                 torch.tensor([unread], device=self._device), past_key_values=cache, use_cache=self._options.cache
             )
             logprob = torch.log_softmax(out.logits[0, -1].float() / params.temperature, dim=-1)  # [V]
-            token = draw(logprob, key, begun + len(tokens), params)
+            token = draw(logprob, key, length + len(tokens), params)
             stopped = token in params.stop_tokens
             tokens.append(token)
             logprobs.append(float(logprob[token]))

@@ -29,10 +29,10 @@ class Oracle:
     def __call__(self, request: GenerateRequest) -> Generation:
         self.requests.append(request)
         rows, stops = [], request.params.stop_tokens
-        for key, begun, left in zip(request.noise_keys, request.begun, request.left, strict=True):
+        for key, length, left in zip(request.noise_keys, request.response_lengths, request.left, strict=True):
             row: list[int] = []
             while len(row) < left and not (row and row[-1] in stops):
-                draw = hash_key(int(key), int(begun) + len(row)) % 14
+                draw = hash_key(int(key), int(length) + len(row)) % 14
                 row.append(draw if draw > 3 else 2)
             rows.append(row)
         tokens = np.concatenate([np.array(row) for row in rows])

@@ -130,13 +130,13 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
         group = row // 4
         prompt = TOKENIZER.encode(PROMPTS[group].text)
 
-        def say(begun: int, limit: int, key: int = int(keys[row])) -> list[int]:
+        def say(length: int, limit: int, key: int = int(keys[row])) -> list[int]:
             request = GenerateRequest(
                 tokens=np.zeros(0, np.int64),
                 offsets=np.zeros(2, np.int64),
                 noise_keys=np.array([key]),
                 params=evolve(PARAMS, max_tokens=limit),
-                begun=np.array([begun]),
+                response_lengths=np.array([length]),
             )
             return Oracle()(request).tokens.tolist()
 
@@ -291,7 +291,7 @@ def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:
     drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
 
     def generate(request: GenerateRequest) -> Generation:
-        if request.begun.any():  # a second turn
+        if request.response_lengths.any():  # a second turn
             drawing.set()
             assert refused.wait(60)
         return oracle(request)

@@ -25,7 +25,7 @@ class _Waiting:
     def place(self) -> tuple[int, int, int, list[int]]:
         """By which rows are sent: an episode may have several at once."""
         request = self.request
-        return self.number, int(request.begun[0]), int(request.noise_keys[0]), request.tokens.tolist()
+        return self.number, int(request.response_lengths[0]), int(request.noise_keys[0]), request.tokens.tolist()
 
 
 class Gathering:

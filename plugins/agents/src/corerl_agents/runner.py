@@ -265,11 +265,11 @@ class EpisodeRunner:
                 code="context_length_exceeded",
             )
         tokens = np.concatenate([conversation.tokens, asked.tokens])
-        begun = len(tokens) - (conversation.prompt_length or len(asked.tokens))
-        if begun >= self._params.max_tokens:
+        length = len(tokens) - (conversation.prompt_length or len(asked.tokens))
+        if length >= self._params.max_tokens:
             return self._no_room(state, history, asked, tokens)
         self._require_row(state.root, history, difference)
-        request = self._request(history.key_at(place), tokens, begun, chat)
+        request = self._request(history.key_at(place), tokens, length, chat)
         name = f"answer to {state.name}, turn {len(conversation.exchanges) + 1}"
         answer = asyncio.create_task(self._generated(state, generate, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
@@ -343,7 +343,7 @@ class EpisodeRunner:
         state.refusal = ""
         return answer, generation
 
-    def _request(self, key: int, tokens: IntArray, begun: int, request: ChatRequest) -> GenerateRequest:
+    def _request(self, key: int, tokens: IntArray, length: int, request: ChatRequest) -> GenerateRequest:
         """The engine request for the next part of a row's one response."""
         params = self._params
         try:
@@ -357,13 +357,13 @@ class EpisodeRunner:
                 stop=tuple(dict.fromkeys([*params.stop, *texts])),
             )
         # As a row's limit, not in `params`: rows with different limits can be sampled together.
-        limit = min(begun + (request.max_tokens or params.max_tokens), params.max_tokens)
+        limit = min(length + (request.max_tokens or params.max_tokens), params.max_tokens)
         return GenerateRequest(
             tokens=tokens,
             offsets=np.array([0, len(tokens)]),
             noise_keys=np.array([key]),
             params=params,
-            begun=np.array([begun]),
+            response_lengths=np.array([length]),
             answered=np.array([0]),
             limits=np.array([limit]),
         )

@@ -178,9 +178,9 @@ class SglangEngine(Engine):
             if not self._serving.paused:
                 raise Cut(refused.message) from refused
             return self._reader.nothing(request)
-        drawn = self._reader.generation(answer, request, version, paused=self._serving.paused)
-        on_finished(len(drawn) - int(drawn.unfinished.sum()))
-        return drawn
+        sampled = self._reader.generation(answer, request, version, paused=self._serving.paused)
+        on_finished(len(sampled) - int(sampled.unfinished.sum()))
+        return sampled
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
         """One row's parameters, by SGLang's names; the defaults of all others leave the distribution unchanged."""

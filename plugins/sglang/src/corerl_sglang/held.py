@@ -161,10 +161,10 @@ class Held:
         bits = bit_sums(same)
         for key in views.keys() - same.keys():  # one at a time, since each needs a copy
             bits |= bit_sums({key: views[key].to(came[key])})
-        told: dict[str, list[Sum]] = {}
+        sums: dict[str, list[Sum]] = {}
         for name, key, part in known:
-            told.setdefault(name, []).append(Sum(part.source, bits[key]))
-        return told
+            sums.setdefault(name, []).append(Sum(part.source, bits[key]))
+        return sums
 
 
 def whole_sums(
@@ -175,8 +175,8 @@ def whole_sums(
     sums: dict[str, int] = {}
     for name, shape in shapes.items():
         parts: dict[Region, int] = {}
-        for rank, told in enumerate(ranks):
-            for each in told.get(name, ()):
+        for rank, reported in enumerate(ranks):
+            for each in reported.get(name, ()):
                 if parts.setdefault(each.source, each.bits) != each.bits:
                     raise EngineFailed(
                         f"{engine} has differing copies of {name!r}: the bits sum to {each.bits:#x} on rank {rank}, "
@@ -227,15 +227,15 @@ def _keys_as_they_are(model: Model) -> None:
     """
     for module in model.modules():
         for name in ("k_scale", "v_scale"):
-            told = getattr(module, f"{name}_float", None)
-            if told is None:
+            scale = getattr(module, f"{name}_float", None)
+            if scale is None:
                 continue
-            if told != 1.0:
+            if scale != 1.0:
                 raise EngineFailed(
-                    f"SGLang multiplies keys and values by {told}, wanted 1.0: it initializes these scales at "
+                    f"SGLang multiplies keys and values by {scale}, wanted 1.0: it initializes these scales at "
                     "random, and the versions that CoreRL knows then ignore them; set weights.quantize='none'"
                 )
-            getattr(module, name).data.fill_(told)
+            getattr(module, name).data.fill_(scale)
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -61,10 +61,10 @@ def name_for(path: Path, rank: int) -> str:
 
 def read_instruction(name: str) -> tuple[Instruction | Question, Path, int]:
     """The instruction, its path, and the rank it is for."""
-    told = json.loads(name)
-    path = Path(told["instruction"])
+    data = json.loads(name)
+    path = Path(data["instruction"])
     asked: Instruction | Question = pickle.loads(path.read_bytes())
-    return asked, path, int(told["rank"])
+    return asked, path, int(data["rank"])
 
 
 def write_answer(path: Path, rank: int, answer: Answer) -> None:
@@ -84,12 +84,12 @@ def read_answers(path: Path, ranks: int) -> list[Answer | None]:
     return answers
 
 
-def _read(told: Mapping[str, Any]) -> Answer:
+def _read(data: Mapping[str, Any]) -> Answer:
     def part(source: Mapping[str, Any], bits: int) -> Sum:
         return Sum(Region(source["offset"], tuple(source["shape"]), tuple(source["strides"])), bits)
 
-    sums = {name: [part(**each) for each in parts] for name, parts in told["sums"].items()}
-    return Answer(bytes=told["bytes"], error=told["error"], sums=sums)
+    sums = {name: [part(**each) for each in parts] for name, parts in data["sums"].items()}
+    return Answer(bytes=data["bytes"], error=data["error"], sums=sums)
 
 
 def _answer(path: Path, rank: int) -> Path:

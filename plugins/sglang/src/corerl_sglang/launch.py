@@ -74,8 +74,8 @@ def read_arguments(file: Path) -> dict[str, Any]:
     meanwhile what it needs."""
     while not file.exists():
         time.sleep(POLL_SECONDS)
-    told: dict[str, Any] = json.loads(file.read_text())
-    return told
+    arguments: dict[str, Any] = json.loads(file.read_text())
+    return arguments
 
 
 def prepare_rank() -> None:
@@ -89,7 +89,7 @@ def prepare_rank() -> None:
 
 def sample_below(vocabulary: int) -> None:
     """Give the ids from `vocabulary` on, which are padding of the embedding, probability 0. SGLang (0.5.15 to 0.5.17)
-    has a `logit_bias` for this, which takes a request's entries one by one, and from each request anew."""
+    has a `logit_bias` for this, which takes a request's entries one by one, again for each request."""
     from sglang.srt.layers.sampler import Sampler
 
     forward = Sampler.forward

@@ -77,9 +77,9 @@ class Experts:
         """[tokens, MoE layers, k], all -1."""
         return np.full((tokens, len(self.choosing), self.chosen), -1, dtype=np.int16)
 
-    def read(self, told: str, tokens: int) -> Array:
+    def read(self, encoded: str, tokens: int) -> Array:
         """[tokens, MoE layers, k] of one row. SGLang reports all layers, and nothing for the last token."""
-        known = np.frombuffer(base64.b64decode(told), dtype=np.int32)
+        known = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
         layers = known.reshape(tokens - 1, self.layers, -1)[:, self.choosing].astype(np.int16)
         return np.concatenate([layers, self.unknown(1)])
 
@@ -104,19 +104,19 @@ class Reader:
         tokens, logprobs, routed = [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
         for row, (prompt, left, sample) in enumerate(rows):
-            drawn, told = self._row(sample, request.params, int(left), version, paused=paused)
-            if (unknown := np.flatnonzero(np.isnan(told))).size:
+            sampled, own = self._row(sample, request.params, int(left), version, paused=paused)
+            if (unknown := np.flatnonzero(np.isnan(own))).size:
                 raise EngineFailed(
-                    f"{self.engine}: its server returned a non-finite log-prob for token {unknown[0]} of {len(told)} "
+                    f"{self.engine}: its server returned a non-finite log-prob for token {unknown[0]} of {len(own)} "
                     f"in row {row} of {len(samples)} (noise key {request.noise_keys[row]}); check that the weights are "
                     "finite, and that the engine's precision suffices for the model"
                 )
-            tokens.append(drawn)
-            logprobs.append(told)
+            tokens.append(sampled)
+            logprobs.append(own)
             if request.params.routed_experts:
-                goes_on = len(drawn) < left and not _stopped(sample, request.params)
-                routed.append(self._routes(sample, len(prompt) + len(drawn), goes_on=goes_on))
-        sizes = np.array([len(drawn) for drawn in tokens])
+                goes_on = len(sampled) < left and not _stopped(sample, request.params)
+                routed.append(self._routes(sample, len(prompt) + len(sampled), goes_on=goes_on))
+        sizes = np.array([len(row) for row in tokens])
         stopped = np.array([_stopped(sample, request.params) for sample in samples])
         return Generation(
             tokens=np.concatenate(tokens),
@@ -138,8 +138,8 @@ class Reader:
         self, sample: Sample, params: SamplingParams, left: int, version: int, *, paused: bool
     ) -> tuple[Array, Array]:
         """Tokens [m] and log-probs [m] of one row, of at most `left` tokens; of a cut row, those sampled so far."""
-        told, tokens = sample.meta_info, sample.output_ids
-        reason, stopped = told.finish_reason, _stopped(sample, params)
+        info, tokens = sample.meta_info, sample.output_ids
+        reason, stopped = info.finish_reason, _stopped(sample, params)
         cut = reason["type"] == "abort" and paused
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
@@ -151,25 +151,25 @@ class Reader:
                 "context is full; raise engines.sglang.memory or server.max_total_tokens, or lower "
                 "rollout.max_tokens"
             )
-        if told.weight_version != str(version):
+        if info.weight_version != str(version):
             raise EngineFailed(
-                f"{self.engine}: its server sampled from weights {told.weight_version!r}, wanted {version}; something "
+                f"{self.engine}: its server sampled from weights {info.weight_version!r}, wanted {version}; something "
                 "other than CoreRL has changed them"
             )
-        if [token.id for token in told.output_token_logprobs] != tokens:
+        if [token.id for token in info.output_token_logprobs] != tokens:
             raise EngineFailed(f"{self.engine}: its server returned log-probs of other tokens than it sampled")
-        logprobs = [token.logprob for token in told.output_token_logprobs]
+        logprobs = [token.logprob for token in info.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
 
     def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
         """[length, MoE layers, k] of one row."""
-        told = sample.meta_info.routed_experts
+        reported = sample.meta_info.routed_experts
         # A row cut before its first token: SGLang reports experts for only a part of the prompt.
-        if goes_on and (told is None or not sample.output_ids):
+        if goes_on and (reported is None or not sample.output_ids):
             return self.experts.unknown(length)
-        if told is None:
+        if reported is None:
             raise EngineFailed(f"{self.engine}: its server did not report which experts the tokens went through")
-        return self.experts.read(told, length)
+        return self.experts.read(reported, length)
 
 
 def _stopped(sample: Sample, params: SamplingParams) -> bool:

@@ -253,8 +253,8 @@ def _message(answer: bytes) -> str:
     """Extract the error message, which SGLang's endpoints put in one of three places."""
     text = answer.decode(errors="replace")
     try:
-        told = json.loads(text)
-        error = told.get("error", told)
+        answered = json.loads(text)
+        error = answered.get("error", answered)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError):
         return text.strip()

@@ -34,7 +34,7 @@ def test_the_algorithms_spec_imports_neither_torch_nor_ray(algorithm_name: str) 
 
 
 @check("A02", level=0)
-def test_the_algorithms_spec_is_for_this_api_and_names_a_complete_class(trial: Trial) -> None:
+def test_the_algorithms_spec_has_this_api_and_a_complete_class(trial: Trial) -> None:
     assert_introduces_itself(trial.loaded)
     cls = load_implementation(Kind.ALGORITHMS, trial.loaded)
     assert isinstance(cls, type) and issubclass(cls, Algorithm), (
