@@ -24,7 +24,6 @@ from tests import machine
 from tests.forks import server
 
 pytest_plugins = ["corerl_testing.plugin"]
-server.fork_fork_servers()
 
 pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 

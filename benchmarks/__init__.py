@@ -1,1 +1,1 @@
-"""Benchmarks of CoreRL against something else that does the same work, in one run: `python -m benchmarks.run`."""
+"""Benchmarks of CoreRL against something else that does the same work."""

@@ -51,7 +51,7 @@ from benchmarks.steps import (
 )
 from corerl.config.schema import ClusterInfo
 from corerl.config.structuring import structure
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.plugin.registry import Kind, load
 from corerl.types import MemoryKind, Output
 from corerl_forecast.footprint import RoleMemory, role_memory
@@ -138,7 +138,7 @@ def predicted(work: Work) -> RoleMemory:
         structure(dict(work.options), spec.config, path=f"backends.{work.backend}"),
         ClusterInfo(device="cuda", ranks=work.ranks, model=work.fields, train=train_config(work)),
         config,
-        look_at(config),
+        meta_model(config),
         outputs=(Output.LOGPROBS,),
         longest=work.sequence,
         single=work.micro_batches == 1,

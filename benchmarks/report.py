@@ -1,33 +1,22 @@
-"""What all benchmarks share: rounds in turns, rows of ratios, a description of the machine, and the result file."""
+"""What all benchmarks share: rounds in turns, rows of ratios, and the result with a description of the machine."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import os
 import platform
+import shlex
+import shutil
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import asdict, field, frozen
 
 DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("corerl", "torch", "ray", "transformers", "numpy")
-
-# What every process of a benchmark is given: no more threads than it has work for, no network, one interface.
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # Ray's workers find modules of this folder where the driver finds them.
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-}
 
 
 @frozen(kw_only=True)
@@ -80,7 +69,7 @@ class Report:
     comparisons: Sequence[Comparison] = ()
     numbers: Sequence[Number] = ()
     note: str = ""  # what is inside the measured part, and what is not
-    versions: Mapping[str, str] = field(factory=dict)  # of packages beyond PACKAGES
+    versions: Mapping[str, str] = field(factory=dict)  # of packages
 
     def rows(self) -> list[list[str]]:
         return [each.row() for each in self.comparisons] + [each.row() for each in self.numbers]
@@ -116,20 +105,11 @@ def in_turns(rounds: int, ours: Callable[[int], float], other: Callable[[int], f
     return results
 
 
-# ---- one benchmark as a program --------------------------------------------------------------------------------------
-
-
-def parser(description: str | None, *, rounds: int, size: int, unit: str) -> argparse.ArgumentParser:
-    parsed = argparse.ArgumentParser(description=description)
-    parsed.add_argument("--rounds", type=int, default=rounds, help=f"of each side, in turns (default: {rounds})")
-    parsed.add_argument("--size", type=int, default=size, help=f"{unit} (default: {size})")
-    parsed.add_argument("--output", help="a JSON file for what was found; without it a table is printed")
-    return parsed
-
-
 def finish(report: Report, output: str | None) -> None:
+    """Write it as JSON, with what it was measured on, or print its table."""
     if output:
-        Path(output).write_text(json.dumps(asdict(report)))
+        facts = {**machine(), "commit": commit(), "command": shlex.join(["python", *sys.orig_argv[1:]])}
+        Path(output).write_text(json.dumps({"facts": facts, **asdict(report)}))
     else:
         print(table([report]))
 
@@ -149,16 +129,6 @@ def joined(name: str, reports: Sequence[Report]) -> Report:
     )
 
 
-def load(path: Path) -> Report:
-    plain: dict[str, Any] = json.loads(path.read_text())
-    plain["comparisons"] = [Comparison(**each) for each in plain["comparisons"]]
-    plain["numbers"] = [Number(**each) for each in plain["numbers"]]
-    return Report(**plain)
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
-
-
 def table(reports: Sequence[Report]) -> str:
     """All rows as one markdown table."""
     lines = [
@@ -167,29 +137,6 @@ def table(reports: Sequence[Report]) -> str:
     ]
     rows = [(report.name, *row) for report in reports for row in report.rows()]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def document(reports: Sequence[Report], *, command: str, failures: Mapping[str, str], load_before: float) -> str:
-    """The markdown result file."""
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    for report in reports:
-        versions |= report.versions
-    facts = {
-        **machine(),
-        "load average before": f"{load_before:.2f}",
-        "versions": f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        "commit": commit(),
-        "command": f"`{command}`",
-    }
-    parts = [
-        "# Benchmarks",
-        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())]),
-        "Medians over rounds, smallest and largest in parentheses; both sides of a ratio took turns in this one run.",
-        table(reports),
-        "\n".join(f"**{name} failed**: {reason}" for name, reason in failures.items()),
-        "\n".join(f"- **{report.name}** ({report.size}). {report.note}" for report in reports),
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def machine() -> dict[str, str]:
@@ -210,6 +157,8 @@ def commit() -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip() if done.returncode == 0 else ""
 
+    if not shutil.which("git"):
+        return "unknown"
     changed = len(git("status", "--porcelain").splitlines())
     return (git("rev-parse", "HEAD") or "unknown") + (f", with {changed} changed files" if changed else "")
 
@@ -219,8 +168,3 @@ def _lines(path: str) -> list[str]:
         return Path(path).read_text().splitlines()
     except OSError:
         return []  # no Linux
-
-
-def environment() -> dict[str, str]:
-    """For a benchmark's own processes."""
-    return {**os.environ, **ENVIRONMENT}

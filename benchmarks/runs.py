@@ -18,12 +18,20 @@ from typing import Any
 from attrs import frozen
 
 from benchmarks.report import ROOT
-from benchmarks.report import environment as own_environment
 from benchmarks.shapes import SHAPES
 
+# What every process of a run is given: no more threads than it has work for, no network, one interface.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Ray's workers find modules of this folder where the driver finds them.
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+}
 POLL_SECONDS = 0.02
 QUICKSTART = ROOT / "examples" / "quickstart.toml"
-MAIN = "corerl.cli.main:main"
+MAIN = "import sys; from corerl.cli.main import main; sys.exit(main())"
 # The quickstart's shards and sums of gradients are for its small model.
 LARGE = ("backends.fsdp.shard_size=0", "backends.fsdp.sync=every")
 FIELDS = (
@@ -69,19 +77,14 @@ class Watched:
         *settings: str,
         directory: Path,
         config: Path = QUICKSTART,
-        environment: Mapping[str, str] | None = None,
-        main: str = MAIN,
     ) -> None:
-        """In `directory`, which must not have held a run; `settings` as on the command line. Its processes get
-        `environment` too. `main`: 'module:function' that does what `corerl` does."""
+        """In `directory`, which must not have held a run; `settings` as on the command line."""
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory / "run"
         self._output = directory / "output"
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
-        module, _, function = main.partition(":")
-        program = f"import sys; from {module} import {function} as main; sys.exit(main())"
-        command = [sys.executable, "-c", program, "train", str(config), *own, *settings]
+        command = [sys.executable, "-c", MAIN, "train", str(config), *own, *settings]
         self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:
@@ -90,7 +93,7 @@ class Watched:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**own_environment(), **(environment or {}), "TMPDIR": str(self.temporary)},
+                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 

@@ -15,7 +15,6 @@ import importlib.metadata
 import os
 import pickle
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -293,7 +292,7 @@ def synchronize(device: torch.device) -> None:
 
 def facts(work: Work, *packages: str) -> dict[str, str]:
     """Versions of Python, CoreRL, torch and those `packages` that are installed, and of which GPUs there are."""
-    found = {"Python": platform.python_version(), "CoreRL": commit() if shutil.which("git") else "unknown"}
+    found = {"Python": platform.python_version(), "CoreRL": commit()}
     for package in packages:
         try:
             found[package] = importlib.metadata.version(package)

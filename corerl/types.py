@@ -281,15 +281,6 @@ class InitResult:
 
 
 @frozen(kw_only=True)
-class Compilation:
-    """A graph that `torch.compile` has made."""
-
-    what: str  # the function, and the file that it is in
-    seconds: float  # of the forward and the backward pass
-    why: str = ""  # what the earlier graphs of the function did not allow; "" until the process has taken a step
-
-
-@frozen(kw_only=True)
 class ForwardResult:
     """Per-token outputs of this rank's samples; empty on non-output ranks."""
 
@@ -331,7 +322,7 @@ class TrainResult:
     metrics: Mapping[str, Metric]
     grad_norm: float
     tokens: int
-    compilations: tuple[Compilation, ...] = ()  # since the last step, on the rank with the most
+    compilations: int = 0  # graphs that torch.compile has made since the last step, on the rank with the most
 
 
 @frozen(kw_only=True)

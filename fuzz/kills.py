@@ -28,7 +28,7 @@ from attrs import define, field
 
 from corerl.checkpoint.commit import latest, read_state
 from corerl.errors import ConfigError
-from corerl.observability.notices import read_notices
+from corerl.observability.jsonl import read_notices
 from corerl_elastic.scaling import ask
 from tests.end_to_end import command
 from tests.forks.client import DIRECTORY, OWNER, connect

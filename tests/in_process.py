@@ -22,7 +22,7 @@ from corerl.driver import launch
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
 from corerl.loop import train
-from corerl.trainer import group, shared
+from corerl.trainer import group
 from tests.end_to_end.command import write_small
 
 BUILDING = threading.Lock()  # a model: transformers does it with a switch for the whole process
@@ -131,7 +131,7 @@ def execute_here(config: Config) -> Summary:
         patch.setattr(launch, "reserved", reserved)
         patch.setattr(launch, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
-        patch.setattr(shared, "put", lambda value: value)
+        patch.setattr(group, "put", lambda value: value)
         before = set(threading.enumerate())
         try:
             return train(config)

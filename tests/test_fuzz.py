@@ -95,9 +95,7 @@ def test_bad_answers_are_findings(
     assert (finding and finding.key) == found
 
 
-def test_an_edit_behind_a_link_to_the_inputs_changes_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edit_behind_a_link_leaves_the_inputs_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, scratch = tmp_path / "inputs", tmp_path / "scratch"
     (own / "model").mkdir(parents=True)
     (own / "saved" / "actor").mkdir(parents=True)

@@ -19,7 +19,7 @@ from corerl.errors import ContractError
 from corerl.kinds import experts_of
 from corerl.models.build import stored_buffers
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.hooks import Context
 from corerl.types import InitResult, MemoryKind, ParallelLayout
@@ -63,5 +63,5 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
         if (count := experts_of(hf.to_dict())) > 1:
             self.require(Capability.MOE, f"a model with {count} experts")
         if Capability.BUFFERS in self.declared:  # else the model need not be looked at
-            for name in stored_buffers(look_at(hf)):
+            for name in stored_buffers(meta_model(hf)):
                 self.require(Capability.BUFFERS, f"a model with weights in buffers ({name})")

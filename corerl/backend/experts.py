@@ -47,7 +47,7 @@ def replayed_experts(routers: Routers, micro: MicroBatch, device: torch.device) 
     if COLUMN not in micro.columns:
         return None
     if not routers.layers:
-        raise routers.silent()
+        raise routers.unreadable()
     free = free_tokens(micro, layers=routers.layers, topk=routers.topk, experts=routers.experts)
     column = micro.columns[COLUMN]
     return upload(column if free is None else np.where(free[:, :, None], -1, column), device)

@@ -42,7 +42,7 @@ class StepLosses:
     ) -> None:
         require_balance(aux_loss_coef, layers=routers.layers if routers else 0, tokens=batch.step_tokens)
         self._experts: ExpertLoad | None = None
-        if routers is not None and routers.layers and (aux_loss_coef or routers.listens):
+        if routers is not None and routers.layers and (aux_loss_coef or routers.can_record):
             self._experts = ExpertLoad(routers=routers, coef=aux_loss_coef, step_tokens=batch.step_tokens)
         self._metrics = MetricSum()
         self._tokens = 0  # passed through the model so far

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from corerl.backend.primitives import SAVED, Primitives, StateKey
-from corerl.checkpoint.format import BUFFER, require_fields
+from corerl.checkpoint.format import BUFFER
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.errors import CheckpointError
@@ -98,8 +98,6 @@ class TrainingState(Primitives):
 
     def _resume(self, saved: SavedState) -> int:
         extra = saved.extra(0)
-        counters = dict.fromkeys(("world_size", "adam_step", "weights_version", "optimizer_step"), int)
-        require_fields(extra, {**counters, "backend": str}, where=f"{saved}: extra")
         ranks, own = extra["world_size"], self.layout.world_size
         if ranks != own:
             self.require(

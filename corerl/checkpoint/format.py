@@ -1,4 +1,4 @@
-"""The training checkpoint's format on disk: names, JSON, and durable writes.
+"""The training checkpoint's format on disk: names, JSON, checksums, and durable writes.
 
     RUN/checkpoints/step-00000050/
       checkpoint.json              written last, by the driver: format, the driver's state, sizes and sums of files
@@ -11,19 +11,26 @@ A directory `step-*.partial` is being written, or was abandoned.
 from __future__ import annotations
 
 import json
+import math
 import os
-import sys
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import torch
 from attrs import asdict, field, frozen
 
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.messages import short_repr
 from corerl.weights.chunks import Box
+
+PIECE = 2**24  # bytes from one call to the next: each takes the interpreter's lock, for which the rank's kernels wait
+THREADS = 8  # at most: a few read memory as fast as all cores would
+Checksum: TypeAlias = tuple[int, bool]  # the CRC-32 of a tensor's bytes; whether all values are finite
 
 FORMAT = "corerl-checkpoint-2"
 DRIVER_FILE = "checkpoint.json"
@@ -32,7 +39,6 @@ BUFFER = "buffer"  # the key of weights that no optimizer steps, which have no m
 WEIGHTS = ("master", BUFFER)  # the keys of all weights of a model
 PARTIAL = ".partial"
 KEPT = "the run that writes there keeps only its newest checkpoints (checkpoint.keep)"
-JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a finite number"}
 REPLACED = ".replaced"  # an earlier checkpoint of the same step, while it is being replaced
 
 
@@ -120,44 +126,8 @@ def read_index(role_dir: Path, rank: int) -> RankIndex:
     """Raises CheckpointError if the file is missing, damaged or of another format."""
     file = role_dir / index_file(rank)
     content = read_json(file, checkpoint=role_dir.parent)
-    require_fields(content, {"boxes": list, "extra": dict, "sums": dict}, where=str(file))
-    boxes = [_box(fields, f"{file}: boxes[{number}]") for number, fields in enumerate(content["boxes"])]
-    require_fields(content["sums"], {box.stored: int for box in boxes}, where=f"{file}: sums")
+    boxes = [SavedBox(**box) for box in content["boxes"]]
     return RankIndex(boxes=boxes, extra=content["extra"], sums=content["sums"])
-
-
-def _box(fields: Any, where: str) -> SavedBox:
-    texts, numbers = ("key", "name", "stored"), ("shape", "offsets", "sizes")
-    require_fields(fields, {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, list)}, where=where)
-    entries = [fields[name] for name in numbers]
-    if len({len(each) for each in entries}) > 1 or not all(type(n) is int and n >= 0 for each in entries for n in each):
-        raise CheckpointError(
-            f"{where} has {', '.join(f'{name}={fields[name]}' for name in numbers)}, wanted as many non-negative "
-            "integers in each; resume from another checkpoint"
-        )
-    return SavedBox(**{name: fields[name] for name in (*texts, *numbers)})
-
-
-def require_fields(content: Any, kinds: Mapping[str, type], *, where: str) -> None:
-    """Raise CheckpointError unless `content` is a mapping in which each of these fields has its type. `where` names it,
-    for the message."""
-    if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{where} is a {type(content).__name__}, wanted an object; resume from another checkpoint"
-        )
-    for name, kind in kinds.items():
-        if name not in content:
-            raise CheckpointError(f"{where} lacks {name!r}; resume from another checkpoint")
-        value = content[name]
-        if not (_is_finite(value) if kind is float else type(value) is kind):
-            found = short_repr(value, 40)
-            wanted = JSON_NAMES[kind]
-            raise CheckpointError(f"{where}: {name!r} is {found}, wanted {wanted}; resume from another checkpoint")
-
-
-def _is_finite(value: object) -> bool:
-    """Whether a JSON value is a number that a float can be; JSON also has NaN, and integers of any size."""
-    return type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max  # type: ignore[operator]
 
 
 def checksum_of_json(content: Mapping[str, Any]) -> int:
@@ -191,3 +161,32 @@ def unusable(checkpoint: Path, text: str) -> CheckpointDamaged:
     if os.path.isdir(checkpoint):
         return CheckpointDamaged(text)
     return CheckpointDamaged(f"{checkpoint} was removed or replaced while it was being read: {KEPT}; try again")
+
+
+# ---- checksums of tensors --------------------------------------------------------------------------------------------
+
+
+def checksum(tensor: torch.Tensor) -> Checksum:
+    """Read each value of a CPU tensor once. Only float32 values are checked to be finite."""
+    data: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    crc32, sound = 0, True
+    with np.errstate(invalid="ignore"):
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            crc32 = zlib.crc32(piece, crc32)
+            if tensor.dtype == torch.float32 and sound:
+                values = piece.view(np.float32)
+                # NaN anywhere makes both ends NaN. Intermediate results would take memory, and more time.
+                sound = math.isfinite(values.min()) and math.isfinite(values.max())
+    return crc32, sound
+
+
+def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, Checksum]:
+    """The same for each tensor, in threads: zlib and numpy let others run."""
+    # As many as torch may use, which is this process's share of the host's cores.
+    threads = max(1, min(torch.get_num_threads(), THREADS))
+    # The largest ones first: begun last, one would keep a single thread busy while the others have nothing left.
+    names = sorted(tensors, key=lambda name: -tensors[name].numel())
+    with ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-sums") as pool:
+        found = dict(zip(names, pool.map(checksum, (tensors[name] for name in names)), strict=True))
+    return {name: found[name] for name in tensors}

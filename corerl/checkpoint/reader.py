@@ -13,12 +13,12 @@ from safetensors import safe_open
 from corerl.checkpoint.format import (
     WEIGHTS,
     SavedBox,
+    checksum,
     index_file,
     read_index,
     tensor_file,
     unusable,
 )
-from corerl.checkpoint.sums import checksum
 from corerl.errors import CheckpointDamaged, CheckpointError
 from corerl.weights.chunks import Chunk, fill, intersect, within
 

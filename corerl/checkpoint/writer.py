@@ -16,13 +16,13 @@ from attrs import evolve, frozen
 from corerl.checkpoint.format import (
     RankIndex,
     SavedBox,
+    checksums,
     publish,
     stored_name,
     temporary_name,
     tensor_file,
     write_index,
 )
-from corerl.checkpoint.sums import checksums, threads_here
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
@@ -63,22 +63,6 @@ class Staged:
 def stage(state: Mapping[str, Sequence[Chunk]], extra: Mapping[str, Any]) -> Staged:
     """Copy this rank's chunks (key -> chunks, skipping replicas) as float32, and `extra`: mappings, sequences, tensors
     and plain values. Blocks until the copies are done. Raises SaveFailed for a value that JSON cannot hold."""
-    views, boxes = boxes_of(state)
-    on_device = {name: view for name, view in views.items() if view.device.type == "cuda"}
-    pinned = dict(zip(on_device, rooms([_bytes(view) for view in on_device.values()]), strict=True))
-    tensors = {
-        name: (
-            pinned[name].view(STORED).view(view.shape) if name in pinned else torch.empty(view.shape, dtype=STORED)
-        ).copy_(view, non_blocking=True)
-        for name, view in views.items()
-    }
-    for device in {view.device for view in on_device.values()}:
-        torch.cuda.synchronize(device)
-    return Staged(tensors, RankIndex(boxes=boxes, extra=plain(extra, tensors, "extra")))
-
-
-def boxes_of(state: Mapping[str, Sequence[Chunk]]) -> tuple[dict[str, torch.Tensor], list[SavedBox]]:
-    """What a rank saves: the chunks' views by their names in its file, and the index of these; replicas are skipped."""
     views: dict[str, torch.Tensor] = {}
     boxes: list[SavedBox] = []
     for key, chunks in state.items():
@@ -90,13 +74,23 @@ def boxes_of(state: Mapping[str, Sequence[Chunk]]) -> tuple[dict[str, torch.Tens
             if stored in views:
                 raise SaveFailed(f"two chunks of this rank contain {stored!r}; mark one of them as a replica")
             views[stored] = chunk.view.detach()
-    return views, boxes
+    on_device = {name: view for name, view in views.items() if view.device.type == "cuda"}
+    pinned = dict(zip(on_device, rooms([view.numel() * STORED.itemsize for view in on_device.values()]), strict=True))
+    tensors = {
+        name: (
+            pinned[name].view(STORED).view(view.shape) if name in pinned else torch.empty(view.shape, dtype=STORED)
+        ).copy_(view, non_blocking=True)
+        for name, view in views.items()
+    }
+    for device in {view.device for view in on_device.values()}:
+        torch.cuda.synchronize(device)
+    return Staged(tensors, RankIndex(boxes=boxes, extra=plain(extra, tensors, "extra")))
 
 
-def with_sums(index: RankIndex, tensors: Mapping[str, torch.Tensor], threads: int) -> RankIndex:
-    """The index with the checksum of every tensor, computed by so many threads. Raises SaveFailed if a box has values
-    that are not finite, from which nothing could be resumed."""
-    found = checksums(tensors, threads)
+def with_sums(index: RankIndex, tensors: Mapping[str, torch.Tensor]) -> RankIndex:
+    """The index with the checksum of every tensor. Raises SaveFailed if a box has values that are not finite, from
+    which nothing could be resumed."""
+    found = checksums(tensors)
     for box in index.boxes:
         _, sound = found[box.stored]
         if not sound:
@@ -114,7 +108,7 @@ def write(staged: Staged, directory: Path, rank: int) -> int:
     """
     path = directory / tensor_file(rank)
     temporary = temporary_name(path)
-    index = with_sums(staged.index, staged.tensors, threads_here())
+    index = with_sums(staged.index, staged.tensors)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_tensors(staged.tensors, temporary)
@@ -174,11 +168,6 @@ class BackgroundWriter:
         error, self._error = self._error, None
         if error is not None:
             raise SaveFailed(f"the background save failed: {message_of(error)}") from error
-
-
-def _bytes(view: torch.Tensor) -> int:
-    """The size of its staged copy in bytes."""
-    return view.numel() * STORED.itemsize
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

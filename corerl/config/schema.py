@@ -100,7 +100,7 @@ class ClusterConfig:
     )
     watchdog: float = option(
         "seconds after which a call that does not move reports which ranks or engines it waits for and where they "
-        "are, and scoring where the driver is; 0 never reports",
+        "are; 0 never reports",
         default=60.0,
         validator=[at_least(0), finite],
     )

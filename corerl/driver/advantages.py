@@ -103,8 +103,7 @@ def _require_sound(found: Advantages, samples: SampleBatch) -> None:
 def replayed(samples: SampleBatch, *, replays: bool, source: str) -> SampleBatch:
     """The samples with the engine's column `routed_experts` if training `replays` it, otherwise without it.
 
-    Raises DataError if the column is needed but missing or malformed; `source` is where the samples came from, in
-    words.
+    Raises DataError if the column is needed but missing; `source` is where the samples came from, in words.
     """
     if not replays:
         columns = {name: column for name, column in samples.columns.items() if name != ROUTED_EXPERTS}
@@ -114,10 +113,5 @@ def replayed(samples: SampleBatch, *, replays: bool, source: str) -> SampleBatch
         raise DataError(
             f"algorithm.routing_replay: 'engine', and {source} came without {ROUTED_EXPERTS!r}; set it to 'recompute' "
             "(with old_logprobs='recompute') or 'none', or use an engine that reports the experts of each token"
-        )
-    if column.ndim != 3 or not np.issubdtype(column.dtype, np.integer):
-        raise DataError(
-            f"algorithm.routing_replay: {ROUTED_EXPERTS!r} of {source} is {column.dtype} {list(column.shape)}, wanted "
-            f"integers [{len(samples.tokens)}, expert layers, experts per token]"
         )
     return samples

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attrs import define, evolve
+from attrs import define, evolve, frozen
 
 from corerl.calls import POLL_SECONDS, Future, wait_all
 from corerl.checkpoint.commit import begin, commit, retain
@@ -16,11 +16,19 @@ from corerl.checkpoint.writer import in_memory, memory_of
 from corerl.cluster.nodes import elsewhere
 from corerl.config.schema import CheckpointConfig
 from corerl.driver.progress import Progress
+from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
-from corerl.errors import DataError, SaveFailed
+from corerl.errors import DataError, ResizeFailed, SaveFailed
+from corerl.plan.residency import REST, saving
 from corerl.plugin.events import CheckpointSaved
 
-ON_OTHERS = "ranks are on other machines than the driver; failed ranks restart from checkpoints on disk"
+
+@frozen(kw_only=True)
+class DriverPart:
+    """The driver's part of a checkpoint."""
+
+    state: Mapping[str, Any]
+    write: Callable[[Path], None] = lambda directory: None  # writes more files into the checkpoint
 
 
 @define
@@ -43,19 +51,18 @@ class Checkpoints:
     def start(
         self,
         rollout_step: int,
-        state: Mapping[str, Any],
+        driver: DriverPart,
         *,
         background: bool,
-        files: Callable[[Path], None] = lambda directory: None,
         enter: Callable[[str], None] = lambda role: None,
     ) -> None:
-        """Start a save of all roles, the driver's `state`, and what `files` writes into the directory. `enter` is
-        called before each role. Unless `background`, the save is complete on return."""
+        """Start a save of all roles and the driver's part. `enter` is called before each role. Unless `background`, the
+        save is complete on return."""
         self.complete(wait=True)
         partial = begin(self.run_dir, rollout_step)
         try:
             try:
-                files(partial)
+                driver.write(partial)
             except DataError as error:
                 raise SaveFailed(error.message) from error
             for name, role in self.roles.items():
@@ -65,7 +72,7 @@ class Checkpoints:
             if not background:  # nobody writes there any more
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        self._pending = (partial, state)
+        self._pending = (partial, driver.state)
         self.last_step = rollout_step
         self.complete(wait=not background)
 
@@ -129,13 +136,76 @@ class MemoryCheckpoints(Checkpoints):
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def start(self, rollout_step: int, state: Mapping[str, Any], **how: Any) -> None:
+    def start(self, rollout_step: int, driver: DriverPart, **how: Any) -> None:
         if elsewhere(node for role in self.roles.values() for node in role.group.processes.nodes):
-            raise SaveFailed(ON_OTHERS)
-        super().start(rollout_step, state, **how)
+            raise SaveFailed(
+                "ranks are on other machines than the driver; failed ranks restart from checkpoints on disk"
+            )
+        super().start(rollout_step, driver, **how)
 
     def give_up(self) -> None:
         """Free their memory, since no more are made."""
         self.newest = None
         self.forget(self.last_step)
         shutil.rmtree(self.run_dir, ignore_errors=True)
+
+
+@define(kw_only=True, eq=False)
+class Saves:
+    """When a run saves, on disk and in memory."""
+
+    disk: Checkpoints
+    memory: MemoryCheckpoints | None  # None: none, or no more
+    residency: Residency
+
+    def after_step(self, driver: Callable[[], DriverPart], *, last: bool, resumable: bool) -> None:
+        """Commit what has been written, and start what is due: on disk every so many steps and after the last one, in
+        memory after each `resumable` one."""
+        step = self.disk.progress.step
+        self.disk.complete(wait=False)
+        if last or self.disk.due(step):
+            self._start(self.disk, driver, background=self.disk.config.background and not last)
+        if resumable and not last:
+            self._save_in_memory(driver, background=True)
+
+    def for_restart(self, driver: Callable[[], DriverPart]) -> Path:
+        """A complete checkpoint of this step, in memory if the run keeps those. Raises ResizeFailed if it cannot be
+        written and all ranks are still there: the run goes on, and its next save may have room."""
+        self.disk.complete(wait=True)  # ranks that are about to end write it
+        self._save_in_memory(driver, background=False)
+        saves = self.memory or self.disk
+        if saves.last_step != saves.progress.step:
+            try:
+                self._start(saves, driver, background=False)
+            except SaveFailed as error:
+                if any(role.group.processes.ended for role in saves.roles.values()):
+                    raise
+                raise ResizeFailed(f"no checkpoint to restart from: {error.message}") from error
+        assert saves.newest is not None
+        return saves.newest
+
+    def finish(self, driver: Callable[[], DriverPart]) -> Path | None:
+        """Complete a checkpoint of the last step on disk; returns the newest one."""
+        if self.disk.last_step != self.disk.progress.step:
+            self.residency.enter(REST)
+            self._start(self.disk, driver, background=False)
+        self.disk.complete(wait=True)
+        return self.disk.newest
+
+    def _save_in_memory(self, driver: Callable[[], DriverPart], *, background: bool) -> None:
+        """Start an in-memory checkpoint of this step, if the run keeps those and has none yet, or complete it."""
+        memory = self.memory
+        if memory is None:
+            return
+        try:
+            if memory.last_step != memory.progress.step:
+                self._start(memory, driver, background=background)
+            memory.complete(wait=not background)
+        except SaveFailed as error:
+            memory.progress.notice(f"no more in-memory checkpoints: {error.message}")
+            self.memory = None
+            memory.give_up()
+
+    def _start(self, saves: Checkpoints, driver: Callable[[], DriverPart], *, background: bool) -> None:
+        step = saves.progress.step
+        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(saving(role)))

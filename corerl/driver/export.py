@@ -23,7 +23,7 @@ from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
 from corerl.models.export import export_directory, write_adapters
-from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, look_at
+from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, meta_model
 from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
@@ -158,7 +158,7 @@ class _Saved:
     def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, adapters merged, in `dtype` but for buffers, which keep their precision."""
         chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else self.precision)]
-        precise = names_of_buffers(look_at(self.hf))
+        precise = names_of_buffers(meta_model(self.hf))
         if self.lora is None:
             return _read(self.source, self.shapes, chosen, precise)
         wholes = saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
@@ -221,14 +221,15 @@ def _export_adapters(
     *,
     base: str,
 ) -> None:
-    names = peft_names(look_at(hf, lora=lora))
+    names = peft_names(meta_model(hf, lora=lora))
     held = {names[name]: tensor for name, tensor in tensors}
     modules = {adapted(name).removesuffix(WEIGHT) for name in held}
     last = sorted({name.rpartition(".")[2] for name in modules})
     # Engines know targets by their last names. Where other modules have these too, in a vision tower for example, PEFT
     # gets whole names.
     try:
-        alike = targets_in(look_at(hf), evolve(lora, targets=tuple(last))).keys() == modules and not reads_pictures(hf)
+        found = targets_in(meta_model(hf), evolve(lora, targets=tuple(last)))
+        alike = found.keys() == modules and not reads_pictures(hf)
     except ModelError:  # modules that are no linear layers, too
         alike = False
     write_adapters(directory, held, peft_config(lora, base=base, targets=last if alike else sorted(modules)))

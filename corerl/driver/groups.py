@@ -3,12 +3,11 @@ where ranks or engines have ended and are about to restart."""
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from attrs import define, evolve, field
+from attrs import Factory, define, evolve, field
 
 from corerl.calls import wait_all
 from corerl.cluster import nodes
@@ -17,7 +16,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
-from corerl.driver.updates import WeightUpdates
+from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
@@ -37,10 +36,11 @@ class Groups:
     plan: Plan  # of the groups as they are
     room: ResourcePool
     roles: Mapping[str, Role]
-    updates: WeightUpdates | None
+    fleet: EngineFleet | None  # None if nothing is sampled
     residency: Residency
     progress: Progress
-    address_of: Callable[[ProcessPlan, Sequence[str]], Address]  # of updates to these receivers
+    # The plan's processes, with the senders of weights where engines are now.
+    _placed: ProcessPlan = field(default=Factory(lambda self: self.plan.processes, takes_self=True))
     changed: set[str] = field(factory=set)  # roles that were restarted by `change`, and "engines" if it called them
 
     @property
@@ -51,6 +51,23 @@ class Groups:
         if processes.engine is not None:
             sizes[REPLICAS] = len(processes.engine.assignments)
         return sizes
+
+    def update_address(self) -> Address:
+        """The address of weight updates from these ranks to these engines, without a rendezvous."""
+        assert self.fleet is not None
+        processes, cluster = self._placed, self.plan.cluster
+        # Two processes on one GPU cannot share an NCCL group.
+        own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
+        return Address(
+            transport=processes.transport,
+            engines=self.fleet.receivers,
+            path=str(self.plan.start.run_dir / "weights"),
+            senders=processes.senders,
+            device=processes.device if own_devices else "cpu",
+            # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
+            timeout=cluster.timeout / 2,
+            options=processes.transport_options,
+        )
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -76,7 +93,7 @@ class Groups:
             starting[name] = role.group.restart(saved, plans[name], self.room[name])
         started = wait_all(starting)
         for name, init in started.items():
-            self.roles[name].restarted(init)
+            self.roles[name].optimizer_step = init.optimizer_step
         self.residency.ranks_changed(self.roles)
         return started[ACTOR].weights_version
 
@@ -110,15 +127,8 @@ class Groups:
         finally:
             self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
         self._write_config()
-        seconds = f"{time.monotonic() - began:.1f} s"
-        lines = [
-            f"{name}: {_shape(role)} -> {_shape(plan.processes.roles[name])}, {seconds}"
-            for name, role in before.processes.roles.items()
-            if _differ(role, plan.processes.roles[name])
-        ]
-        if replicas[0] != replicas[1]:
-            lines.append(f"engines: {replicas[0]} -> {replicas[1]}, {seconds}")
-        return lines
+        seconds = time.monotonic() - began
+        return [f"{line}, {seconds:.1f} s" for line in _changes(before.processes, plan.processes)]
 
     def _become(self, plan: Plan, slots: Mapping[str, Sequence[Slot]], checkpoint: Path | None) -> None:
         """Engines that are too many end first and missing ones start last: so devices can pass from one side to the
@@ -135,21 +145,19 @@ class Groups:
                 self.plan = plan
                 self.start_ranks(checkpoint)
             self._resize_engines(plan, slots, smaller=False)
-        self.plan = plan
-        if self.updates is not None:
-            self.updates.resized(functools.partial(self.address_of, _with_senders(plan.processes, slots)))
+        self.plan, self._placed = plan, _with_senders(plan.processes, slots)
 
     def _resize_engines(self, plan: Plan, slots: Mapping[str, Sequence[Slot]], *, smaller: bool) -> None:
         engine = plan.processes.engine
-        if self.updates is None or engine is None:
+        if self.fleet is None or engine is None:
             return
-        fleet, wanted = self.updates.fleet, len(engine.assignments)
-        if wanted == len(fleet) or (wanted < len(fleet)) is not smaller:
+        now, wanted = len(self.fleet), len(engine.assignments)
+        if wanted == now or (wanted < now) is not smaller:
             return
         self.changed.add(ENGINES)
         if not smaller:
             self.residency.enter(REST)  # new engines load where ranks may be
-        fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
+        self.fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
         self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
         self.residency.engines_changed()
 
@@ -175,29 +183,20 @@ class Groups:
         Returns a line for each group whose size has changed. Raises CorerlError if there is no place for one."""
         before, after = self.plan.processes, plan.processes
         require_same_surroundings(before, after)
-        engines = [ENGINES] if self.updates is not None else []
+        engines = [ENGINES] if self.fleet is not None else []
         found = self.room.replace_lost(after.placement, [*staying, *engines])
-        sent = _with_senders(after, found)
+        placed = _with_senders(after, found)
         self.room.take(found)
-        self.plan = plan
+        self.plan, self._placed = plan, placed
         self._write_config()
         self.seat_engines()
-        if self.updates is not None:  # engines may have other ranks on their devices now
-            self.updates.meets_at(functools.partial(self.address_of, sent))
-        lines = [
-            f"{name}: {_shape(role)} -> {_shape(after.roles[name])}"
-            for name, role in before.roles.items()
-            if len(role.assignments) != len(after.roles[name].assignments)
-        ]
-        if _replicas(before) != _replicas(after):
-            lines.append(f"engines: {_replicas(before)} -> {_replicas(after)}")
-        return lines
+        return [*_changes(before, after)]
 
     def seat_engines(self) -> None:
         """Let engines that are about to be replaced start where their places are by now."""
-        if self.updates is not None and (engine := self.plan.processes.engine) is not None:
+        if self.fleet is not None and (engine := self.plan.processes.engine) is not None:
             slots = self.room[ENGINES]
-            self.updates.fleet.reassign(with_devices(engine, slots), slots)
+            self.fleet.reassign(with_devices(engine, slots), slots)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -244,6 +243,15 @@ def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignme
 
 def _replicas(plan: ProcessPlan) -> int:
     return 0 if plan.engine is None else len(plan.engine.assignments)
+
+
+def _changes(before: ProcessPlan, after: ProcessPlan) -> Iterator[str]:
+    """A line for each group that is another after a change."""
+    for name, role in before.roles.items():
+        if _differ(role, after.roles[name]):
+            yield f"{name}: {_shape(role)} -> {_shape(after.roles[name])}"
+    if _replicas(before) != _replicas(after):
+        yield f"engines: {_replicas(before)} -> {_replicas(after)}"
 
 
 def _differ(before: RolePlan, after: RolePlan) -> bool:

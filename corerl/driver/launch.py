@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
-
 from corerl.calls import Future, wait_all
 from corerl.checkpoint.commit import Faults, latest
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
-from corerl.cluster.nodes import elsewhere
 from corerl.cluster.placement import ResourcePool, Slot, reserved
 from corerl.cluster.process import CallResult
 from corerl.cluster.runtime import CPUS, ray_session
-from corerl.config.schema import ClusterConfig, RolloutConfig
-from corerl.driver.checkpoints import ON_OTHERS, Checkpoints, MemoryCheckpoints
-from corerl.driver.control import Control
+from corerl.config.schema import RolloutConfig
+from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
+from corerl.driver.control import Control, StopRequest
+from corerl.driver.earlier_policies import EarlierPolicies
+from corerl.driver.evaluations import Evaluations
 from corerl.driver.groups import Groups, with_devices
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.progress import Progress
@@ -31,29 +30,25 @@ from corerl.driver.roles import Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Sampling, rows_of_a_call, start_rewards
-from corerl.driver.snapshots import Snapshots
-from corerl.driver.step_notices import StepNotices
-from corerl.driver.stop import StopRequest
+from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.kinds import MemoryKind
 from corerl.messages import one_line
-from corerl.observability.notices import NoticeFile
+from corerl.observability.jsonl import NoticeFile
 from corerl.observability.timing import Spans
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan
+from corerl.plan.processes import ENGINES, EnginePlan
 from corerl.plan.residency import residency_plan
-from corerl.plan.resume import skipping
+from corerl.plan.resume import Start
 from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
-from corerl.plugin.transports import transport_named
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
-from corerl.weights.transport import Address
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
@@ -66,85 +61,77 @@ def launch(planned: Callable[[Faults], Plan]) -> Iterator[Run]:
     `checkpoint.resume = "auto"`, one that they do is passed over for an older one, and the run starts again."""
     began = time.monotonic()
     damaged: dict[Path, str] = {}
-    reported: set[str] = set()
     with contextlib.ExitStack() as stack:
         while True:
             plan = planned(damaged)
-            start = evolve(plan.start, lost=tuple(line for line in plan.start.lost if line not in reported))
-            reported.update(start.lost)
             try:
-                run = stack.enter_context(_in_its_directory(evolve(plan, start=start), damaged, began))
-            except CheckpointDamaged:
-                if start.resume not in damaged:
-                    raise
-                reported.add(skipping(start.resume, damaged[start.resume]))
-            else:
+                run = stack.enter_context(_launched(plan, damaged, began))
                 break
+            except CheckpointDamaged:
+                if plan.start.resume not in damaged:
+                    raise
         yield run
 
 
 @contextlib.contextmanager
-def _in_its_directory(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
-    with occupied(plan.start.run_dir):
-        yield from _reported(plan, damaged, began)
-
-
-def _reported(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
+def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Run]:
     """The run, once it has started; `began` is when it was launched. If ranks find its checkpoint to be damaged, and it
     may fall back to another, the checkpoint is added to `damaged` before that is raised."""
     start = plan.start
-    write_config(start.run_dir, plan.record)
-    progress = Progress(
-        load_observers(plan.extensions, str(start.run_dir), [("notices", NoticeFile(str(start.run_dir)))]),
-        plan.first_step,
-        watchdog=plan.cluster.watchdog,
-        began=began,
-    )
-    try:
-        progress.emit(
-            RunStarted(
-                run_dir=str(start.run_dir),
-                steps=plan.run.steps,
-                first_step=progress.step,
-                title=plan.title,
-                mode=plan.run.mode,
-                same_run=start.same_run,
+    with occupied(start.run_dir):
+        write_config(start.run_dir, plan.record)
+        own = [("notices", NoticeFile(str(start.run_dir)))]
+        observers = load_observers(plan.extensions, str(start.run_dir), own)
+        progress = Progress(observers, plan.first_step, began=began)
+        try:
+            progress.emit(
+                RunStarted(
+                    run_dir=str(start.run_dir),
+                    steps=plan.run.steps,
+                    first_step=progress.step,
+                    title=plan.title,
+                    mode=plan.run.mode,
+                    same_run=start.same_run,
+                )
             )
-        )
-        for text in _notices(plan):
-            progress.notice(text)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(progress.beating())
-            stop = stack.enter_context(StopRequest(progress.notice, plan.run.mode))
-            try:
-                run = _assemble(plan, progress, stop, stack)
-            except CheckpointDamaged as error:
-                if start.resume is not None and start.resumed is not None:
-                    damaged[start.resume] = error.message
-                raise
-            with _rescuing(run):
-                yield run
-            _close(run)
-    except BaseException as error:
-        if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
-            error.add_note(f"the run ended in step {progress.step + 1}")
-        reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        lost = start.resume if isinstance(error, CheckpointDamaged) else None
-        if lost in damaged and start.resumed is not None and latest(start.resumed, damaged=damaged) is not None:
-            progress.notice(skipping(lost, damaged[lost]))  # before the checks of the next start
-            progress.observers.shutdown("restarted")
+            for text in (*start.lost, *plan.notices):
+                progress.notice(text)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(progress.beating())
+                stop = stack.enter_context(StopRequest(progress.notice))
+                try:
+                    run = _assemble(plan, progress, stop, stack)
+                except CheckpointDamaged as error:
+                    if start.resume is not None and start.resumed is not None:
+                        damaged[start.resume] = error.message
+                    raise
+                with _rescuing(run):
+                    yield run
+                _close(run)
+        except BaseException as error:
+            _end_observers(progress, start, error, damaged)
             raise
-        progress.emit(
-            RunFinished(
-                reason=reason,
-                steps_done=progress.step,
-                seconds=progress.elapsed,
-                artifacts={"run directory": str(start.run_dir)},
-            )
+        observers.shutdown("finished")
+
+
+def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
+    """Let observers know that the run has failed, or starts again from an older checkpoint."""
+    if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
+        error.add_note(f"the run ended in step {progress.step + 1}")
+    falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
+    if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
+        progress.observers.shutdown("restarted")
+        return
+    reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    progress.emit(
+        RunFinished(
+            reason=reason,
+            steps_done=progress.step,
+            seconds=progress.elapsed,
+            artifacts={"run directory": str(start.run_dir)},
         )
-        progress.observers.shutdown(reason)
-        raise
-    progress.observers.shutdown("finished")
+    )
+    progress.observers.shutdown(reason)
 
 
 @contextlib.contextmanager
@@ -156,7 +143,7 @@ def _rescuing(run: Run) -> Iterator[None]:
         raise  # the save itself is what failed
     except Exception:  # not a KeyboardInterrupt, a second signal: that stops at once and saves nothing
         try:
-            run.checkpoints.rescue()
+            run.saves.disk.rescue()
         except Exception as error:
             run.progress.notice(f"the checkpoint being written is lost: {one_line(error)}")
         raise
@@ -165,9 +152,9 @@ def _rescuing(run: Run) -> Iterator[None]:
 def _close(run: Run) -> None:
     """End what has done its work."""
     run.sampling.source.close()
-    if run.memory is not None:
+    if run.saves.memory is not None:
         with contextlib.suppress(SaveFailed):  # of a checkpoint that nobody needs any more
-            run.memory.complete(wait=True)
+            run.saves.memory.complete(wait=True)
     for role in run.roles.values():
         role.group.shutdown("finished")
     if run.updates is not None:
@@ -183,23 +170,24 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
-    snapshots = Snapshots(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings)
-    for text in snapshots.begin(progress.step, resumed=bool(start.state)):
-        progress.notice(text)
+    earlier = EarlierPolicies(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings, progress=progress)
+    earlier.begin(resumed=bool(start.state))
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
-    address = functools.partial(address_of, run_dir=start.run_dir, cluster=plan.cluster)
-    updates: WeightUpdates | None = None
+    processes = Groups(plan=plan, room=room, roles=roles, fleet=fleet, residency=residency, progress=progress)
+    control = Control(groups=processes, progress=progress, stop=stop)
+    updates = None
     if fleet is not None:
         updates = WeightUpdates(
             config=plan.weights,
             group=groups[ACTOR],
             fleet=fleet,
-            version=inits[ACTOR].weights_version,
-            address_of=functools.partial(address, plan.processes),
+            address_of=processes.update_address,
             separate_adapters=plan.processes.separate_adapters,
+            version=inits[ACTOR].weights_version,
             residency=residency,
+            control=control,
             progress=progress,
         )
     checkpoints = Checkpoints(
@@ -210,36 +198,30 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         last_step=progress.step if start.state else -1,
         progress=progress,
     )
-    memory = None
-    if plan.checkpoint.memory and trains and elsewhere(slot.node for name in trained for slot in room[name]):
-        progress.notice(f"checkpoint.memory: no in-memory checkpoints: {ON_OTHERS}")
-    elif plan.checkpoint.memory and trains:
-        memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints))
-    groups_now = Groups(
-        plan=plan,
-        room=room,
-        roles=roles,
-        updates=updates,
-        residency=residency,
-        progress=progress,
-        address_of=address,
-    )
-    control = Control(groups=groups_now, progress=progress, stop=stop)
+    in_memory = plan.checkpoint.memory and trains
+    memory = stack.enter_context(MemoryCheckpoints.of_run(checkpoints)) if in_memory else None
+    saves = Saves(disk=checkpoints, memory=memory, residency=residency)
     run = Run(
         plan=plan,
         progress=progress,
-        stop=stop,
         roles=roles,
         updates=updates,
-        snapshots=snapshots,
+        earlier=earlier,
         logprob_check=LogprobCheck.of(plan, sampling.sampler, progress),
         residency=residency,
         sampling=sampling,
-        checkpoints=checkpoints,
-        memory=memory,
-        restarts=Recovery(control=control, checkpoints=checkpoints, memory=memory, start=start),
+        evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
+        saves=saves,
+        restarts=Recovery(control=control, updates=updates, saves=saves, start=start),
         control=control,
-        notices=StepNotices.of_run(plan),
+        reports=StepReports(
+            recomputes=plan.algorithm.settings.old_logprobs == "recompute",
+            roles=roles,
+            fleet=fleet,
+            residency=residency,
+            progress=progress,
+            notices=StepNotices.of_run(plan),
+        ),
     )
     if fleet is not None:
         progress.begin("sending the first weights")
@@ -272,7 +254,7 @@ def _start_processes(
     cpus = max(processes.placement.cpus, CPUS)
     ends = stack.enter_context(ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()))
     room = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
-    progress.begin(f"starting {_counted(room)}")
+    progress.begin("starting ranks and engines" if engine is not None else "starting ranks")
     watching = Watching(
         notify=progress.notice,
         watchdog=plan.cluster.watchdog,
@@ -299,22 +281,6 @@ def _end(group: TrainGroup) -> None:
     group.processes.kill()  # of now: ranks may have restarted
 
 
-def address_of(processes: ProcessPlan, receivers: Sequence[str], run_dir: Path, cluster: ClusterConfig) -> Address:
-    """The address of weight updates, without the rendezvous, which `TrainGroup.rendezvous` adds."""
-    # Two processes on one GPU cannot share an NCCL group.
-    own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
-    return Address(
-        transport=processes.transport,
-        engines=tuple(receivers),
-        path=str(run_dir / "weights"),
-        senders=processes.senders,
-        device=processes.device if own_devices else "cpu",
-        # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
-        timeout=cluster.timeout / 2,
-        options=processes.transport_options,
-    )
-
-
 def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:
     """Report a call that `process` has answered."""
     progress.emit(
@@ -333,15 +299,6 @@ def emit_call(progress: Progress, process: str, pending: Pending, result: CallRe
     )
 
 
-def _counted(slots: Mapping[str, Sequence[Slot]]) -> str:
-    """For instance "2 actor ranks, 1 critic rank and 2 engines"."""
-    counts = [
-        f"{len(group)} {'engine' if name == ENGINES else f'{name} rank'}{'s' * (len(group) != 1)}"
-        for name, group in slots.items()
-    ]
-    return " and ".join(filter(None, [", ".join(counts[:-1]), counts[-1]]))
-
-
 def load_all(
     groups: Mapping[str, TrainGroup],
     fleet: EngineFleet | None,
@@ -355,19 +312,17 @@ def load_all(
     start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
     times."""
     starting: dict[str, Future[Any]] = {}
-    what = "" if fleet is None else f"{len(fleet)} engine{'s' * (len(fleet) != 1)}"
     if fleet is not None and in_turns:
-        progress.begin(f"loading the model into {what}, which will sleep while the ranks load")
-        ranks: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
-        begun: dict[str, Any] = wait_all({ENGINES: fleet.start(), **ranks})
-        _replace(fleet, begun[ENGINES], progress)
+        progress.begin("loading the model into engines, which will sleep while the ranks load")
+        starting = {name: group.construct() for name, group in groups.items()}
+        _replace(fleet, wait_all({ENGINES: fleet.start(), **starting})[ENGINES], progress)
         fleet.sleep()
-        progress.begin("loading the model into the ranks")
+        progress.begin("loading the model into ranks")
     elif fleet is not None:
-        progress.begin(f"loading the model into the ranks and into {what}")
+        progress.begin("loading the model into ranks and engines")
         starting[ENGINES] = fleet.start()
     else:
-        progress.begin("loading the model into the ranks")
+        progress.begin("loading the model into ranks")
     starting |= {name: group.init() for name, group in groups.items()}
     while True:
         try:
@@ -390,12 +345,6 @@ def _replace(fleet: EngineFleet, died: Mapping[str, CorerlError], progress: Prog
         progress.notice(f"{engine} is replaced: {error.message}")
     if died:
         fleet.replace(died)
-
-
-def _notices(plan: Plan) -> Iterator[str]:
-    """What a user may want to know before the first step."""
-    yield from plan.start.lost
-    yield from plan.notices
 
 
 def make_fleet(

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 
 import numpy as np
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
 from corerl.config.load import CONFIG_FILE
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
@@ -41,36 +41,6 @@ def bound_of(algorithm: AlgorithmConfig, *, train: TrainConfig, weights: Weights
     """The mean difference above which trainer and engines disagree: the config's, or that of the coarsest precision."""
     used = [train.precision, "fp8" if weights.quantize == "fp8" else weights.dtype]
     return algorithm.mismatch_bound or max(BOUNDS[each] for each in used if each != "model")
-
-
-@frozen(kw_only=True)
-class Difference:
-    """Of the log-probs that trainer and engines give the same tokens."""
-
-    mean: float  # of its size; NaN if a log-prob is
-    tokens: int
-    largest: str  # in words: how large, of which token, and what either side says
-
-
-def difference(samples: SampleBatch, trainer: FloatArray) -> Difference:
-    """Compare the trainer's log-probs [N] with the column `rollout_logprobs`, at the samples' loss tokens."""
-    engine = samples.columns["rollout_logprobs"]
-    where = np.flatnonzero(samples.columns["loss_mask"])
-    if not len(where):
-        return Difference(mean=0.0, tokens=0, largest="none")
-    sizes = np.abs(trainer[where].astype(np.float64) - engine[where])
-    worst = int(np.argmax(sizes))  # the first NaN, if there is one
-    at = int(where[worst])
-    sample = int(samples.sample_of[at])
-    first, end = samples.offsets[sample : sample + 2].tolist()
-    return Difference(
-        mean=float(sizes.mean()),
-        tokens=len(where),
-        largest=(
-            f"{sizes[worst]:.3g}, of token {at - first} of {end - first} in sample {sample} (id "
-            f"{int(samples.tokens[at])}; trainer {trainer[at]:.4g}, engine {engine[at]:.4g})"
-        ),
-    )
 
 
 def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
@@ -153,18 +123,25 @@ class LogprobCheck:
     def judge(self, samples: SampleBatch, trainer: FloatArray) -> None:
         """Compare the trainer's log-probs [N] of these samples with the engines'. Above the bound, raises
         LogprobMismatch, or warns."""
-        found = difference(samples, trainer)
-        if not found.tokens:
+        at = np.flatnonzero(samples.columns["loss_mask"])
+        if not len(at):
             return  # of such samples nothing is known: the next ones are compared
         self.due = False
-        if found.mean <= self.bound:
+        engine = samples.columns["rollout_logprobs"]
+        sizes = np.abs(trainer[at].astype(np.float64) - engine[at])
+        mean = float(sizes.mean())
+        if mean <= self.bound:  # not if a log-prob is NaN
             return
+        worst = int(at[np.argmax(sizes)])
+        sample = int(samples.sample_of[worst])
         config = shlex.quote(str(self.run_dir / CONFIG_FILE))
         text = (
-            f"trainer and engines compute different log-probs from the same weights: by {found.mean:.3g} on average "
-            f"over {found.tokens} sampled tokens, wanted at most {self.bound:g}; the largest difference is "
-            f"{found.largest}; find the layer where they part: corerl doctor --config {config} --layers; if so much "
-            "is expected, as of an engine that quantizes, raise algorithm.mismatch_bound"
+            f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average over "
+            f"{len(at)} sampled tokens, wanted at most {self.bound:g}; the largest difference is "
+            f"{sizes.max():.3g}, of token {worst - samples.offsets[sample]} in sample {sample} (id "
+            f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); find the layer where "
+            f"they part: corerl doctor --config {config} --layers; if so much is expected, as of an engine that "
+            "quantizes, raise algorithm.mismatch_bound"
         )
         if self.stops:
             raise LogprobMismatch(f"{text}, or set algorithm.on_mismatch='warn'")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,16 +12,8 @@ from corerl.algorithms.advantages import spread
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
 from corerl.data.packing import count_loss_tokens
-from corerl.observability.timing import Span
-from corerl.plugin.events import Idle
 from corerl.rollout.scored import ScoredRollout
 from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
-
-RANKS = "ranks"
-SCORING = "scoring"  # the span in which rewards are computed
-# Phases of the driver in which ranks work, and those in which engines get their weights or change their memory.
-OF_RANKS = frozenset({"compare", "forward", "train", "update_weights", "sleep", "wake_up", "save"})
-OF_WEIGHTS = frozenset({"update_weights", "hold", "sleep", "wake_up", "replace"})
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float]:
@@ -83,13 +73,6 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
 def _under(prefix: str, name: str) -> str:
     """A metric's name; the actor's expert load has a group of its own."""
     return name if prefix == "train" and name.startswith("moe/") else f"{prefix}/{name}"
-
-
-def compilations(results: Mapping[str, Sequence[TrainResult]]) -> dict[str, float]:
-    """How many graphs the ranks compiled in this rollout step, over all roles."""
-    if not results:
-        return {}
-    return {"perf/compilations": float(sum(len(each.compilations) for steps in results.values() for each in steps))}
 
 
 def _over_steps(parts: Sequence[Metric]) -> float:
@@ -163,62 +146,3 @@ def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: floa
         "time/step": step_seconds,
         "perf/tokens_per_second": tokens / step_seconds,
     }
-
-
-def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence[str]) -> list[Idle]:
-    """When the ranks, which work together, and each engine did nothing between `began` and `ended`, by the clock of
-    `spans`, among which those of an engine have its name. The engines are those of the step's end: one that came in
-    the step is idle until then.
-
-    Ranks do nothing without a verb, and wait for
-        samples   of engines
-        rewards   while no engine samples
-        driver    for anything else
-    An engine does nothing without a request, and no update of weights, and waits for
-        longest   samples of another engine
-        rewards   while no engine samples
-        training  of ranks
-        driver    for anything else
-    """
-    changes = [(began, 0, ""), (ended, 0, "")]
-    for span in spans:
-        low, high = max(span.began, began), min(span.ended, ended)
-        if low < high:
-            changes += [(low, 1, span.name), (high, -1, span.name)]
-    found: list[Idle] = []
-    active: Counter[str] = Counter()
-    waiting: dict[str, tuple[str, float]] = {}  # who -> for what, and since when
-    for at, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
-        for _, change, name in together:
-            active[name] += change
-        causes = _causes({each for each, count in active.items() if count}, engines) if at < ended else {}
-        for who in (RANKS, *engines):
-            cause, since = waiting.get(who, ("", at))
-            if cause != causes.get(who, ""):
-                if cause:
-                    found.append(Idle(who=who, waits_for=cause, started=since, ended=at))
-                waiting[who] = causes.get(who, ""), at
-    return found
-
-
-def idle_seconds(found: Iterable[Idle], *, engines: int) -> dict[str, float]:
-    """Seconds of a step by cause, and in all: as idle/ranks/..., and as idle/engines/..., means over the engines."""
-    seconds = defaultdict(float, {"idle/ranks/total": 0.0, **({"idle/engines/total": 0.0} if engines else {})})
-    for each in found:
-        kind, share = (RANKS, 1.0) if each.who == RANKS else ("engines", 1.0 / engines)
-        for name in ("total", each.waits_for):
-            seconds[f"idle/{kind}/{name}"] += share * (each.ended - each.started)
-    return dict(seconds)
-
-
-def _causes(active: set[str], engines: Sequence[str]) -> Mapping[str, str]:
-    """What each who does nothing waits for, while these spans are open."""
-    busy = active.intersection(engines)
-    shared = "rewards" if SCORING in active else "driver"
-    causes = {}
-    if not active & OF_RANKS:
-        causes[RANKS] = "samples" if busy else shared
-    if not active & OF_WEIGHTS:
-        cause = "longest" if busy else "training" if active & OF_RANKS else shared
-        causes |= {each: cause for each in engines if each not in busy}
-    return causes

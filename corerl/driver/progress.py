@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 from attrs import define, field
 
-from corerl.cluster.heartbeat import frame_of, where
 from corerl.observability.timing import Phases, Spans
 from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
@@ -30,9 +29,6 @@ class Current:
     unit: str = ""
     done: int = 0
     of: int = 0
-    moved: float = 0.0  # when the count last changed
-    due: float = 0.0  # seconds after that at which the watchdog speaks of scoring
-    thread: int = 0  # that counts
 
 
 @define(eq=False)
@@ -43,7 +39,6 @@ class Progress:
     step: int  # rollout steps done
     seconds: Phases = field(factory=Phases)  # of the current step, by phase
     spans: Spans = field(factory=Spans)  # of phases, and of what else is done meanwhile
-    watchdog: float = 0.0  # as cluster.watchdog
     clock: Callable[[], float] = time.monotonic
     began: float = field(factory=time.monotonic)  # when the run was launched, before anything was prepared
     _current: Current | None = None
@@ -81,10 +76,8 @@ class Progress:
         current = self._current
         if current is None or (threading.get_ident() != self._loop and current.name not in ("rollout", "eval")):
             return
-        unit = (EVAL_UNITS if current.name == "eval" else UNITS)[what]
-        if (unit, done, of) != (current.unit, current.done, current.of):
-            current.unit, current.done, current.of = unit, done, of
-            current.moved, current.due, current.thread = self.clock(), self.watchdog, threading.get_ident()
+        current.unit = (EVAL_UNITS if current.name == "eval" else UNITS)[what]
+        current.done, current.of = done, of
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -103,27 +96,17 @@ class Progress:
             ended.set()
 
     def beat(self) -> None:
-        """Report how far the current phase is; and if it scores and nothing gets scored, where the driver is. Engines
-        and ranks have the group's watchdog for that."""
+        """Report how far the current phase is."""
         current = self._current
         if current is None:
             return
-        now = self.clock()
         self.emit(
             PhaseProgress(
                 name=current.name,
                 step=self.step,
-                seconds=now - current.began,
+                seconds=self.clock() - current.began,
                 unit=current.unit,
                 done=current.done,
                 of=current.of,
             )
         )
-        still = now - current.moved
-        if current.unit.endswith(SCORED) and current.due and still >= current.due:
-            current.due = 2 * still
-            frame = frame_of(current.thread)
-            place = f"; the driver is at work ({where(frame)[0]})" if frame is not None else ""
-            self.notice(
-                f"scoring has not moved for {still:.0f} s: {current.done} of {current.of} {current.unit}{place}"
-            )

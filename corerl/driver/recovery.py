@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attrs import define, evolve, field, frozen
 
 from corerl.checkpoint.commit import read_state
-from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.driver.checkpoints import Saves
 from corerl.driver.control import Control
+from corerl.driver.updates import WeightUpdates
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -42,20 +43,20 @@ class Recovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
     control: Control
-    checkpoints: Checkpoints
-    memory: MemoryCheckpoints | None
+    updates: WeightUpdates | None
+    saves: Saves
     start: Start
 
     _used: int = field(default=0, init=False)  # restarts since the last step that was not done before
     _furthest: int = field(default=0, init=False)  # the most steps that were ever done
 
     @contextlib.contextmanager
-    def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Callable[[], bool]]:
-        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields whether
-        the block has ended otherwise. Raises the error if no restart is allowed, or no rank has ended."""
+    def around(self, restore: Callable[[RestartPoint], None]) -> Iterator[Sequence[WorkerDied]]:
+        """If ranks die in the block, restart all, and let the run `restore` what the checkpoint says. Yields the
+        deaths so far. Raises the error if no restart is allowed, or no rank has ended."""
         died: list[WorkerDied] = []
         try:
-            yield lambda: not died
+            yield died
         except WorkerDied as error:
             died.append(error)
         while died:
@@ -86,23 +87,18 @@ class Recovery:
 
     def _restart(self, error: WorkerDied) -> RestartPoint:
         groups, progress = self.control.groups, self.control.progress
-        point = self._newest()
-        progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
         with progress.phase("restart"):
-            if groups.updates is not None:
-                groups.updates.ranks_ended()  # before engines are called: they may wait for what ranks were sending
+            if self.updates is not None:
+                self.updates.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
             self.control.failed(error.message, ranks=True)
-            if point.in_memory and groups.elsewhere:  # since they have got other places
-                point = self._newest()
-                progress.notice(
-                    f"ranks are on other machines than the in-memory checkpoint; restarting them from {point}"
-                    f"{self._replayed(point)}"
-                )
+            point = self._newest()  # not before: ranks on other machines cannot read what is in memory here
+            progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
             version = groups.start_ranks(point.checkpoint)
-        self.checkpoints.forget(point.step if point.checkpoint == self.checkpoints.newest else -1)
-        if self.memory is not None:
-            self.memory.forget(-1)
+        disk, memory = self.saves.disk, self.saves.memory
+        disk.forget(point.step if point.checkpoint == disk.newest else -1)
+        if memory is not None:
+            memory.forget(-1)
         return evolve(point, version=version)
 
     def _replayed(self, point: RestartPoint) -> str:
@@ -114,7 +110,7 @@ class Recovery:
     def _newest(self) -> RestartPoint:
         """The newest complete checkpoint that all ranks can read, or the run's start."""
         found = RestartPoint(checkpoint=self.start.resume, state=self.start.state)
-        for saves in (self.checkpoints, None if self.control.groups.elsewhere else self.memory):
+        for saves in (self.saves.disk, None if self.control.groups.elsewhere else self.saves.memory):
             if saves is None:
                 continue
             with contextlib.suppress(CorerlError):  # then an older one is the newest

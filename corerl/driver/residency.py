@@ -36,7 +36,6 @@ class Residency:
     _peaks: dict[str, int] = field(factory=dict)  # bytes by stage, since `metrics` was last called
     _residual: int = 0  # bytes held by the fullest rank with all its kinds asleep
     _stays: bool = False  # everything is resident
-    _slept: bool = True  # the engines, since the last update of their weights
     # What is measured: bytes in use by role, in the fullest stage in which it is there; how often it was measured with
     # all that it ever holds; bytes of the engines on their fullest device; bytes of the smallest device.
     _most: dict[str, int] = field(factory=dict)
@@ -46,11 +45,6 @@ class Residency:
 
     def __attrs_post_init__(self) -> None:
         self._ranks = dict.fromkeys(self.groups, ALL_KINDS)
-
-    @property
-    def slept(self) -> bool:
-        """Whether the engines have lost their weights since the last update, as they do whenever ranks take a turn."""
-        return bool(self.plan) and (self._slept or not self._stays)
 
     def turns(self, roles: Sequence[str]) -> dict[str, list[str]]:
         """Stage -> the roles that train in it, concurrently. Roles with devices of their own train in the first stage;
@@ -103,10 +97,6 @@ class Residency:
         """Let ranks and engines move again, until it is measured again that there is room for all."""
         self._most, self._seen, self._engine, self._total, self._stays = {}, Counter(), 0, 0, False
 
-    def updated(self) -> None:
-        """Note that the engines' weights were updated."""
-        self._slept = False
-
     def settle(self) -> str:
         """After a step: if ranks and engines were seen to fit on their devices together, let everything stay from now
         on. Returns why, in a line; "" if nothing has changed."""
@@ -157,7 +147,7 @@ class Residency:
             freed = self.fleet.sleep()
             if self.measures and self._stage == SAMPLE:  # their caches are there
                 self._engine = max(self._engine, freed)
-        self._engines, self._slept = EngineMemory.NOTHING, True
+        self._engines = EngineMemory.NOTHING
 
     def _wake(self, coming: Mapping[str, frozenset[MemoryKind]], *, engines: bool) -> None:
         for role, kinds in coming.items():

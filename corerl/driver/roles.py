@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, fields, frozen
+from attrs import define, evolve
 
-from corerl.algorithms.schedules import decayed, learning_rate
+from corerl.algorithms.schedules import learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
 from corerl.data.packing import StepPlan, groups_of_steps
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import SharedBatch
+from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
-
-
-@frozen(kw_only=True)
-class ScheduleState:
-    """How far a learning-rate schedule was when a resume changed the number of optimizer steps per rollout batch."""
-
-    optimizer_step: int
-    rollout_step: int
-    progress: float  # share of the decay
 
 
 @define(kw_only=True)
@@ -42,46 +32,21 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     optimizer_step: int  # the next step
-    schedule_state: ScheduleState | None = None  # where the schedule continues
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
         return learning_rate(
+            warmup_steps=schedule.warmup_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
-            **self._place(optimizer_step),
+            step=optimizer_step,
+            total_steps=max(self.rollout_steps - self.first_step, 0) * self.steps_of_batch,
         )
-
-    def _place(self, optimizer_step: int) -> dict[str, Any]:
-        """Where an optimizer step is in the schedule."""
-        schedule = self.schedule_state or ScheduleState(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
-        left = max(self.rollout_steps - schedule.rollout_step, 0) * self.steps_of_batch
-        return {
-            "warmup_steps": self.train.schedule.warmup_steps,
-            "step": optimizer_step,
-            "total_steps": schedule.optimizer_step + left,
-            "start": schedule.optimizer_step,
-            "progress": schedule.progress,
-        }
-
-    def go_on(self, before: TrainConfig, rollout_step: int) -> None:
-        """Keep the learning rate of the next step where it was with the mini-batches and epochs of `before`, which the
-        first rollout steps had."""
-        earlier = evolve(self, train=evolve(self.train, mini_batches=before.mini_batches, epochs=before.epochs))
-        if earlier.steps_of_batch != self.steps_of_batch and self.optimizer_step:
-            progress = decayed(**earlier._place(self.optimizer_step))
-            self.schedule_state = ScheduleState(
-                optimizer_step=self.optimizer_step, rollout_step=rollout_step, progress=progress
-            )
 
     @property
     def steps_of_batch(self) -> int:
         return self.train.mini_batches * self.train.epochs
-
-    def restarted(self, init: InitResult) -> None:
-        """Go on where the ranks, which have restarted, do."""
-        self.optimizer_step = init.optimizer_step
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
@@ -147,7 +112,7 @@ class Role:
 def roles_of(
     plan: Plan, groups: Mapping[str, TrainGroup], inits: Mapping[str, InitResult], *, notify: Callable[[str], None]
 ) -> dict[str, Role]:
-    """The roles of groups that have started; if the run resumes, their schedules continue."""
+    """The roles of groups that have started. If the run resumes with other learning rates, `notify` gets lines."""
     roles = {}
     for name, group in groups.items():
         objective, train = group.plan.objective, group.plan.train
@@ -163,38 +128,27 @@ def roles_of(
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]
-        for text in resume_schedules(plan.start.state, trained):
+        for text in changed_rates(plan.start.state, trained):
             notify(text)
     return roles
 
 
-def resume_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[str]:
-    """Continue the schedules of the checkpoint whose `state` this is. One line for each role whose next step has
-    another learning rate than by the checkpoint's config."""
-    for role in roles:
-        if (found := state.get("schedules", {}).get(role.name)) is not None:
-            role.schedule_state = ScheduleState(**{each.name: found[each.name] for each in fields(ScheduleState)})
+def changed_rates(state: Mapping[str, Any], roles: Collection[Role]) -> Iterator[str]:
+    """A line for each role whose next step has another learning rate than by the config of the checkpoint whose `state`
+    this is."""
     try:
         old = config_of(state["config"])
     except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with
-        return []
-    lines = []
+        return
     for role in roles:
         if role.name not in old.chosen_roles:
             continue
         train = old.train_of(role.name)
-        steps = train.schedule.steps or old.run.steps
-        was = evolve(role, train=train, rollout_steps=steps).lr(role.optimizer_step)
-        as_long = evolve(role, rollout_steps=steps)
-        for each in (role, as_long):
-            each.go_on(train, state["rollout_step"])
-        now = role.lr(role.optimizer_step)
-        if math.isclose(was, now, rel_tol=1e-6):
-            continue
-        cure = ""
-        if as_long.lr(role.optimizer_step) == was:
-            table = old.train_table_of(role.name)
-            cure = f", because the schedule spans {role.rollout_steps} rollout steps, not {steps}; set "
-            cure += f"{table}.schedule.steps={steps} to keep it"
-        lines.append(f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}{cure}")
-    return lines
+        before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
+        was, now = before.lr(role.optimizer_step), role.lr(role.optimizer_step)
+        if not math.isclose(was, now, rel_tol=1e-6):
+            yield (
+                f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}; its schedule spans "
+                f"{role.rollout_steps} rollout steps of {role.steps_of_batch} optimizer steps, where it had "
+                f"{before.rollout_steps} of {before.steps_of_batch}"
+            )

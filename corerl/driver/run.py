@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,54 +16,34 @@ from corerl.algorithms.kl import adapted_coefficient
 from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
-from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.control import Control
+from corerl.driver.earlier_policies import EarlierPolicies
+from corerl.driver.evaluations import Evaluations
 from corerl.driver.logprob_check import LogprobCheck
-from corerl.driver.metrics import (
-    compilations,
-    first_step_mismatch,
-    idle,
-    idle_seconds,
-    recomputed_mismatch,
-    rollout_metrics,
-    staleness_metrics,
-    time_metrics,
-    train_metrics,
-)
+from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Sampling
-from corerl.driver.snapshots import Snapshots
-from corerl.driver.step_notices import StepNotices
-from corerl.driver.stop import StopRequest
+from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
-from corerl.errors import ResizeFailed, SaveFailed
+from corerl.errors import WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.residency import COMPARE, FORWARD, REST, SAMPLE, saving
+from corerl.plan.residency import COMPARE, FORWARD, SAMPLE
 from corerl.plan.resume import EXPORT
-from corerl.plugin.events import Evaluated, RunFinished, RunRewound, SampleShown, StepFinished
+from corerl.plugin.events import RunFinished, RunRewound
 from corerl.plugin.spec import ACTOR
-from corerl.rollout.evaluation import EvalSet, evaluate
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
 from corerl.rollout.scored import ScoredRollout, postprocessed
-from corerl.trainer.shared import SharedBatch, share
+from corerl.trainer.group import SharedBatch, share
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
-
-
-def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
-    """The first evaluation's answers, from a checkpoint's state."""
-    return tuple(SampleShown(**shown) for shown in state.get("before", []))
-
-
-def _questions(answers: Sequence[SampleShown]) -> list[tuple[str, str]]:
-    return [(shown.prompt, shown.answer) for shown in answers]
 
 
 @frozen(kw_only=True)
@@ -83,32 +62,22 @@ class Run:
 
     plan: Plan
     progress: Progress
-    notices: StepNotices
-    stop: StopRequest
+    reports: StepReports
     roles: Mapping[str, Role]
     updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
-    snapshots: Snapshots  # of the actor
+    earlier: EarlierPolicies
     logprob_check: LogprobCheck | None  # None if it is off
     residency: Residency
     sampling: Sampling
-    checkpoints: Checkpoints
-    memory: MemoryCheckpoints | None = None
+    evaluations: Evaluations
+    saves: Saves
     restarts: Recovery
     control: Control
 
     # algorithm.kl_coef, as adapted so far
     kl_coef: float = field(default=Factory(lambda self: self._kl_coef_in(self.plan.start.state), takes_self=True))
 
-    _step_started: float = field(factory=time.perf_counter)
-    # Of that clock, by time.time(); once, so that a step begins where the one before has ended.
-    _epoch: float = field(factory=lambda: time.time() - time.perf_counter())
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
-    # Of the first evaluation; a resumed run reads it from its checkpoint.
-    _before: tuple[SampleShown, ...] = field(
-        default=Factory(lambda self: answers_in(self.plan.start.state) if self.plan.run.trains else (), takes_self=True)
-    )
-    _after: tuple[SampleShown, ...] = ()
-    _evaluation: dict[str, float] = field(factory=dict)
     _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
 
     # ---- state ------------------------------------------------------------------------------------------------------
@@ -116,7 +85,7 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether to stop now."""
-        return self.stop.requested and self._resumable
+        return self.control.stop.requested and self._resumable
 
     @property
     def _resumable(self) -> bool:
@@ -143,9 +112,9 @@ class Run:
         rollout = self.plan.rollout
         while True:
             scored = None
-            with self.recovery() as fine:
+            with self.recovery() as deaths:
                 scored = self._next()
-            if not fine():
+            if deaths:
                 continue
             if scored is None:
                 return
@@ -158,18 +127,18 @@ class Run:
     def _next(self) -> ScoredRollout | None:
         """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
         self._streamed = None  # that of the step before
-        if self.sampling.source.streams:
-            trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
-            self._streamed = StreamedStep(
-                step=self.progress.step,
-                training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
-                with_logprobs=self.with_logprobs,
-                with_advantages=self.advantages_of,
-                progress=self.progress,
-            )
-            while arrived := self._served(self.sampling.source.arrived()):
-                self._streamed.add(arrived)
-                self.progress.begin("rollout")
+        while arrived := self._served(self.sampling.source.arrived()):
+            if self._streamed is None:
+                trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+                self._streamed = StreamedStep(
+                    step=self.progress.step,
+                    training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                    with_logprobs=self.with_logprobs,
+                    with_advantages=self.advantages_of,
+                    progress=self.progress,
+                )
+            self._streamed.add(arrived)
+            self.progress.begin("rollout")
         return self._served(self.sampling.source.next())
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
@@ -251,7 +220,7 @@ class Run:
                 shared,
                 samples,
                 tuple(each.columns.values()),
-                weights=self.snapshots.name_of(each.weights),
+                weights=self.earlier.name_of(each.weights),
                 replay=each.replay,
             )
             for each in algorithm.passes
@@ -303,9 +272,9 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.snapshots.renews(self.progress.step + 1):
+        if self.earlier.renews(self.progress.step + 1):
             self.residency.enter(FORWARD)
-            self.snapshots.renew()
+            self.earlier.renew()
 
     def _start_training(
         self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
@@ -337,9 +306,9 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    def recovery(self) -> AbstractContextManager[Callable[[], bool]]:
+    def recovery(self) -> AbstractContextManager[Sequence[WorkerDied]]:
         """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
-        repeated. Yields whether the block has ended otherwise."""
+        repeated. Yields the deaths so far."""
         return self.restarts.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
@@ -348,21 +317,14 @@ class Run:
         self._streamed, self._pushed_at = None, None
         self.progress.step = point.step
         self.progress.emit(RunRewound(step=point.step))
-        self._begin_snapshots(resumed=bool(point.state))
+        self.earlier.begin(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
             self.sampling.source.renumber(self.updates.version - point.version)
-            self.updates.new_rendezvous()  # the old ranks are still part of what was built at the old address
             self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
-
-    def _begin_snapshots(self, *, resumed: bool) -> None:
-        """Make those that ranks which have restarted lack."""
-        self.snapshots = evolve(self.snapshots, made=0)
-        for text in self.snapshots.begin(self.progress.step, resumed=resumed):
-            self.progress.notice(text)
 
     # ---- extensions that decide -------------------------------------------------------------------------------------
 
@@ -370,30 +332,14 @@ class Run:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
         if self.stopping or self.progress.step >= self.plan.run.steps or not self._resumable:
             return
-        changed = self.control.between_steps(self._checkpoint)
+        changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(COMPARE)  # for the actor's parameters
-            self._begin_snapshots(resumed=True)
-            self.snapshots.updated()
-        if changed:
+            self.earlier.begin(resumed=True)
+            self.earlier.updated()
+        if changed and self.updates is not None:
+            self.updates.new_rendezvous()
             self.push_weights()
-
-    def _checkpoint(self) -> Path:
-        """A complete checkpoint of this step, in memory if the run keeps those. Raises ResizeFailed if it cannot be
-        written and all ranks are still there: the run goes on, and its next save may have room."""
-        self.checkpoints.complete(wait=True)  # ranks that are about to end write it
-        if self.memory is not None:
-            self._save_in_memory(self.memory, background=False)
-        saves = self.memory or self.checkpoints
-        if saves.last_step != self.progress.step:
-            try:
-                self._start_save(saves, background=False)
-            except SaveFailed as error:
-                if any(role.group.processes.ended for role in self.roles.values()):
-                    raise
-                raise ResizeFailed(f"no checkpoint to restart from: {error.message}") from error
-        assert saves.newest is not None
-        return saves.newest
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
@@ -403,11 +349,10 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push(self.sampling.source, self.control)
-        self.residency.updated()
+        self.updates.push(self.sampling.source)
         new = self._pushed_at != self.actor.optimizer_step
         if new:
-            self.snapshots.updated()
+            self.earlier.updated()
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.updates.version - 1, new=new)
         self._pushed_at = self.actor.optimizer_step
@@ -421,10 +366,10 @@ class Run:
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.
-        if self.residency.slept or self._pushed_at is None or not fleet.all_serve:
+        if self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or any(self._evaluation_due(each) for each, *_ in self.sampling.held_out)
+        due = self.progress.step % every == 0 or self.evaluations.any_due
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
@@ -441,132 +386,41 @@ class Run:
     ) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
         require_there(self.plan.start.run_dir)
-        now = time.perf_counter()
-        rollout = rollout_metrics(scored)
-        seconds = {**scored.seconds, **self.progress.seconds.take()}
-        metrics = {**rollout, **(batch.metrics if batch else {})}
-        if batch and self.plan.algorithm.settings.old_logprobs == "recompute":
-            metrics |= recomputed_mismatch(batch.samples)
-        elif ACTOR in results:
-            metrics |= first_step_mismatch(results[ACTOR][0])
-        for name, steps in results.items():
-            role = self.roles[name]
-            prefix = "train" if name == ACTOR else name
-            metrics |= train_metrics(steps, role.lr(role.optimizer_step - 1), prefix=prefix)  # of the last step
         if self.updates is not None:
             self.updates.fleet.step_completed()
         self.restarts.step_done()
-        metrics |= self.residency.metrics()
-        if line := self.residency.settle():
-            self.progress.notice(line)
-        metrics |= compilations(results)
-        metrics |= time_metrics(seconds, now - self._step_started, rollout["rollout/tokens"])
-        engines = self.updates.fleet.names if self.updates is not None else ()
-        waits = idle(self.progress.spans.take(), self._step_started, now, engines=engines)
-        metrics |= idle_seconds(waits, engines=len(engines))
-        for line in self.notices.of(scored, batch, results):
-            self.progress.notice(line)
-        self._step_started = now
-        self.progress.emit(
-            StepFinished(
-                step=scored.step,
-                metrics=metrics,
-                shown=scored.shown(),
-                samples=scored.samples(),
-                idle=[
-                    evolve(each, started=self._epoch + each.started, ended=self._epoch + each.ended) for each in waits
-                ],
-            )
-        )
+        self.reports.report(scored, batch, results)
 
     def evaluate(self, *, always: bool = False) -> None:
-        """Evaluate on the sets of held-out prompts that are due. That depends only on the steps done, so a resumed run
-        evaluates at the same steps as an uninterrupted one."""
-        due = [each for each in self.sampling.held_out if always or self._evaluation_due(each[0])]
-        if due:
-            found = []
-            for held_out, sampler, reward in due:
-                with self.progress.phase("eval"):
-                    found.append(self._served(evaluate(sampler, held_out, reward)))
-                if first := found[-1].first_failure:
-                    failed = sum(found[-1].failures.values())
-                    why = f"{failed} samples failed; the first: {first}" if failed else first
-                    self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {why}")
-            shown = found[0].shown
-            if due[0] is self.sampling.held_out[0]:
-                if _questions(self._before) != _questions(shown):  # the checkpoint's may be of other data
-                    self._before = shown
-                self._after = shown
-            metrics = {name: value for each in found for name, value in each.metrics.items()}
-            self._evaluation = metrics
-            self.progress.emit(
-                Evaluated(
-                    step=self.progress.step,
-                    metrics=metrics,
-                    shown=shown,
-                    samples=[sample for each in found for sample in each.samples],
-                )
-            )
+        """Evaluate on the sets of held-out prompts that are due, or on all."""
+        self.evaluations.run(self._served, always=always)
         self.progress.begin("rollout" if self.sampling.sampler else "reading")
-
-    def _evaluation_due(self, held_out: EvalSet) -> bool:
-        every = held_out.every
-        if not every or self.sampling.sampler is None:
-            return False
-        if self.progress.step == 0:
-            return self.plan.eval.at_start
-        return self.progress.step % every == 0 or self.progress.step >= self.plan.run.steps
 
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
-            self.checkpoints.complete(wait=False)
             last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
-            if last or self.checkpoints.due(self.progress.step):
-                self._start_save(self.checkpoints, background=self.plan.checkpoint.background and not last)
-            if self.memory is not None and self._resumable and not last:
-                self._save_in_memory(self.memory, background=True)
+            self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
-    def _save_in_memory(self, memory: MemoryCheckpoints, *, background: bool) -> None:
-        """Start an in-memory checkpoint of this step, if there is none, or else complete it."""
-        try:
-            if memory.last_step != self.progress.step:
-                self._start_save(memory, background=background)
-            memory.complete(wait=not background)
-        except SaveFailed as error:
-            self.progress.notice(f"no more in-memory checkpoints: {error.message}")
-            self.memory = None
-            memory.give_up()
-
-    def _start_save(self, saves: Checkpoints, *, background: bool) -> None:
-        schedules = {
-            name: asdict(role.schedule_state) for name, role in self.roles.items() if role.schedule_state is not None
-        }
+    def _driver_part(self) -> DriverPart:
         state = {
             "rollout_step": self.progress.step,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
-            **({"schedules": schedules} if schedules else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
-            "before": [asdict(shown) for shown in self._before],
+            "before": [asdict(shown) for shown in self.evaluations.before],
         }
-        saves.start(
-            self.progress.step,
-            state,
-            background=background,
-            files=self.sampling.source.save,
-            enter=lambda role: self.residency.enter(saving(role)),
-        )
+        return DriverPart(state=state, write=self.sampling.source.save)
 
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
         require_there(self.plan.start.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
-        reason = "interrupted" if self.stop.requested and not done else "finished"
+        reason = "interrupted" if self.control.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.plan.start.run_dir)}
         if self.plan.run.mode == "rollout-only":
             artifacts["rollouts"] = str(self.plan.start.run_dir / "rollouts")
@@ -581,23 +435,22 @@ class Run:
                 reason=reason,
                 steps_done=self.progress.step,
                 seconds=self.progress.elapsed,
-                before=self._before,
-                after=self._after,
+                before=self.evaluations.before,
+                after=self.evaluations.after,
                 artifacts=artifacts,
             )
         )
         return Summary(
-            reason=reason, run_dir=self.plan.start.run_dir, steps_done=self.progress.step, evaluation=self._evaluation
+            reason=reason,
+            run_dir=self.plan.start.run_dir,
+            steps_done=self.progress.step,
+            evaluation=self.evaluations.metrics,
         )
 
     def _finish_training(self, *, export: bool) -> dict[str, str]:
         """Save and export; returns the paths of the results by kind."""
         self.progress.begin("saving")
-        if self.checkpoints.last_step != self.progress.step:
-            self.residency.enter(REST)
-            self._start_save(self.checkpoints, background=False)
-        self.checkpoints.complete(wait=True)
-        newest = self.checkpoints.newest
+        newest = self.saves.finish(self._driver_part)
         if newest is None:
             return {}
         artifacts = {"checkpoint": str(newest)}

@@ -12,7 +12,7 @@ from typing import Any
 
 from corerl.config.load import CONFIG_FILE, dump_toml
 from corerl.errors import ConfigError, SaveFailed
-from corerl.observability.files import keep
+from corerl.observability.jsonl import keep
 from corerl.plan.resume import unwritable
 
 

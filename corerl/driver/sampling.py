@@ -15,11 +15,11 @@ from attrs import define, field
 from corerl.algorithms.advantages import spread
 from corerl.config.schema import RewardConfig, RolloutConfig
 from corerl.data.prompts import PromptStream
-from corerl.driver.metrics import SCORING
 from corerl.driver.progress import GENERATED, SCORED, Progress
 from corerl.engines.base import UNLIMITED
 from corerl.engines.fleet import EngineFleet
 from corerl.event_loop import EventLoop, in_thread
+from corerl.observability.timing import SCORING
 from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.rollout.evaluation import EvalSet

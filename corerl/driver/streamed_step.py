@@ -12,8 +12,7 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.rollout.source import Arrived
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import SharedBatch
+from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import FloatArray, LossSpec, SampleBatch, offsets_of
 
 

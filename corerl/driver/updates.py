@@ -7,14 +7,14 @@ meanwhile is reported to the ranks, which would wait for it. The first failure i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
-from attrs import define, field
+from attrs import define, field, frozen
 
 from corerl.calls import POLL_SECONDS
 from corerl.config.schema import WeightsConfig
+from corerl.driver.control import Control
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.engines.base import Received
@@ -29,8 +29,14 @@ from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
-if TYPE_CHECKING:
-    from corerl.driver.control import Control
+
+@frozen(kw_only=True)
+class _Rendezvous:
+    """Where the ranks and the engines of now meet, and what is sent there."""
+
+    address: Address
+    manifest: Manifest
+    adapters: Manifest | None  # of an update to engines that hold all other weights
 
 
 @define(kw_only=True, eq=False)
@@ -40,31 +46,27 @@ class WeightUpdates:
     config: WeightsConfig
     group: TrainGroup  # the actor's
     fleet: EngineFleet
+    address_of: Callable[[], Address]  # of updates from the ranks to the engines as they are, without a rendezvous
+    separate_adapters: bool = False  # whether adapters travel alone to engines that hold all other weights
     version: int  # of the next update
-    address_of: Callable[[Sequence[str]], Address]  # of updates to these receivers, without a rendezvous
-    separate_adapters: bool = False  # they travel alone to engines that hold all other weights
     residency: Residency
+    control: Control  # asks extensions where engines are to start
     progress: Progress
 
-    manifest: Manifest = field(init=False)
-    adapters: Manifest | None = field(init=False)  # of these alone
-    address: Address = field(init=False)
+    _rendezvous: _Rendezvous | None = None  # None: the next update makes one
     _updates: int = 0  # that reached all engines
     _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
     _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
 
-    def __attrs_post_init__(self) -> None:
-        self.new_rendezvous()
-
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def push(self, source: Source, control: Control) -> None:
+    def push(self, source: Source) -> None:
         """Update all engines to the actor's weights, replacing those that miss the update. Raises WeightUpdateError, or
         the cause of an engine's death, if replacing does not help."""
         first = self.version
         while failed := self._attempt(source):
-            self._replace(failed, control)
+            self._replace(failed)
         self._again += range(first + 1, self.version)
         self._updates += 1
 
@@ -94,44 +96,58 @@ class WeightUpdates:
         version, self.version = self.version, self.version + 1
         group, fleet, every = self.group, self.fleet, self.config.verify_every
         verify = every > 0 and self._updates % every == 0
-        alone = self.adapters if fleet.all_serve else None
-        sending = group.update_weights(self.address, version, verify=verify, adapters=alone is not None)
-        receiving = fleet.receive(alone or self.manifest, version, self.address)
+        meeting = self._rendezvous = self._rendezvous or self._meet()
+        address, alone = meeting.address, meeting.adapters if fleet.all_serve else None
+        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None)
+        receiving = fleet.receive(alone or meeting.manifest, version, address)
         causes: set[str] = set()  # engines that failed first
         reported: set[str] = set()
         while not sending.ready(POLL_SECONDS):
             failed = {name: each.error for name, each in fleet.received(receiving, 0.0).items() if each.error}
             for name in failed.keys() - reported:
-                group.engine_failed(self.address, name, failed[name])
+                group.engine_failed(address, name, failed[name])
             causes, reported = causes or set(failed), reported | failed.keys()
         sent = sending.result()
-        incomplete = any(sent.engines.values())
-        if incomplete:
-            abandon(self.address)
+        if any(sent.engines.values()):  # senders do not know whether these have all they need
+            self.new_rendezvous()
         # As long as a sender waits for an engine: over a disk, engines only begin to read now.
-        received = fleet.received(receiving, self.address.timeout)
+        received = fleet.received(receiving, address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
         fleet.updated(taken)
         self._served.update(taken)
         if missed:
-            return self._to_replace(missed, causes, sent)
-        if incomplete:  # engines have all they need, but their senders do not know
-            self.new_rendezvous()
+            silent = f"no answer within {address.timeout:g} s after the update's end"
+            return self._to_replace(missed, causes, sent, silent)
         if sent.sums:
-            self._require_loaded(sent.sums, version)
+            self._require_loaded(sent.sums, version, meeting.manifest.dtype)
         return {}
 
+    def _meet(self) -> _Rendezvous:
+        """A rendezvous of the ranks and engines as they are."""
+        return _Rendezvous(
+            address=self.group.rendezvous(self.address_of()),
+            manifest=self.group.manifest().result(),
+            adapters=self.group.manifest(adapters=True).result() if self.separate_adapters else None,
+        )
+
+    def new_rendezvous(self) -> None:
+        """Let the next update have another rendezvous: ranks or engines have ended or are others now, or an update
+        has failed. Engines that still wait at this one stop."""
+        if self._rendezvous is not None:
+            abandon(self._rendezvous.address)
+        self._rendezvous = None
+        self._served &= set(self.fleet.names)
+
     def _to_replace(
-        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult
+        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
     ) -> dict[str, CorerlError]:
         """Which of the engines that missed an update to replace, and why: those that died or gave no answer; if all
-        are alive and answered, those that failed first.
+        are alive and answered, those that failed first. `silent` is why one gave no answer.
 
         Raises WeightUpdateError if one of these has never taken an update: the next one would fail too.
         """
         gone = [name for name, each in missed.items() if each is None or each.died]
-        silent = f"no answer within {self.address.timeout:g} s after the update's end"
         errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
         if not gone and (never := sorted(errors.keys() - self._served)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
@@ -141,9 +157,9 @@ class WeightUpdates:
             for name, error in errors.items()
         }
 
-    def _require_loaded(self, sums: Mapping[str, int], version: int) -> None:
+    def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
         """Raise WeightUpdateError if an engine holds anything other than what was sent."""
-        for name, loaded in self.fleet.weight_sums(self.manifest.dtype).items():
+        for name, loaded in self.fleet.weight_sums(dtype).items():
             if loaded is None:
                 if not self._unverified:
                     self.progress.notice(
@@ -157,42 +173,20 @@ class WeightUpdates:
                     "incorrectly"
                 )
 
-    def _replace(self, failed: Mapping[str, CorerlError], control: Control) -> None:
+    def _replace(self, failed: Mapping[str, CorerlError]) -> None:
         """Start new engines in the place of these, which takes as long as any start of one; `failed` says why."""
         self.residency.enter(REST)
         for engine, error in failed.items():
             self.progress.notice(f"{engine} is replaced: {error.message}")
         with self.progress.phase("replace"):
             try:
-                control.failed("; ".join(error.message for error in failed.values()), ranks=False)
+                self.control.failed("; ".join(error.message for error in failed.values()), ranks=False)
             except InsufficientResources as refused:
                 raise refused.with_cause(next(iter(failed.values()))) from refused
             self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
         self.residency.engines_changed()
         self._served -= failed.keys()
         self.new_rendezvous()
-
-    # ---- rendezvous of ranks and engines ----------------------------------------------------------------------------
-
-    def ranks_ended(self) -> None:
-        """Note that the ranks have ended, maybe in an update: engines must not wait for them."""
-        abandon(self.address)
-
-    def new_rendezvous(self) -> None:
-        """Give the next update an address of its own, for the current ranks and engines."""
-        self.manifest = self.group.manifest().result()
-        self.adapters = self.group.manifest(adapters=True).result() if self.separate_adapters else None
-        self.address = self.group.rendezvous(self.address_of(self.fleet.receivers))
-
-    def resized(self, address_of: Callable[[Sequence[str]], Address]) -> None:
-        """Note that there are other ranks, or other engines; `address_of` is of updates to these receivers."""
-        self.meets_at(address_of)  # first: if ranks die now, those that are started in their place meet there
-        self.new_rendezvous()
-
-    def meets_at(self, address_of: Callable[[Sequence[str]], Address]) -> None:
-        """The same, of ranks that are yet to start."""
-        self.address_of = address_of
-        self._served &= set(self.fleet.names)
 
 
 def _reason(answer: Received | None, sender: str, silent: str) -> str:

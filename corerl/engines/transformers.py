@@ -38,7 +38,7 @@ from corerl.memory.device import empty_cache
 from corerl.models.attention import carries_state
 from corerl.models.build import build_on_meta, materialize, named_weights
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout, own_attention
 from corerl.models.lora import put_adapters
 from corerl.models.names import hf_boxes
@@ -66,7 +66,7 @@ class TransformersEngine(Engine):
         if context.lora is not None:
             put_adapters(self._model, context.lora, dtype=getattr(torch, context.precision))
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
-        looked = look_at(hf)
+        looked = meta_model(hf)
         self._pads = choose_layout(looked, "auto").name == "packed" and not carries_state(parts_of(looked).decoder)
         # Left uninitialized: nothing is served before the first update has overwritten every parameter.
         empty = {

@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
-    from corerl.models.files import look_at as look_at
+    from corerl.models.files import meta_model as meta_model
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
-    from corerl.models.lora import freeze as freeze
     from corerl.models.lora import peft_config as peft_config
     from corerl.models.lora import put_adapters as put_adapters
     from corerl.models.lora import targets_in as targets_in

@@ -45,7 +45,7 @@ BESIDES = {"sinks": InPieces.SINKS, "attn_logit_softcapping": InPieces.CAPS}
 
 
 @frozen
-class Seen:
+class CausalMask:
     """Which tokens of its sequence a token sees, up to itself. Stands for the mask that transformers makes for a kind
     of layer: a mask over packed tokens would have [T, T] entries."""
 
@@ -58,14 +58,14 @@ def register_packed_attention(*, compiled: bool = True) -> None:
     AttentionMaskInterface.register(PACKED, _mask)
 
 
-def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **kwargs: Any) -> Seen | None:
+def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **kwargs: Any) -> CausalMask | None:
     """What transformers would make a mask of, (batch, head, query, key) -> whether the query sees the key; None if it
     is of another kind. Models make masks for layers that they do not have, so only attention complains of that."""
     size = local_size or 8
     pairs = [(0, 0), (0, 1), (size, size - 1), (size, 1), (size, 0), (size - 1, 0), (3 * size, size), (3 * size, 0)]
     queries, keys = torch.tensor(pairs).T
     seen = [key <= query and (local_size is None or query - key < size) for query, key in pairs]
-    return Seen(window=local_size) if mask_function(0, 0, queries, keys).tolist() == seen else None
+    return CausalMask(window=local_size) if mask_function(0, 0, queries, keys).tolist() == seen else None
 
 
 def _attention(
@@ -73,7 +73,7 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Seen | Tensor | None,
+    attention_mask: CausalMask | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -97,13 +97,13 @@ def _attention(
             "row of packed tokens and no cache"
         )
     asked = [option for option, given in kwargs.items() if given is not None and option not in WITHOUT_EFFECT]
-    if not isinstance(attention_mask, Seen):
+    if not isinstance(attention_mask, CausalMask):
         asked.append("a mask that is neither causal nor a window of that")
     if dropout:
         asked.append("dropout")
     if asked:
         raise ModelError(f"{name} uses {', '.join(asked)}, which {PACKED} attention does not support")
-    assert isinstance(attention_mask, Seen)
+    assert isinstance(attention_mask, CausalMask)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = packed_attention(q, k, v, packing, scaling, window=attention_mask.window, softcap=softcap, sinks=s_aux)
     return out[None], None
@@ -117,14 +117,12 @@ def unregistered_attention(decoder: nn.Module) -> nn.Module | None:
     return next(iter(alone), None if found else decoder)
 
 
-def counts_tokens(decoder: nn.Module) -> nn.Module | None:
-    """A module of the decoder that calls registered attention and numbers tokens by itself, not by their positions, or
-    None."""
-    found = (module for module in mixers(decoder) if _has(module, INTERFACE) and _has(module, COUNTS))
-    return next(found, None)
+def counts_tokens(decoder: nn.Module) -> bool:
+    """Whether a module that calls registered attention numbers tokens by itself, not by their positions."""
+    return any(_has(module, INTERFACE) and _has(module, COUNTS) for module in mixers(decoder))
 
 
-def attends(decoder: nn.Module) -> bool:
+def uses_registered_attention(decoder: nn.Module) -> bool:
     """Whether tokens see earlier ones through registered attention."""
     return any(_has(module, INTERFACE) for module in mixers(decoder))
 
@@ -149,16 +147,16 @@ def attention_in_pieces(decoder: nn.Module) -> InPieces | None:
     return None if found else InPieces.OWN
 
 
-def keep_apart(decoder: nn.Module) -> list[nn.Module]:
+def run_on_rows(decoder: nn.Module) -> list[nn.Module]:
     """Have the layers that carry a state along a row called with rows of which each is one sequence; returns them."""
-    found = kept_apart(decoder)
+    found = other_mixers(decoder)
     for module in found:
         in_rows = partial(_in_rows, module.forward, type(module).__name__, _values(type(module)))
         module.forward = torch.compiler.disable(in_rows)
     return found
 
 
-def kept_apart(decoder: nn.Module) -> list[nn.Module]:
+def other_mixers(decoder: nn.Module) -> list[nn.Module]:
     """The modules that let tokens see earlier ones in other ways than registered attention."""
     return [module for module in mixers(decoder) if not _has(module, INTERFACE)]
 
@@ -183,15 +181,7 @@ def _has(module: nn.Module, *words: str) -> bool:
 
 @functools.cache  # reading a class takes milliseconds, and models have many modules of few classes
 def _code(kind: type[nn.Module]) -> str:
-    return "\n".join(_source(each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)])
-
-
-def _source(kind: type) -> str:
-    """The code of a class or, where Python does not list its module any more, that of its methods."""
-    try:
-        return inspect.getsource(kind)
-    except TypeError:
-        return "\n".join(inspect.getsource(each) for each in vars(kind).values() if inspect.isfunction(each))
+    return "\n".join(inspect.getsource(each) for each in kind.__mro__[: kind.__mro__.index(nn.Module)])
 
 
 def _values(kind: type[nn.Module]) -> int | None:
@@ -223,7 +213,7 @@ def _in_rows(
             "model, and that each layer passes on further arguments"
         )
     given = (args, kwargs)
-    if any(isinstance(each, Seen) for each in tree_leaves(given)):
+    if any(isinstance(each, CausalMask) for each in tree_leaves(given)):
         raise ModelError(f"{name} computes attention with its own code, which treats packed sequences as one")
     layout, gather, scatter = packing.rows
     (shape,) = layout.shapes

@@ -160,8 +160,8 @@ def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None, *, kept: 
 def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
     """Replace the model's parameters with `tensors`, keyed by the names of `model.named_parameters()`.
 
-    A tied parameter is named once and stays one object everywhere. Raises ModelError unless names and shapes are
-    exactly the model's.
+    A tied parameter is named once and stays one object everywhere; in a model with adapters, what takes the place of a
+    frozen one is frozen. Raises ModelError unless names and shapes are exactly the model's.
     """
     old = dict(model.named_parameters())
     if old.keys() != tensors.keys():
@@ -169,9 +169,12 @@ def materialize(model: nn.Module, tensors: Mapping[str, nn.Parameter]) -> None:
         raise ModelError(
             f"the tensors do not match the model's parameters: missing {missing[:3]}, unknown {unknown[:3]}"
         )
+    adapted = any(hasattr(module, "lora_A") for module in model.modules())
     for name, param in old.items():
         if param.shape != tensors[name].shape:
             raise ModelError(f"{name} has shape {list(tensors[name].shape)}, the model needs {list(param.shape)}")
+        if adapted and not param.requires_grad:
+            tensors[name].requires_grad_(False)
     new = {id(param): tensors[name] for name, param in old.items()}
     for module in model.modules():
         for name, slot in list(module.named_parameters(recurse=False, remove_duplicate=False)):

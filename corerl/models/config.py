@@ -65,9 +65,9 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     _forget_pad(config)
     _forget_code(config)
     if model.path:
-        from corerl.models.files import own_head  # imports transformers' models, which takes seconds
+        from corerl.models.files import untied_head  # imports transformers' models, which takes seconds
 
-        if own_head(config, model.path):
+        if untied_head(config, model.path):
             for part in (config, config.get_text_config()):
                 part.tie_word_embeddings = False
     return config

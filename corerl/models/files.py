@@ -22,16 +22,16 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
-from corerl.models.initial import RandomSource, begins, initials
+from corerl.models.initial import RandomSource, adapter_initials, initials
 from corerl.models.lora import PeftFiles, put_adapters
 from corerl.models.names import peft_names, shapes_of
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import TensorSource
 
-LOOKED_AT = 16  # models that a process keeps on meta
+META_MODELS = 16  # models that a process keeps on meta
 COMPARED = 2**24  # elements at a time, of tensors that may be equal
-_own_heads: dict[tuple[object, ...], str] = {}  # reading a head and an embedding takes seconds
+_untied_heads: dict[tuple[object, ...], str] = {}  # reading a head and an embedding takes seconds
 
 
 class ModelFiles(SafetensorsSource):
@@ -46,7 +46,7 @@ class ModelFiles(SafetensorsSource):
         if name in self.names or name == VALUE_HEAD_WEIGHT:  # which transformers does not know
             return super().stored(name)
         if self._naming is None:  # it takes a model, and few directories need it
-            built = look_at(self._config)
+            built = meta_model(self._config)
             name_in = _naming(built)
             self._naming = name_in, {**_other_end_of_ties(built, self.names, name_in), **_by(name_in, self.names)}
         name_in, found = self._naming
@@ -55,7 +55,7 @@ class ModelFiles(SafetensorsSource):
     def others(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
         """The tensors in the files that are none of `names`, the model's own, and are not tied to one of these."""
         taken = {self.stored(name) for name in names}
-        copies = [f"{re.escape(name)}$" for name in ties(model)]  # equal to what they are tied to, or `own_head` tells
+        copies = [f"{re.escape(name)}$" for name in ties(model)]  # equal to what they are tied to
         return sorted(name for name in self.names - taken if not any(re.search(copy, name) for copy in copies))
 
     def unused(self, names: Iterable[str], model: PreTrainedModel) -> list[str]:
@@ -67,7 +67,7 @@ class ModelFiles(SafetensorsSource):
 def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
     """The files to load a model of `config` from. Raises ModelError if they have a tensor of its own where the model
     has a tied one, so that it would be dropped."""
-    if name := own_head(config, directory):
+    if name := untied_head(config, directory):
         raise ModelError(
             f"{directory} has a {name} of its own, but in this run's model it is the same as another tensor; use "
             "weights of the same model"
@@ -75,7 +75,7 @@ def model_files(directory: str | Path, config: PreTrainedConfig) -> ModelFiles:
     return ModelFiles(directory, config)
 
 
-def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
+def untied_head(config: PreTrainedConfig, directory: str | Path) -> str:
     """The first tensor that differs in the directory's files from the one that `config` ties it to; "" if there is
     none. transformers ties only what is equal, whatever a config says."""
     tied = getattr(architecture_of(config), "_tied_weights_keys", None) or {}
@@ -84,18 +84,18 @@ def own_head(config: PreTrainedConfig, directory: str | Path) -> str:
         return ""
     stamp = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.is_file()]
     key = (config.model_type, str(directory), *stamp)
-    if key not in _own_heads:
+    if key not in _untied_heads:
         held = ModelFiles(directory, config)
         copies = [name for name in held.names if any(re.search(pattern, name) for pattern in tied)]
-        pairs = ties(look_at(config)).items() if copies else ()
-        _own_heads[key] = next((copy for copy, origin in pairs if _differ(held, copy, origin)), "")
-    return _own_heads[key]
+        pairs = ties(meta_model(config)).items() if copies else ()
+        _untied_heads[key] = next((copy for copy, origin in pairs if _differ(held, copy, origin)), "")
+    return _untied_heads[key]
 
 
 def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
     """The files of a model that reads pictures, and the names of the tensors in them that a run on text neither reads
     nor trains, like those of a vision tower. An export copies them."""
-    files, model = model_files(directory, config), look_at(config)
+    files, model = model_files(directory, config), meta_model(config)
     return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
 
 
@@ -131,18 +131,20 @@ class Described:
         return cls(type(config), config.to_json_string(use_diff=False), config)
 
 
-def look_at(config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None) -> PreTrainedModel:
+def meta_model(
+    config: PreTrainedConfig, *, value_head: bool = False, lora: LoraConfig | None = None
+) -> PreTrainedModel:
     """The model of `config`, with the adapters `lora`, wholly on meta: to learn its names and shapes. Raises ModelError
     if it cannot be built, or cannot have these.
 
-    A rank looks several times while it starts, and a model of hundreds of layers takes seconds to build: an equal
+    A rank needs it several times while it starts, and a model of hundreds of layers takes seconds to build: an equal
     config gets the same model, which nobody may change.
     """
-    return _looked_at(Described.of(config), value_head, lora)
+    return _meta_model(Described.of(config), value_head, lora)
 
 
-@functools.lru_cache(LOOKED_AT)
-def _looked_at(asked: Described, value_head: bool, lora: LoraConfig | None) -> PreTrainedModel:
+@functools.lru_cache(META_MODELS)
+def _meta_model(asked: Described, value_head: bool, lora: LoraConfig | None) -> PreTrainedModel:
     model = build_on_meta(asked.config, dtype=torch.float32, attention="eager", value_head=value_head, buffers=False)
     if lora is not None:
         put_adapters(model, lora, dtype=torch.float32)
@@ -218,9 +220,9 @@ def initial_source(
     sources: list[TensorSource] = []
     if lora is not None and adapters:
         if lora.path:
-            sources.append(PeftFiles(lora.path, peft_names(look_at(hf, lora=lora))))
+            sources.append(PeftFiles(lora.path, peft_names(meta_model(hf, lora=lora))))
         else:
-            sources.append(random(adapters, initials=begins(adapters, lora.init)))
+            sources.append(random(adapters, initials=adapter_initials(adapters, lora.init)))
     if model.path:
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         sources += [model_files(model.path, hf), *([random(head)] if head else [])]

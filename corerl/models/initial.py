@@ -1,4 +1,4 @@
-"""Learn how transformers begins each weight of a model, without drawing the large ones."""
+"""Random weights that are initialized as transformers does it, any box of them alone."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ Initial: TypeAlias = Normal | Uniform | Constant | Fixed
 
 
 def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
-    """How each tensor of the model begins, by HF name, as transformers' own initialization says. What it does not speak
-    of is left out, if it has two dims or more. `seed` is for vectors with random values.
+    """How each tensor of the model is initialized, by HF name, as transformers does it. What it leaves alone is left
+    out, if it has two dims or more. `seed` is for vectors with random values.
 
     Raises ModelError if the model cannot be built.
     """
     recorded: dict[int, Initial] = {}
-    with torch.random.fork_rng(devices=[]), _listening(recorded):
+    with torch.random.fork_rng(devices=[]), _recording(recorded):
         torch.manual_seed(seed)
         model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True)
     found: dict[str, Initial] = {}
@@ -75,27 +75,27 @@ def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
 
 
 @contextmanager
-def _listening(recorded: dict[int, Initial]) -> Iterator[None]:
-    """Note what transformers' initialization would do to tensors on meta: id -> how the tensor begins.
+def _recording(recorded: dict[int, Initial]) -> Iterator[None]:
+    """Record what transformers' initialization would do to tensors on meta: id -> initial values.
 
     Its functions are replaced in `transformers.initialization`, where the models of transformers 5 look them up; a
-    model that drew its weights otherwise would be left out.
+    model that samples its weights otherwise would be left out.
     """
 
-    def noted(name: str, initial: Any) -> Any:
-        do = getattr(initialization, name)
+    def recorder(name: str, initial: Any) -> Any:
+        fill = getattr(initialization, name)
 
-        def note(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not tensor.is_meta:
-                result: Tensor = do(tensor, *args, **kwargs)
+                result: Tensor = fill(tensor, *args, **kwargs)
                 return result
-            if (begins := initial(tensor, *args, **kwargs)) is not None:
-                recorded[id(tensor)] = begins
+            if (values := initial(tensor, *args, **kwargs)) is not None:
+                recorded[id(tensor)] = values
             return tensor
 
-        return note
+        return record
 
-    with mock.patch.multiple(initialization, **{name: noted(name, initial) for name, initial in BEGINS.items()}):
+    with mock.patch.multiple(initialization, **{name: recorder(name, initial) for name, initial in INITIALS.items()}):
         yield
 
 
@@ -120,8 +120,8 @@ def _evenly(std: float) -> Uniform:
     return Uniform(-math.sqrt(3) * std, math.sqrt(3) * std)
 
 
-# transformers' functions -> how a tensor begins that they would fill.
-BEGINS: dict[str, Any] = {
+# transformers' functions -> the initial values of a tensor that they would fill.
+INITIALS: dict[str, Any] = {
     "normal_": lambda tensor, mean=0.0, std=1.0, **_: Normal(mean, std),
     "trunc_normal_": _truncated,
     "uniform_": lambda tensor, a=0.0, b=1.0, **_: Uniform(a, b),
@@ -136,7 +136,7 @@ BEGINS: dict[str, Any] = {
 }
 
 
-def begins(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
+def adapter_initials(shapes: Mapping[str, Sequence[int]], init: str) -> dict[str, Initial]:
     """How new adapters begin, by their names, as PEFT's do: A [rank, in] uniform within 1 / sqrt(in), which is He et
     al. 2015 with a slope of sqrt(5), or normal with a deviation of 1 / rank; B zero."""
     return {name: _a(shape, init) if name.endswith(A) else Constant(0.0) for name, shape in shapes.items()}
@@ -176,7 +176,9 @@ class RandomSource:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._seed = seed
         std = float(getattr(config, "initializer_range", 0.02))
-        self._initials = {name: initials.get(name) or _usual(name, shape, std) for name, shape in self._shapes.items()}
+        self._initials = {
+            name: initials.get(name) or _default(name, shape, std) for name, shape in self._shapes.items()
+        }
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name)
@@ -202,11 +204,11 @@ class RandomSource:
         for low in range(0, sizes[0], step):
             rows = torch.arange(offsets[0] + low, offsets[0] + min(low + step, sizes[0]), device=self._device)
             counters = rows.view(-1, *(1,) * indices.dim()) * row + indices
-            out[low : low + len(rows)] = _drawn(initial, key, counters)
+            out[low : low + len(rows)] = _sampled(initial, key, counters)
         return out
 
 
-def _usual(name: str, shape: tuple[int, ...], std: float) -> Initial:
+def _default(name: str, shape: tuple[int, ...], std: float) -> Initial:
     if len(shape) > 1:
         return Normal(0.0, std)
     if name.endswith((".weight", ".bias")):
@@ -214,7 +216,7 @@ def _usual(name: str, shape: tuple[int, ...], std: float) -> Initial:
     raise ModelError(f"no initialization is known for {name!r} {list(shape)}; set model.path to load weights instead")
 
 
-def _drawn(initial: Normal | Uniform, key: int, counters: Tensor) -> Tensor:
+def _sampled(initial: Normal | Uniform, key: int, counters: Tensor) -> Tensor:
     """float32 values in the shape of `counters`, a function of them and of the key."""
     if isinstance(initial, Uniform):
         return (initial.low + (initial.high - initial.low) * unit(key, counters)).float()

@@ -18,17 +18,17 @@ from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.attention import (
     PACKED,
-    attends,
     counts_tokens,
-    keep_apart,
-    kept_apart,
     mixers,
+    other_mixers,
     register_packed_attention,
+    run_on_rows,
     unregistered_attention,
+    uses_registered_attention,
 )
 from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
 from corerl.models.config import context_length, reads_pictures
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
 from corerl.ops.packing import PackedSequences
@@ -41,7 +41,7 @@ class Layout:
 
 
 def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
-    """The way through `model`, from `look_at`, that `train.layout` = `asked` takes: 'auto' prefers packed.
+    """The way through `model`, from `meta_model`, that `train.layout` = `asked` takes: 'auto' prefers packed.
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
@@ -89,7 +89,7 @@ def make_policy(
     meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
     share the rows of the output matrix, see `Policy`. Raises ModelError if transformers cannot build it, or CoreRL not
     train it."""
-    chosen = choose_layout(look_at(config, value_head=value_head), layout)
+    chosen = choose_layout(meta_model(config, value_head=value_head), layout)
     packed = chosen.name == "packed"
     model = build_on_meta(
         config,
@@ -118,9 +118,9 @@ def require_packable(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
             f"{name} computes attention with its own code ({type(module).__name__}), which treats packed sequences as "
             "one; packing requires transformers' attention interface"
         )
-    if counts_tokens(decoder) is not None or any(hasattr(module, NUMBERS) for module in decoder.modules()):
+    if counts_tokens(decoder) or any(hasattr(module, NUMBERS) for module in decoder.modules()):
         raise ModelError(f"{name} numbers the positions of tokens in its own way, which packing would not")
-    if "position_ids" not in inspect.signature(decoder.forward).parameters and attends(decoder):
+    if "position_ids" not in inspect.signature(decoder.forward).parameters and uses_registered_attention(decoder):
         raise ModelError(f"{type(decoder).__name__} takes no position_ids, which packed sequences need")
 
 
@@ -129,7 +129,7 @@ def require_packed_attention(decoder: PreTrainedModel) -> None:
     not pass it the bounds of sequences."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     mask = torch.ones_like(tokens, device="cpu")  # some layers' code asks whether it hides anything
-    with _looked_at(decoder) as unseen, torch.no_grad():
+    with _run_as_packed(decoder) as unseen, torch.no_grad():
         try:
             decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
         except ModelError:
@@ -148,8 +148,8 @@ def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
     that is not there, for example. `model` is wholly on meta; empty if its code depends on values."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
     mask = torch.ones_like(tokens, device="cpu")
-    passed_over = {id(param) for module in kept_apart(parts.decoder) for param in module.parameters()}  # on meta
-    with _looked_at(parts.decoder), Reads() as reads, torch.no_grad():
+    passed_over = {id(param) for module in other_mixers(parts.decoder) for param in module.parameters()}  # on meta
+    with _run_as_packed(parts.decoder), Reads() as reads, torch.no_grad():
         try:
             parts.decoder(**_call(tokens, tokens, mask, PackedSequences.of(np.array([0, 2]), "cpu")))
         except Exception:  # as above
@@ -160,14 +160,14 @@ def unread_parameters(model: PreTrainedModel, parts: Parts) -> set[str]:
 
 
 @contextmanager
-def _looked_at(decoder: PreTrainedModel) -> Iterator[set[type]]:
+def _run_as_packed(decoder: PreTrainedModel) -> Iterator[set[type]]:
     """Within the block, the decoder is one that `PackedPolicy` runs, with experts that can be on meta. Gives the
     classes of modules that mix tokens and have not been called."""
     register_packed_attention()
     held = (getattr(each, "config", None) for each in decoder.modules())
     configs: dict[int, Any] = {id(each): each for each in held if isinstance(each, PreTrainedConfig)}
     before = [(config, config._attn_implementation, config._experts_implementation) for config in configs.values()]
-    apart = keep_apart(decoder)
+    apart = run_on_rows(decoder)
     unseen = {type(module) for module in mixers(decoder)}
     handles = [
         module.register_forward_hook(lambda module, *_: unseen.discard(type(module))) for module in mixers(decoder)
@@ -211,9 +211,9 @@ class PackedPolicy(Policy):
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
         # The rows of layers with a state are padded, in whatever order the sequences are.
-        self.rectangular = bool(keep_apart(self.decoder))
+        self.rectangular = bool(run_on_rows(self.decoder))
 
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]
         return hidden.index_select(0, packing.continuations - 1)
 
@@ -227,9 +227,9 @@ class WholePolicy(Policy):
 
     rectangular = True
 
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         rows, gather, scatter = packing.rows
-        self.routers.laid_out(gather, scatter)
+        self.routers.set_cells(gather, scatter)
         # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
         cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state
         hidden: Tensor = cells.flatten(0, 1).index_select(0, scatter[packing.continuations - 1])

@@ -69,23 +69,15 @@ def put_adapters(model: PreTrainedModel, lora: LoraConfig, *, dtype: torch.dtype
         setattr(model.get_submodule(parent), attribute, new[id(module)])
     if (head := getattr(model, VALUE_HEAD, None)) is not None:
         head.to(dtype)
-    freeze(model)
-
-
-def freeze(model: nn.Module) -> None:
-    """Freeze what training leaves as it is: call it again once other parameters are in the place of those on meta. Does
-    nothing to a model without adapters."""
-    if adapter_parameters(model):
-        trained = {id(param) for param in trained_parameters(model).values()}
-        for param in model.parameters():
-            param.requires_grad_(id(param) in trained)
+    trained = {id(param) for param in adapter_parameters(model).values()}
+    for name, param in model.named_parameters():
+        param.requires_grad_(id(param) in trained or name == VALUE_HEAD_WEIGHT)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name: adapters and a value head if the model has adapters, else all."""
+    """The parameters that training changes, by name: those that `put_adapters` has not frozen."""
     named = dict(model.named_parameters())
-    adapters = adapter_parameters(model)
-    return {name: named[name] for name in named if not adapters or name in adapters or name == VALUE_HEAD_WEIGHT}
+    return {name: named[name] for name in named if named[name].requires_grad} if adapter_parameters(model) else named
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

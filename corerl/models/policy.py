@@ -55,7 +55,7 @@ class Policy(nn.Module, ABC):
         self._longest = longest_sequence(model.config)
 
     @abstractmethod
-    def before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
         """Hidden states [T - S, H] of the tokens before each token but the first of its sequence."""
 
     @property
@@ -81,13 +81,6 @@ class Policy(nn.Module, ABC):
         """The module that turns hidden states [T, hidden] into values, if this is a critic."""
         return getattr(self.model, VALUE_HEAD, None)
 
-    @property
-    def gives(self) -> frozenset[Output]:
-        """The outputs that `forward` can compute."""
-        if self.value_head is not None:
-            return frozenset({Output.VALUES})
-        return frozenset({Output.LOGPROBS, Output.ENTROPY})
-
     def forward(
         self,
         tokens: Tensor,
@@ -100,11 +93,12 @@ class Policy(nn.Module, ABC):
 
         All are exactly 0 at the first token of each sequence; log-probs and entropy are from logits / temperature.
         """
-        unknown = set(outputs) - self.gives
-        if unknown:
-            what = "critic" if Output.VALUES in self.gives else "policy"
+        critic = self.value_head is not None
+        available = {Output.VALUES} if critic else {Output.LOGPROBS, Output.ENTROPY}
+        if unknown := set(outputs) - available:
             raise ModelError(
-                f"a {what} cannot compute {', '.join(sorted(unknown))}; it computes {', '.join(sorted(self.gives))}"
+                f"a {'critic' if critic else 'policy'} cannot compute {', '.join(sorted(unknown))}; it computes "
+                f"{', '.join(sorted(available))}"
             )
         if self._longest is not None and packing.longest > self._longest:
             raise ModelError(
@@ -113,7 +107,7 @@ class Policy(nn.Module, ABC):
                 "smaller rollout.max_tokens"
             )
         rows = packing.continuations
-        before = self.before(tokens, packing, positions)
+        before = self.hidden_before(tokens, packing, positions)
         results: dict[Output, Tensor | None] = {}
         if self.value_head is not None:
             results[Output.VALUES] = linear(before.float(), self.value_head.weight.float())[:, 0]

@@ -64,7 +64,7 @@ class Routers:
     such as groups of experts first, is refused: it would have excluded some experts before.
     """
 
-    listens = True  # whether training may record what routers do; False where they are part of compiled layers
+    can_record = True  # whether training may record what routers do; False where they are part of compiled layers
 
     def __init__(self, model: PreTrainedModel) -> None:
         modules = routers(model)
@@ -75,13 +75,13 @@ class Routers:
         of_dbrx = getattr(getattr(text, "ffn_config", None), "moe_top_k", 0)
         self.topk = int(getattr(text, "num_experts_per_tok", 0) or of_dbrx or 0)  # experts per token
         self._logits_at = _recorders(model)[0].index if modules else 0
-        self._listening = False
+        self._active = False
         self._routed: Routed | None = None  # of the block's first pass, if it is to be recorded
         self._replayed: Tensor | None = None
         self._chosen: list[Tensor] | None = None  # the experts of each layer, if they are to be kept
         self._cells: tuple[Tensor | None, Tensor | None] = (None, None)
         for layer, module in enumerate(modules):
-            module.forward = self._asking(layer, module.forward)
+            module.forward = self._controlled(layer, module.forward)
 
     @contextmanager
     def replaying(self, experts: Tensor | None, *, keep: bool = False, record: bool = False) -> Iterator[None]:
@@ -89,11 +89,11 @@ class Routers:
         routers choose. A backward pass that recomputes layers must be inside the block. With `keep`, `chosen` has the
         experts of the block's one pass; with `record`, `take` returns what routers made of one."""
         self._replayed, self._chosen, self._routed = experts, [] if keep else None, Routed() if record else None
-        self._listening = keep or record or experts is not None
+        self._active = keep or record or experts is not None
         try:
             yield
         finally:
-            self._replayed, self._chosen, self._routed, self._listening = None, None, None, False
+            self._replayed, self._chosen, self._routed, self._active = None, None, None, False
 
     def take(self, *, logits: bool) -> Routed:
         """What routers made of the pass since the block began, which then goes on without recording, so that layers can
@@ -109,7 +109,7 @@ class Routers:
 
         return Routed(of_tokens(routed.logits) if logits else [], of_tokens(routed.chosen))
 
-    def laid_out(self, gather: Tensor | None, scatter: Tensor | None) -> None:
+    def set_cells(self, gather: Tensor | None, scatter: Tensor | None) -> None:
         """From now on the model sees T tokens as cells: `gather` has the token of each cell, `scatter` [T] the cell of
         each token. None for both if cells are tokens."""
         self._cells = gather, scatter
@@ -118,16 +118,16 @@ class Routers:
     def chosen(self) -> Tensor:
         """[T, layers, k] int16 experts of each token in the block's pass."""
         if not self._chosen or len(self._chosen) != self.layers:
-            raise self.silent()
+            raise self.unreadable()
         return torch.stack(self._chosen, dim=1).to(torch.int16)
 
-    def silent(self) -> ModelError:
+    def unreadable(self) -> ModelError:
         """The error for a model whose routers cannot be read."""
         return ModelError(f"{self._name} does not report the experts it chooses; {REPLAYS}")
 
-    def _asking(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _controlled(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         @torch.compiler.disable  # else it would be compiled for every layer
-        def listening_forward(*args: Any, **kwargs: Any) -> Any:
+        def controlled_forward(*args: Any, **kwargs: Any) -> Any:
             gather, scatter = self._cells
             replayed = None if self._replayed is None else self._replayed[:, layer].long()
             if replayed is not None and gather is not None:
@@ -147,7 +147,7 @@ class Routers:
 
         def ask(*args: Any, **kwargs: Any) -> Any:
             # A compiled layer includes its router unless someone listens. The check must not read a growing list.
-            return (listening_forward if self._listening else forward)(*args, **kwargs)
+            return (controlled_forward if self._active else forward)(*args, **kwargs)
 
         return ask
 

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.observability.files import keep as keep
     from corerl.observability.history import History as History
     from corerl.observability.history import phases as phases
+    from corerl.observability.jsonl import keep as keep
     from corerl.observability.run_state import RunState as RunState
+    from corerl.observability.run_state import duration as duration
+    from corerl.observability.run_state import number as number
     from corerl.observability.run_state import scores as scores
-    from corerl.observability.text import duration as duration
-    from corerl.observability.text import number as number
 else:
     from corerl.imports import on_demand
 

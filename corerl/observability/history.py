@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from corerl.observability.files import read_lines
+from corerl.observability.jsonl import METRICS_FILE, read_lines
 
-METRICS_FILE = "metrics.jsonl"
 FEW = 10  # steps at either end of a run, at most, that a summary averages over
 
 
@@ -16,8 +15,7 @@ class History:
     """The steps and values recorded for each metric, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._steps: dict[str, list[int]] = {}
-        self._values: dict[str, list[float]] = {}
+        self._points: dict[str, list[tuple[int, float]]] = {}
 
     @classmethod
     def read(cls, run_dir: str, *, before: float) -> History:
@@ -32,32 +30,23 @@ class History:
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
-            self._steps.setdefault(name, []).append(step)
-            self._values.setdefault(name, []).append(float(value))
+            self._points.setdefault(name, []).append((step, float(value)))
 
     def rewind(self, step: int) -> None:
         """Forget what was recorded of the steps from this one on."""
-        for name, steps in list(self._steps.items()):
-            kept = [index for index, at in enumerate(steps) if at < step]
-            self._steps[name] = [steps[index] for index in kept]
-            self._values[name] = [self._values[name][index] for index in kept]
-            if not kept:
-                del self._steps[name], self._values[name]
+        kept = {name: [point for point in points if point[0] < step] for name, points in self._points.items()}
+        self._points = {name: points for name, points in kept.items() if points}
 
     def names(self, prefix: str = "") -> list[str]:
-        return [name for name in self._steps if name.startswith(prefix)]
+        return [name for name in self._points if name.startswith(prefix)]
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric; both empty if it was never recorded."""
-        return self._steps.get(name, []), self._values.get(name, [])
-
-    def first(self, name: str) -> float | None:
-        values = self._values.get(name)
-        return values[0] if values else None
+        points = self._points.get(name, [])
+        return [step for step, _ in points], [value for _, value in points]
 
     def last(self, name: str) -> float | None:
-        values = self._values.get(name)
-        return values[-1] if values else None
+        return self._points[name][-1][1] if name in self._points else None
 
     def sum(self, name: str) -> float:
         """Of all values that are numbers; 0.0 if the metric was never recorded."""
@@ -71,7 +60,7 @@ class History:
         The end is None if there is only one value; if that is true of all metrics, its column is left out. What
         is left is then of the first step, if there was one.
         """
-        recorded = {name: self._values[name] for name in names if name in self._values}
+        recorded = {name: self.series(name)[1] for name in names if name in self._points}
         longest = max(map(len, recorded.values()), default=0)
         if longest <= 1:
             stepped = any(not _evaluated(name) for name in recorded)

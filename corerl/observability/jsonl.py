@@ -1,21 +1,69 @@
-"""Write every metric to metrics.jsonl, one flat JSON object per line, and sampled answers to samples.jsonl."""
+"""Write a run's metrics, samples and notices to files of its directory, one JSON object per line, and read them."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from attrs import asdict
 
-from corerl.observability.files import reopen
-from corerl.observability.history import METRICS_FILE
+from corerl.errors import DataError
 from corerl.observability.specs import JsonlOptions
-from corerl.plugin.events import Evaluated, Event, RunRewound, RunStarted, SampleShown, StepFinished
+from corerl.plugin.events import Evaluated, Event, Notice, RunRewound, RunStarted, SampleShown, StepFinished
 
+METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+NOTICES_FILE = "notices.jsonl"
+
+
+def keep(path: Path) -> None:
+    """Rename an existing file to the next free number: trace-1.json."""
+    if path.exists():
+        number = 1
+        while (other := path.with_stem(f"{path.stem}-{number}")).exists():
+            number += 1
+        path.rename(other)
+
+
+def reopen(path: Path, *, before: float, same_run: bool = False) -> IO[str]:
+    """Open `path` for appending after atomically dropping all steps from `before` on. If `before` is 0, and it is not
+    of the same run anyway, first keep the existing file under another name."""
+    if not before and not same_run and path.exists() and path.stat().st_size:
+        keep(path)
+    kept = "".join(line for line, _ in read_lines(path, before=before))
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(kept, encoding="utf-8", newline="\n")
+    os.replace(part, path)
+    return path.open("a", encoding="utf-8", newline="\n")
+
+
+def read_lines(path: Path, *, before: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, record) for the lines of `path` whose step is smaller than `before`; none if there is no file.
+
+    A killed run can leave its last line incomplete, without a newline; that line is left out.
+    Raises DataError, naming the line, for any other line that is not an object with a step.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                return
+            try:
+                line = raw.decode()
+                record = json.loads(line)
+                step = int(record["step"])
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                shown = raw.decode(errors="replace").strip()[:60]
+                raise DataError(
+                    f"{path}:{number}: {shown!r} is not an object with a step; fix or delete the line"
+                ) from error
+            if step < before:
+                yield line, record
 
 
 class Jsonl:
@@ -69,3 +117,38 @@ class Jsonl:
             for answer in answers:
                 self._samples.write(json.dumps({"step": step, "kind": kind, **asdict(answer)}) + "\n")
             self._samples.flush()
+
+
+class NoticeFile:
+    """An observer of every run. A resumed run appends, without a text that the file has; a new run keeps the previous
+    run's file, as notices-1.jsonl."""
+
+    def __init__(self, run_dir: str) -> None:
+        self._run_dir = Path(run_dir)
+        self._file: IO[str] | None = None
+        self._written: set[str] = set()
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self.close()
+                self._file = reopen(self._run_dir / NOTICES_FILE, before=math.inf if event.repeats_from else 0)
+                self._written = {notice.text for notice in read_notices(self._run_dir)}
+            case Notice() if self._file is not None and event.text not in self._written:
+                self._written.add(event.text)
+                self._file.write(json.dumps(asdict(event)) + "\n")
+                self._file.flush()
+
+    def shutdown(self, reason: str) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def read_notices(run_dir: Path) -> Iterator[Notice]:
+    """The notices of a run so far, the first one first; none if its directory has no such file."""
+    for _, record in read_lines(run_dir / NOTICES_FILE, before=math.inf):
+        yield Notice(step=record["step"], text=str(record.get("text")))

@@ -7,8 +7,7 @@ from typing import TextIO
 
 from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.history import PHASES
-from corerl.observability.run_state import RunState, scores
-from corerl.observability.text import duration, number, rough_duration
+from corerl.observability.run_state import RunState, duration, number, rough_duration, scores
 from corerl.plugin.events import (
     CheckpointSaved,
     Evaluated,

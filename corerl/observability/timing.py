@@ -1,14 +1,23 @@
-"""Measure how many seconds each phase of a step takes, and from when to when something is done."""
+"""Measure how many seconds each phase of a step takes, and when ranks and engines do nothing."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from attrs import frozen
+
+from corerl.plugin.events import Idle
+
+RANKS = "ranks"
+SCORING = "scoring"  # the span in which rewards are computed
+# Phases of the driver in which ranks work, and those in which engines get their weights or change their memory.
+OF_RANKS = frozenset({"compare", "forward", "train", "update_weights", "sleep", "wake_up", "save"})
+OF_WEIGHTS = frozenset({"update_weights", "hold", "sleep", "wake_up", "replace"})
 
 
 @frozen
@@ -71,3 +80,62 @@ class Phases:
         """Seconds by name since the last call, in order of first occurrence."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+def idle(spans: Sequence[Span], began: float, ended: float, *, engines: Sequence[str]) -> list[Idle]:
+    """When the ranks, which work together, and each engine did nothing between `began` and `ended`, by the clock of
+    `spans`, among which those of an engine have its name. The engines are those of the step's end: one that came in
+    the step is idle until then.
+
+    Ranks do nothing without a verb, and wait for
+        samples   of engines
+        rewards   while no engine samples
+        driver    for anything else
+    An engine does nothing without a request, and no update of weights, and waits for
+        longest   samples of another engine
+        rewards   while no engine samples
+        training  of ranks
+        driver    for anything else
+    """
+    changes = [(began, 0, ""), (ended, 0, "")]
+    for span in spans:
+        low, high = max(span.began, began), min(span.ended, ended)
+        if low < high:
+            changes += [(low, 1, span.name), (high, -1, span.name)]
+    found: list[Idle] = []
+    active: Counter[str] = Counter()
+    waiting: dict[str, tuple[str, float]] = {}  # who -> for what, and since when
+    for at, together in itertools.groupby(sorted(changes), key=lambda change: change[0]):
+        for _, change, name in together:
+            active[name] += change
+        causes = _causes({each for each, count in active.items() if count}, engines) if at < ended else {}
+        for who in (RANKS, *engines):
+            cause, since = waiting.get(who, ("", at))
+            if cause != causes.get(who, ""):
+                if cause:
+                    found.append(Idle(who=who, waits_for=cause, started=since, ended=at))
+                waiting[who] = causes.get(who, ""), at
+    return found
+
+
+def idle_seconds(found: Iterable[Idle], *, engines: int) -> dict[str, float]:
+    """Seconds of a step by cause, and in all: as idle/ranks/..., and as idle/engines/..., means over the engines."""
+    seconds = defaultdict(float, {"idle/ranks/total": 0.0, **({"idle/engines/total": 0.0} if engines else {})})
+    for each in found:
+        kind, share = (RANKS, 1.0) if each.who == RANKS else ("engines", 1.0 / engines)
+        for name in ("total", each.waits_for):
+            seconds[f"idle/{kind}/{name}"] += share * (each.ended - each.started)
+    return dict(seconds)
+
+
+def _causes(active: set[str], engines: Sequence[str]) -> Mapping[str, str]:
+    """What each who does nothing waits for, while these spans are open."""
+    busy = active.intersection(engines)
+    shared = "rewards" if SCORING in active else "driver"
+    causes = {}
+    if not active & OF_RANKS:
+        causes[RANKS] = "samples" if busy else shared
+    if not active & OF_WEIGHTS:
+        cause = "longest" if busy else "training" if active & OF_RANKS else shared
+        causes |= {each: cause for each in engines if each not in busy}
+    return causes

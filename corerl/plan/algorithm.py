@@ -123,7 +123,7 @@ def _construct(loaded: Loaded, options: Any) -> Algorithm:
     return algorithm
 
 
-def contradictions(config: Config, plugins: Plugins) -> Iterator[str]:
+def against_algorithm(config: Config, plugins: Plugins) -> Iterator[str]:
     """One line for each setting of a settled config that does not fit the algorithm."""
     if plugins.algorithm is None:
         return

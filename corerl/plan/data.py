@@ -57,8 +57,8 @@ class RolloutPlan:
 def plan_rollout(
     config: Config, sampler: Loaded, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab_size: int
 ) -> RolloutPlan:
-    """What a run samples from, and how; prompts are loaded and not checked yet (`checked`). `context` is the most
-    tokens of a sample (0: unlimited). Raises all problems together."""
+    """What a run samples from, and how; prompts are loaded and not checked yet (see `with_prompt_check`). `context` is
+    the most tokens of a sample (0: unlimited). Raises all problems together."""
     data, rollout = config.data, config.rollout
     postprocess: Callable[[ScoredRollout], Any] | None = None
     problems = Problems()
@@ -152,7 +152,7 @@ def _context_is(config: Config, context: int) -> str:
     return f"rollout.context_length={context}" if config.rollout.context_length else of_model
 
 
-def checked(plan: RolloutPlan, config: Config) -> RolloutPlan:
+def with_prompt_check(plan: RolloutPlan, config: Config) -> RolloutPlan:
     """The plan with the check of each prompt that is taken, which the first ones have passed (that takes seconds).
     Prompts that leave no room for a response are left out. Raises UserError."""
     if not config.run.samples:
@@ -187,7 +187,7 @@ def load_eval_sets(config: Config, rollout: RolloutPlan) -> tuple[list[EvalSet],
         with problems.stage():
             try:
                 each = _eval_set(config, table, own, rollout)
-                notices += [f"{table}: {line}" for line in _checked(config, table, each, rollout)]
+                notices += [f"{table}: {line}" for line in _check_set(config, table, each, rollout)]
             except UserError as error:
                 lines = [line if line.startswith(table) else f"{table}: {line}" for line in error.message.splitlines()]
                 raise type(error)("\n".join(lines)) from error
@@ -222,7 +222,7 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
     )
 
 
-def _checked(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
+def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
     """Leave out the prompts that cannot be used; yields notices. The run's own check covers `data.held_out`, unless
     evaluation may sample longer answers."""
     tokens, context = held_out.params.max_tokens, rollout.context_length

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
 
@@ -13,26 +14,39 @@ from corerl.cluster.arrangement import arrange
 from corerl.config.load import as_config, recorded
 from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
-from corerl.config.toml_text import to_plain
+from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
 from corerl.kinds import experts_of
-from corerl.plan.algorithm import check_algorithm, notices_of_learning, notices_of_sampling, plan_algorithm
-from corerl.plan.algorithm import contradictions as against_algorithm
+from corerl.plan.algorithm import (
+    against_algorithm,
+    check_algorithm,
+    notices_of_learning,
+    notices_of_sampling,
+    plan_algorithm,
+)
 from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
-from corerl.plan.data import RolloutPlan, checked, load_eval_sets, names_prompts, notices_of_data, plan_rollout
+from corerl.plan.data import (
+    RolloutPlan,
+    load_eval_sets,
+    names_prompts,
+    notices_of_data,
+    plan_rollout,
+    with_prompt_check,
+)
 from corerl.plan.models import (
+    AS_ACTOR,
     RoleModel,
     build_models,
     check_files,
-    check_reference,
     kept_digests,
     load_configs,
     load_tokens,
     longest_sample,
     notices_of,
+    require_weights,
     unpacked,
 )
-from corerl.plan.plan import Answers, GroupPlan, Plan, PlanReady, ask_extensions
+from corerl.plan.plan import GroupPlan, Plan, PlanReady, Setting, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
@@ -51,15 +65,15 @@ from corerl.plan.resume import Start, changed_settings, find_start
 from corerl.plan.roles import plan_role, process_environment
 from corerl.plan.settle import (
     BY_MEMORY,
+    notices_of_choices,
     settle_adapters,
-    settled,
     with_absolute_paths,
     with_choices,
     with_other_sizes,
     with_vocabulary,
 )
 from corerl.plugin.origins import require_met
-from corerl.plugin.spec import ACTOR
+from corerl.plugin.spec import ACTOR, PlanAnswer
 
 
 def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = True) -> Plan:
@@ -71,27 +85,44 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
     itself from none of the checkpoints that ranks have found to be `damaged`. Extensions are asked about the plan, and
     may want another one (`plan_ready`).
     """
-    answers = Answers()
+    chosen: dict[str, Setting] = {}  # by extensions, where a plan had another value
+    reasons: list[str] = []  # their notices
     while True:
         try:
-            plan, ready = _plan_run(config, answers.overrides, damaged, starting=starting)
-            found = ask_extensions(ready, answers, run_dir=str(plan.start.run_dir))
-            if found.settings == answers.settings:
-                return evolve(plan, notices=tuple(dict.fromkeys([*plan.notices, *_notices(ready, found)])))
+            plan, ready = _plan_run(config, chosen, damaged, starting=starting)
+            answers, wanted = ask_extensions(ready, chosen, run_dir=str(plan.start.run_dir))
+            new = {key: each for key, each in wanted.items() if _at(ready.config, key) != each.value}
+            if not new:
+                return evolve(plan, notices=_notices(plan, ready, answers, reasons, {*chosen, *wanted}))
         except (ConfigError, Unsupported) as error:
-            if not answers.settings:
+            if not chosen:
                 raise
-            raise answers.explained(error) from error
-        answers = found
+            lines = [f"{key}: set to {toml_value(each.value)} by {each.by}" for key, each in chosen.items()]
+            raise ConfigError("\n".join([error.message, *lines])) from error
+        reasons += [line for each in answers if each.settings.keys() & new.keys() for line in each.notices]
+        chosen |= new
 
 
-def _notices(ready: PlanReady, answers: Answers) -> Iterator[str]:
-    """What was settled, and what extensions say of the plan. Raises ConfigError if they refuse it."""
-    if answers.problems:
-        raise ConfigError("\n".join(dict.fromkeys(answers.problems)))
+def _notices(
+    plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
+) -> tuple[str, ...]:
+    """Those of the plan, what was settled but for what extensions have `decided`, and what these say of it. Raises
+    ConfigError if they refuse it."""
+    problems = Problems()
+    problems.add(*(line for each in answers for line in each.problems))
+    problems.raise_all()
+    lines = [*plan.notices]
     if ready.processes.device == "cuda":
-        yield from settled(ready.asked, ready.config, ready.plugins, decided=answers.by, advice=BY_MEMORY)
-    yield from (*answers.reasons, *answers.remarks)
+        lines += notices_of_choices(ready.asked, ready.config, ready.plugins, decided=decided, advice=BY_MEMORY)
+    return tuple(dict.fromkeys([*lines, *reasons, *(line for each in answers for line in each.notices)]))
+
+
+def _at(config: Config, key: str) -> Any:
+    """The plain value at a dotted key; None if there is none."""
+    plain = to_plain(config)
+    for name in key.split("."):
+        plain = plain.get(name) if isinstance(plain, Mapping) else None
+    return plain
 
 
 def _resized(config: Config, overrides: Sequence[str]) -> Plan:
@@ -103,11 +134,14 @@ def _resized(config: Config, overrides: Sequence[str]) -> Plan:
     return evolve(plan, record={**plan.record, **resume}, resized=partial(_resized, other))
 
 
-def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, starting: bool) -> tuple[Plan, PlanReady]:
-    """The plan of the `given` config with the overrides of extensions, and what these are asked about it."""
+def _plan_run(
+    given: Config, chosen: Mapping[str, Setting], damaged: Faults, *, starting: bool
+) -> tuple[Plan, PlanReady]:
+    """The plan of the `given` config with what extensions have chosen, and what these are asked about it."""
+    overrides = [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]
     config = settle_extensions(as_config(given, overrides))
     listed = len(config.chosen_extensions)
-    config, plugins = _settled(with_extensions(config), contradictions)
+    config, plugins = _resolved(with_extensions(config), contradictions)
     configs = load_configs(config, config.chosen_roles)
     tokenizer = load_tokens(config, plugins, configs)
     config = with_vocabulary(config, configs, tokenizer)
@@ -151,7 +185,7 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
         context_length=context,
         algorithm=algorithm,
     )
-    rollout = evolve(checked(rollout, config), settings=config.rollout)
+    rollout = evolve(with_prompt_check(rollout, config), settings=config.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[:listed])))
     notices = [
@@ -197,7 +231,7 @@ def _plan_run(given: Config, overrides: Sequence[str], damaged: Faults, *, start
     return plan, ready
 
 
-def _settled(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
+def _resolved(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
     """The plugins of a config, and the config with what it leaves to them filled in, and with their options as they
     read them. Raises all problems together: of options, and what is `against` the settings."""
     require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
@@ -222,7 +256,10 @@ def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, 
         part = start.resume / role if start.resume else None
         yield from check_files(model, part, setting="checkpoint.resume", refers=refers, problems=problems)
     if algorithm.reference and config.run.trains:
-        yield from check_reference(algorithm.reference, models[ACTOR], problems)
+        with problems.stage("algorithm.reference"):
+            actor = models[ACTOR]
+            if unused := require_weights(algorithm.reference, actor.built, actor.hf, needs=AS_ACTOR):
+                yield f"algorithm.reference: {unused}"
 
 
 # ---- the ranks of one role -------------------------------------------------------------------------------------------
@@ -236,7 +273,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
     config = _alone(config)
     if role not in config.chosen_roles:
         raise ConfigError(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
-    config, plugins = _settled(config, contradictions_of_a_group)
+    config, plugins = _resolved(config, contradictions_of_a_group)
     device = resolve_device(config.cluster.device, address=config.cluster.address)
     asked = with_absolute_paths(config)
     config = with_choices(asked, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
@@ -252,11 +289,10 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
         device=device,
         resume=resume,
         model=models[role],
-        algorithm=plan_algorithm(config, plugins),
         common=process_environment(config.cluster, device=device, transport=plugins.transport),
     )
     return GroupPlan(
-        role=plan,
+        role=evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role)),
         placement=arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,
@@ -269,7 +305,7 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
             *about_files,
             *notices_of(models[role]),
             *unpacked(models),
-            *(settled(asked, config, plugins) if device == "cuda" else ()),
+            *(notices_of_choices(asked, config, plugins) if device == "cuda" else ()),
         ),
     )
 

@@ -23,11 +23,10 @@ from corerl.kinds import experts_of
 from corerl.messages import listed
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
-from corerl.models.files import kept_digest, kept_files, look_at, model_files
-from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
+from corerl.models.files import kept_digest, kept_files, meta_model, model_files
+from corerl.models.layouts import Layout, choose_layout, position_limit
 from corerl.models.lora import PeftFiles
 from corerl.models.names import hf_boxes, peft_names, shapes_of
-from corerl.models.parts import parts_of
 from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import routers
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
@@ -117,7 +116,7 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
         settings, train, critic = config.model_of(role), config.train_of(role), plugins.is_critic(role)
         table, train_table = config.model_table_of(role), config.train_table_of(role)
         with problems.stage(f"{table}.path" if settings.path else f"{table}.config"):
-            built = look_at(hf, value_head=critic)
+            built = meta_model(hf, value_head=critic)
             if not config.cluster.address:
                 require_memory(built)
             with problems.stage(f"{train_table}.layout"):
@@ -152,7 +151,7 @@ def check_adapters(model: RoleModel, problems: Problems) -> None:
     if model.lora is None:
         return
     with problems.stage(f"{model.lora_table}.targets"):
-        adapted = look_at(model.hf, value_head=model.critic, lora=model.lora)
+        adapted = meta_model(model.hf, value_head=model.critic, lora=model.lora)
         shapes_of(adapted)
         if model.lora.path:
             with problems.stage(f"{model.lora_table}.path"):
@@ -172,17 +171,10 @@ def check_files(
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
-        if path and not model.frozen and (kept := untrained(path, model.hf, model.built)):
+        if path and not model.frozen and (kept := untrained(path, model.hf)):
             yield f"{where}: {kept}"
         if read and (unused := require_weights(path, model.built, model.hf)):
             yield f"{where}: {unused}"
-
-
-def check_reference(reference: str, actor: RoleModel, problems: Problems) -> Iterator[str]:
-    """Check that the directory of `algorithm.reference` holds the actor's model."""
-    with problems.stage("algorithm.reference"):
-        if unused := require_weights(reference, actor.built, actor.hf, needs=AS_ACTOR):
-            yield f"algorithm.reference: {unused}"
 
 
 def longest_sample(config: Config, actor: PreTrainedConfig) -> int:
@@ -249,7 +241,7 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
 def saved_shapes(model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a role's checkpoint holds, by name: with adapters no other weights that could be
     trained."""
-    held = look_at(model, value_head=value_head, lora=lora)
+    held = meta_model(model, value_head=value_head, lora=lora)
     shapes = shapes_of(held)
     if lora is None:
         return shapes
@@ -301,7 +293,7 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     require_tensors(files, shapes, needs=needs, cure="use the original model, not a quantized one")
     if reads_pictures(config):
         return ""  # see `untrained`
-    whole = look_at(config)  # with its head, which a critic does not read
+    whole = meta_model(config)  # with its head, which a critic does not read
     unused = files.unused([*shapes_of(whole), VALUE_HEAD_WEIGHT], whole)
     if not unused:
         return ""
@@ -309,19 +301,14 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) -> str:
-    """A notice of the weights in a directory that a run on text does not train: of `model`, a role's on meta, and if it
-    reads pictures those that it leaves out. "" if there are none."""
-    if reads_pictures(config):
-        files, names = kept_files(directory, config)
-        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(look_at(config))
-    else:
-        unread = unread_parameters(model, parts_of(model))
-        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        kept = {name: shapes.pop(name) for name in unread}
-        trained = shapes
-    if not kept:
+def untrained(directory: str, config: PreTrainedConfig) -> str:
+    """A notice of the weights in a directory that a run on text does not train, if the model reads pictures."""
+    if not reads_pictures(config):
         return ""
+    files, names = kept_files(directory, config)
+    if not names:
+        return ""
+    kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
     sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))
     inside = {start for name in trained for start in _prefixes(name)}
     parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from corerl.cluster.arrangement import Placement
@@ -20,7 +20,7 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.config.toml_text import to_plain, toml_value
-from corerl.errors import ConfigError, ContractError, UserError
+from corerl.errors import ConfigError, ContractError
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.plan.data import RolloutPlan
 from corerl.plan.processes import ProcessPlan
@@ -88,59 +88,33 @@ class PlanReady:
 
 
 @frozen(kw_only=True)
-class Answers:
-    """What extensions have said so far of the plans of a run."""
+class Setting:
+    """A value that an extension wants a run to be planned with."""
 
-    settings: Mapping[str, Any] = field(factory=dict)  # dotted key -> plain value, where a plan had another
-    by: Mapping[str, str] = field(factory=dict)  # dotted key -> the extension that sets it, also to what a plan had
-    reasons: tuple[str, ...] = ()  # notices of those who set what a plan had not
-    remarks: tuple[str, ...] = ()  # other notices, on the last plan
-    problems: tuple[str, ...] = ()  # of the last plan
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{key}={toml_value(value)}" for key, value in self.settings.items()]
-
-    def explained(self, error: UserError) -> ConfigError:
-        """The error of a plan with these settings, with who has set them."""
-        lines = [f"{key}: set to {toml_value(value)} by {self.by[key]}" for key, value in self.settings.items()]
-        return ConfigError("\n".join([error.message, *lines]))
+    value: Any  # plain data
+    by: str  # the extension's name
 
 
-def ask_extensions(plan: PlanReady, before: Answers, *, run_dir: str) -> Answers:
-    """Ask each extension that plans, in the config's order. Raises a UserError of theirs, HookFailed for any other
-    error, ContractError for what is no answer, and ConfigError for answers that contradict each other, or those
-    `before`."""
-    settings, by = dict(before.settings), {key: before.by[key] for key in before.settings}
-    reasons, remarks, problems = list(before.reasons), list[str](), list[str]()
-    has = to_plain(plan.config)
+def ask_extensions(
+    plan: PlanReady, chosen: Mapping[str, Setting], *, run_dir: str
+) -> tuple[list[PlanAnswer], dict[str, Setting]]:
+    """What each extension that plans answers, in the config's order, and the settings, by dotted key, that they want
+    besides those `chosen` before. Raises a UserError of theirs, HookFailed for any other error, ContractError for what
+    is no answer, and ConfigError for settings that contradict each other."""
+    answers: list[PlanAnswer] = []
+    wanted: dict[str, Setting] = {}
     for name, answer in load_planners(plan.config.chosen_extensions, run_dir).ask_each("plan_ready", plan=plan):
         if answer is None:
             continue
         if not isinstance(answer, PlanAnswer):
             raise ContractError(f"{name}: plan_ready returned {type(answer).__name__}, expected PlanAnswer or None")
-        wanted = {key: to_plain(value) for key, value in answer.settings.items()}
-        for key, value in wanted.items():
-            if settings.setdefault(key, value) != value:
+        answers.append(answer)
+        for key, given in answer.settings.items():
+            value = to_plain(given)
+            held = chosen.get(key) or wanted.setdefault(key, Setting(value=value, by=name))
+            if held.value != value:
                 raise ConfigError(
-                    f"{key}: {by[key]} sets it to {toml_value(settings[key])}, and {name} to {toml_value(value)}; "
+                    f"{key}: {held.by} sets it to {toml_value(held.value)}, and {name} to {toml_value(value)}; "
                     "remove one of these extensions, or change its options"
                 )
-            by.setdefault(key, name)
-        changes = any(_at(has, key) != value for key, value in wanted.items())
-        (reasons if changes else remarks).extend(answer.notices)
-        problems += answer.problems
-    return Answers(
-        settings={key: value for key, value in settings.items() if key in before.settings or _at(has, key) != value},
-        by=by,
-        reasons=tuple(reasons),
-        remarks=tuple(remarks),
-        problems=tuple(problems),
-    )
-
-
-def _at(plain: Any, key: str) -> Any:
-    """The value at a dotted key; None if there is none."""
-    for name in key.split("."):
-        plain = plain.get(name) if isinstance(plain, Mapping) else None
-    return plain
+    return answers, wanted

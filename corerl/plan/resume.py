@@ -22,9 +22,7 @@ from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.resumed import resume_data
 from corerl.errors import CheckpointError, ConfigError, DataError, NothingLeft
 from corerl.messages import listed, short_repr
-from corerl.observability.files import read_lines
-from corerl.observability.history import METRICS_FILE
-from corerl.observability.jsonl import SAMPLES_FILE
+from corerl.observability.jsonl import METRICS_FILE, SAMPLES_FILE, read_lines
 from corerl.rollout.recorded import ROLLOUTS
 
 EXPORT = "model"  # subdirectory for the final Hugging Face export

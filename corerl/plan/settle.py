@@ -107,7 +107,7 @@ def with_choices(config: Config, plugins: Plugins, device: str, *, bfloat16: boo
     return _with_roles(config, own)
 
 
-def settled(
+def notices_of_choices(
     before: Config, after: Config, plugins: Plugins, *, decided: Collection[str] = (), advice: str = ""
 ) -> Iterator[str]:
     """A line for each setting that was settled, but for those that extensions have `decided`; with `advice` where they

@@ -8,16 +8,13 @@ if TYPE_CHECKING:
     from corerl.event_loop import in_thread as in_thread
     from corerl.event_loop import start_user_coroutine as start_user_coroutine
     from corerl.rollout.encoding import Rejected as Rejected
-    from corerl.rollout.encoding import TextEncoder as TextEncoder
+    from corerl.rollout.encoding import encode_texts as encode_texts
     from corerl.rollout.encoding import render as render
     from corerl.rollout.encoding import wrong_option as wrong_option
-    from corerl.rollout.reasoning import CLOSING as CLOSING
     from corerl.rollout.reasoning import OPENING as OPENING
     from corerl.rollout.reasoning import TAGS as TAGS
     from corerl.rollout.reasoning import Openings as Openings
-    from corerl.rollout.reasoning import end_of_reasoning as end_of_reasoning
     from corerl.rollout.reasoning import left_open as left_open
-    from corerl.rollout.reasoning import split as split
     from corerl.rollout.rewards import Failure as Failure
     from corerl.rollout.rewards import Judged as Judged
     from corerl.rollout.rewards import Outcome as Outcome

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 FIRST = 64  # prompts of each source that are checked before a run starts
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
-ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
 
 class Rejected(Exception):
@@ -64,7 +63,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
     """[P] the tokens of each prompt's text. A chat template writes <bos> itself."""
     others = [text for prompt, text in zip(prompts, texts, strict=True) if not prompt.messages]
     chats = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.messages]
-    of_texts = iter(TextEncoder(tokenizer).begun(others) if others else ())
+    of_texts = iter(encode_texts(tokenizer, others) if others else ())
     of_chats = iter(plain(tokenizer, chats))
     return [next(of_chats if prompt.messages else of_texts) for prompt in prompts]
 
@@ -72,57 +71,21 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-class TextEncoder:
-    """Encodes texts that begin a row, and texts that follow others, with one tokenizer."""
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), unless
+    the text begins with that. What it puts behind one ends it, and would leave nothing to continue."""
+    before = _put_before(tokenizer, [*PROBES, *texts[:1]])
+    return [ids if ids[: len(before)] == before else before + ids for ids in plain(tokenizer, texts)]
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._before = self._put_before(PROBES)
-        self._anchors = {
-            anchor: (ids, self._decoded(ids))
-            for anchor, ids in zip(ANCHORS, plain(tokenizer, ANCHORS), strict=True)
-            if ids
-        }
 
-    def begun(self, texts: Sequence[str]) -> list[list[int]]:
-        """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>),
-        unless the text begins with that. What it puts behind one ends it, and would leave nothing to continue."""
-        before = (self._put_before(texts[:1]) if self._before is None else self._before) or []
-        encoded = plain(self._tokenizer, texts)
-        return [ids if ids[: len(before)] == before else before + ids for ids in encoded]
-
-    def _put_before(self, texts: Sequence[str]) -> list[int] | None:
-        """The tokens that the tokenizer puts before a text, found with the first of these that it knows; None if it
-        knows none."""
-        for text in texts:
-            (inner,), whole = plain(self._tokenizer, [text]), self._tokenizer(text)["input_ids"]
-            places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
-            if places:
-                return list(whole[: places[0]])
-        return None
-
-    def behind(self, text: str) -> list[int]:
-        """The tokens of a text that follows another one, such that nothing is between the two when they are
-        decoded.
-
-        Some tokenizers put a space before each text that they are given (sentencepiece's), which would then be
-        between. A space that such a tokenizer puts behind a special token inside a text stays, as in a text that begins
-        a row.
-        """
-        (ids,) = plain(self._tokenizer, [text])
-        for anchor, (before, decoded) in self._anchors.items():
-            joined = self._decoded(before + ids)
-            if joined == decoded + text:  # as most tokenizers have it
-                return ids
-            (whole,) = plain(self._tokenizer, [anchor + text])
-            if joined == self._decoded(whole):
-                return ids
-            if whole[: len(before)] == before:  # else the two grew together where they meet
-                return whole[len(before) :]
-        return ids
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+def _put_before(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
+    """The tokens that the tokenizer puts before a text, found with the first of these that it knows."""
+    for text in texts:
+        (inner,), whole = plain(tokenizer, [text]), tokenizer(text)["input_ids"]
+        places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
+        if places:
+            return list(whole[: places[0]])
+    return []
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Find the reasoning in answers: what a chat template opens before an answer begins, and where reasoning ends."""
+"""The reasoning tags that chat templates open before an answer begins."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ TAGS: Mapping[str, str] = {
     "<|channel|>analysis<|message|>": "<|end|>",  # gpt-oss
 }
 OPENING = re.compile("|".join(map(re.escape, TAGS)))
-# Closing tags that mean nothing else, so that text before one is reasoning even if no tag opened it.
-CLOSING = re.compile("|".join(re.escape(tag) for tag in TAGS.values() if "/" in tag or "END" in tag))
 TAIL = 64  # tokens of a prompt decoded to see how it ends; a longer generation prompt is rendered again
 
 
@@ -37,28 +35,6 @@ def left_open(text: str) -> str:
     if not found or TAGS[found[-1][0]] in text[found[-1].end() :]:
         return ""
     return text[found[-1].start() :]
-
-
-def _bounds(text: str, opened: str) -> tuple[int, int, int]:
-    """Where the reasoning that begins an answer begins and ends, without its tags, and where the rest begins."""
-    again = OPENING.match(text, len(text) - len(text.lstrip()))
-    if (begins := OPENING.match(opened) or again) is None:
-        return 0, 0, 0
-    begin, close = again.end() if again else 0, TAGS[begins[0]]
-    at = text.find(close, begin)
-    return (begin, len(text), len(text)) if at < 0 else (begin, at, at + len(close))
-
-
-def end_of_reasoning(text: str, opened: str = "") -> int:
-    """Where the reasoning that begins an answer ends, with its closing tag: 0 if none begins it, and the whole length
-    if it is not closed. `opened`: as `left_open` of what stands before the answer."""
-    return _bounds(text, opened)[2]
-
-
-def split(text: str, opened: str = "") -> tuple[str, str]:
-    """The reasoning that begins an answer, without its tags, and the rest, both stripped."""
-    begin, end, rest = _bounds(text, opened)
-    return text[begin:end].strip(), text[rest:].strip()
 
 
 def generation_prompt(

@@ -199,7 +199,7 @@ class SampledRollouts(Source):
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
                     task.useful = self.refill.useful(decides, task.rollout.batch.rows["group"])
-                if task.number in self._in_flight:  # else it was given up meanwhile
+                if task in self._in_flight.values():  # else it was given up meanwhile
                     self._keep(task)
             self._changed.set()
 
@@ -263,10 +263,6 @@ class OrderedRollouts(SampledRollouts):
     @property
     def overlaps(self) -> bool:
         return self.ahead
-
-    @property
-    def streams(self) -> bool:
-        return self.singly
 
     async def next(self) -> ScoredRollout | None:
         scored = await super().next()

@@ -37,18 +37,13 @@ class Source(ABC):
         """Whether engines may generate while weights are trained, hence during an update."""
         return False
 
-    @property
-    def streams(self) -> bool:
-        """Whether prompts of a step arrive before it is whole."""
-        return False
-
     @abstractmethod
     async def next(self) -> ScoredRollout | None:
         """The next step; None after the last one."""
 
     async def arrived(self) -> Arrived | None:
         """What has come of the next step since the last call, waiting for at least one prompt; None once all have been
-        handed out, and `next` has them together."""
+        handed out, and `next` has them together, and where steps come whole."""
         return None
 
     @property

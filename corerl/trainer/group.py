@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from corerl.calls import Calls, Future
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
 from corerl.cluster.placement import ResourcePool, Slot, reserved
-from corerl.cluster.runtime import CPUS, ray_session
+from corerl.cluster.runtime import CPUS, put, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.packing import StepPlan, plan_forward, plan_part, plan_steps
@@ -30,10 +29,10 @@ from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
-from corerl.trainer.shared import SharedBatch
 from corerl.types import (
     Array,
     InitResult,
+    IntArray,
     LossSpec,
     MemoryKind,
     Output,
@@ -50,6 +49,31 @@ from corerl.weights.transport import Address
 T = TypeVar("T")
 
 RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
+
+
+class SharedBatch:
+    """Samples that several verbs of one group or of several read. What they read alike is put once."""
+
+    def __init__(self, samples: SampleBatch) -> None:
+        self.samples = samples
+        self._pieces: dict[tuple[frozenset[str], bytes], Any] = {}  # references, by columns and rows
+
+    def piece(self, rows: IntArray | None, columns: Iterable[str]) -> Any:
+        """A reference to the samples `rows` [n], None: all, with the `columns` that they have. Raises
+        CorerlError if neither the object store nor the disk has room."""
+        wanted = frozenset(columns).intersection(self.samples.columns)
+        key = (wanted, b"all" if rows is None else rows.tobytes())
+        if key not in self._pieces:
+            chosen = {name: column for name, column in self.samples.columns.items() if name in wanted}
+            samples = evolve(self.samples, columns=chosen)
+            self._pieces[key] = put(samples if rows is None else samples.take(rows))
+        return self._pieces[key]
+
+
+def share(samples: SampleBatch) -> SharedBatch:
+    """The samples for several verbs, of any groups, which then read one copy in the object store of each node. It is
+    put there when a verb needs it, and gone with this object."""
+    return SharedBatch(samples)
 
 
 class TrainGroup:
@@ -205,7 +229,6 @@ class TrainGroup:
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm."""
         self._require_trained("train")
-        self._require_step("train", step)
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
@@ -225,11 +248,6 @@ class TrainGroup:
         nothing is saved, gradients stay awake, and `train` is refused: such a call ends the group with WrongState."""
         self._require_trained("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
-        if Output.ROUTED_EXPERTS in wanted:
-            raise CorerlError(
-                f"{self.role}: forward_backward was asked for {Output.ROUTED_EXPERTS.value!r}, which it does not "
-                "return; ask forward for them. Nothing was done"
-            )
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
         columns = shared.samples.columns
         pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
@@ -242,11 +260,6 @@ class TrainGroup:
         weights do not hold it, clip them, and take the step. The result is as of `train`, of all samples of the step;
         metrics that are sums with the loss's token weights are multiplied too."""
         self._require_trained("optimizer_step")
-        self._require_step("optimizer_step", step)
-        if not (math.isfinite(scale) and scale > 0):
-            raise CorerlError(
-                f"{self.role}: optimizer_step got the scale {scale}, expected a number above 0; nothing was done"
-            )
         pending = self._start("optimizer_step", step, scale, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 
@@ -344,7 +357,6 @@ class TrainGroup:
         """Write this role's part into the directory `path`; returns bytes. In the background it is copied to the host
         first, and `saved` returns whether it is complete; one to disk and one to memory (/dev/shm) may be in flight."""
         self._require_trained("save")
-        self._require_step("save", step)
         saving = self._start("save", path, step, background, at=_at(step))
         return self._add(saving, lambda results: sum(result.bytes for result in results))
 
@@ -357,14 +369,6 @@ class TrainGroup:
         """Raise before any rank is called: an error there would end the group."""
         if self.plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
-
-    def _require_step(self, verb: str, step: Step) -> None:
-        """Raise before any rank is called: an error there would end the group."""
-        if not isinstance(step, Step):
-            raise CorerlError(
-                f"{self.role}: {verb} got {step!r} as its step, expected corerl.types.Step(optimizer_step=..., "
-                "rollout_step=..., lr=...); nothing was done"
-            )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

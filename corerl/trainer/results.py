@@ -93,7 +93,7 @@ def trained(results: Sequence[TrainResult], *, role: str) -> TrainResult:
         applied=results[0].applied,
         metrics=merge_metrics(result.metrics for result in results),
         grad_norm=results[0].grad_norm,
-        compilations=max((result.compilations for result in results), key=len),
+        compilations=max(result.compilations for result in results),
         tokens=sum(result.tokens for result in results),
     )
 

@@ -37,13 +37,13 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
 
 
 @pytest.mark.parametrize("normalize_std", [False, True])
-def test_a_group_without_spread_and_a_group_of_one_have_advantages_of_exactly_zero(normalize_std: bool) -> None:
+def test_groups_without_spread_have_advantages_of_exactly_zero(normalize_std: bool) -> None:
     rewards = np.array([0.1, 0.1, 0.1, 5.0], dtype=np.float64)  # the mean of three times 0.1 is not 0.1
     got = group_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std)
     assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-def test_of_an_episode_of_several_samples_the_reward_is_compared_once_and_all_of_them_get_what_that_says() -> None:
+def test_an_episode_of_several_samples_is_compared_once() -> None:
     # Episode 0 has samples 0 and 2, of rewards 1 and of 0.5 and -0.25 at their tokens; they are one of two that differ.
     samples = SampleBatch(
         tokens=np.arange(4),
@@ -92,7 +92,7 @@ def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
     return [[n for n in range(start, end) if mask[n]] for start, end in itertools.pairwise(batch.offsets.tolist())]
 
 
-def test_at_last_token_of_ragged_samples_is_that_of_a_loop() -> None:
+def test_at_last_token_of_ragged_samples_equals_a_loop() -> None:
     rng = np.random.default_rng(1)
     batch = random_batch(rng)
     rewards = rng.standard_normal(len(batch)).astype(np.float32)
@@ -135,7 +135,7 @@ def test_a_batch_without_loss_tokens_has_no_advantages() -> None:
     assert whiten(nothing, batch.columns["loss_mask"]).tolist() == [0.0] * 3
 
 
-def test_whitened_advantages_have_mean_0_and_standard_deviation_1_and_keep_their_order() -> None:
+def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
     rng = np.random.default_rng(4)
     batch = random_batch(rng)
     advantages, mask = 3.0 + 5.0 * random_numbers(rng, batch), batch.columns["loss_mask"]

@@ -87,7 +87,7 @@ def test_bounds_that_nothing_reaches_mask_nothing(level: Level) -> None:
     assert not truncated.outside.any() and not masked.outside.any()
 
 
-def test_the_weighted_mean_under_the_engine_is_the_mean_under_the_trainer() -> None:
+def test_the_engines_weighted_mean_is_the_trainers_mean() -> None:
     # Exactly, by summing over all pairs of three tokens, each pair a sample that comes with its probability.
     rng = np.random.default_rng(2)
     trainer, engine = rng.dirichlet(np.ones(3), size=2)
@@ -173,7 +173,7 @@ POLICY = [[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.4, 0.35, 0.25]]
 PAIRS = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_what_top_p_leaves_out_biases_the_gradient_and_no_ratio_shows_it() -> None:
+def test_what_top_p_leaves_out_biases_the_gradient() -> None:
     # The reward is 1 if the first token is 0: the second makes no difference.
     logits = torch.tensor(POLICY, dtype=torch.float64).log().requires_grad_()
     logprobs = logits.log_softmax(-1)

@@ -177,7 +177,7 @@ def test_the_expected_gradient_is_that_of_the_stated_objective(name: str, aggreg
     assert 0 < found.metrics["clip_fraction"].value < 1 or name == "cispo"
 
 
-def test_the_expected_gradient_of_a_critic_is_that_of_its_squared_error() -> None:
+def test_a_critics_expected_gradient_is_that_of_squared_error() -> None:
     world, options = RANDOM, OPTIONS["ppo"]
     last = torch.stack([~world.mask[..., 1], world.mask[..., 1]], -1)
     values = world.critic + 0.3 * normal(6, STATES)
@@ -255,7 +255,7 @@ def penalty_of(world: World, policy: Tensor, name: str, *settings: str) -> tuple
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("estimator", ["", "k1", "k2", "k3"])
-def test_the_penalty_in_the_loss_has_the_gradient_of_the_kl(estimator: str, aggregation: str) -> None:
+def test_a_penalty_in_the_loss_has_the_kls_gradient(estimator: str, aggregation: str) -> None:
     world, weights = FIXED, stated_weights(FIXED, aggregation)
     settings = [f"algorithm.aggregation={aggregation}", *([f"algorithm.kl_estimator={estimator}"] if estimator else [])]
 
@@ -270,7 +270,7 @@ def test_the_penalty_in_the_loss_has_the_gradient_of_the_kl(estimator: str, aggr
 
 
 @pytest.mark.parametrize("name", [each for each in ALGORITHMS if each != "distill"])
-def test_the_default_penalty_has_the_gradient_of_the_kl_in_every_algorithm(name: str) -> None:
+def test_the_default_penalty_has_the_kls_gradient_in_every_algorithm(name: str) -> None:
     world, weights = RANDOM, stated_weights(RANDOM, "constant-length")
 
     def objective(logprobs: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def test_the_default_penalty_has_the_gradient_of_the_kl_in_every_algorithm(name:
         assert_same(gradient, gradient_of(objective, policy))
 
 
-def test_k3_differentiated_has_the_gradient_of_the_other_kl_at_first() -> None:
+def test_k3_differentiated_begins_with_the_other_kls_gradient() -> None:
     world, weights = FIXED, stated_weights(FIXED, "token-mean")
     settings = ("algorithm.aggregation=token-mean", "algorithm.kl_estimator=k3-differentiated")
 
@@ -299,7 +299,7 @@ def test_k3_differentiated_has_the_gradient_of_the_other_kl_at_first() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_in_the_reward_has_the_gradient_that_the_docs_state(estimator: str) -> None:
+def test_a_penalty_in_the_reward_has_the_documented_gradient(estimator: str) -> None:
     world, weights = RANDOM, stated_weights(RANDOM, "constant-length")
     # With a discount of 0 a token is credited with its own penalty alone, as in the docs' table.
     free = ("algorithms.ppo.clip_low=1", "algorithms.ppo.clip_high=9")

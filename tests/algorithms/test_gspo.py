@@ -29,7 +29,7 @@ def by_formula(sample: Sample, *, token: bool) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize(("loss", "token"), [(gspo, False), (gspo_token, True)])
-def test_loss_and_gradient_are_those_of_the_paper_sample_by_sample(loss: Loss, token: bool) -> None:
+def test_loss_and_gradient_are_the_papers_for_each_sample(loss: Loss, token: bool) -> None:
     samples = random_samples(0)
     step = step_of(loss, samples, **BOUNDS)
     expected = [by_formula(each, token=token) for each in samples]

@@ -23,7 +23,7 @@ def test_k1_and_k3_are_unbiased(name: str) -> None:
     assert (policy.exp() * estimator(name)(policy, reference)).sum().item() == pytest.approx(exact.item(), rel=1e-12)
 
 
-def test_tokens_far_from_old_policy_and_reference_leave_the_penalty_finite() -> None:
+def test_tokens_far_from_the_reference_leave_penalties_finite() -> None:
     policy = torch.tensor([-1.0, -100.0, -1.0, -100.0], requires_grad=True)
     old, reference = torch.tensor([-100.0, -1.0, -1.0, -100.0]), torch.tensor([-100.0, -1.0, -100.0, -1.0])
     log_ratio = (policy - old).clamp(-20.0, 20.0)
@@ -35,7 +35,7 @@ def test_tokens_far_from_old_policy_and_reference_leave_the_penalty_finite() -> 
     assert policy.grad.tolist() == pytest.approx([at_clamp * 99, -99 / at_clamp, 99.0, -99.0])
 
 
-def test_k3_stays_finite_where_the_reference_is_far_likelier_and_still_pulls_where_it_is_far_less() -> None:
+def test_k3_stays_finite_and_pulls_far_from_the_reference() -> None:
     policy = torch.tensor([-100.0, -1.0], requires_grad=True)
     value = k3(policy, torch.tensor([-1.0, -100.0]))
     value.sum().backward()
@@ -82,7 +82,7 @@ def test_the_coefficient_moves_towards_the_target_worked_by_hand(kl: float, expe
     assert adapted_coefficient(0.1, kl, target=6.0, horizon=1000, samples=250) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_horizon_within_which_one_step_would_turn_the_coefficient_negative_is_refused() -> None:
+def test_a_horizon_too_short_for_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="algorithm.kl_horizon=100 is too short for steps of 500 samples.*than 100"):
         adapted_coefficient(0.1, 6.0, target=6.0, horizon=100, samples=500)
     assert adapted_coefficient(0.1, 0.0, target=6.0, horizon=100, samples=499) > 0

@@ -87,7 +87,7 @@ def mean(metric: TensorMetric) -> float:
 
 @pytest.mark.parametrize("poison", [7.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", LOSSES)
-def test_tokens_of_weight_zero_reach_neither_loss_nor_gradient_nor_metric(name: str, poison: float) -> None:
+def test_tokens_of_weight_zero_reach_no_loss_or_metric(name: str, poison: float) -> None:
     loss, params = LOSSES[name]
     given, among = three_tokens(), three_tokens(around=poison)
     alone, found = loss(given, **params), loss(among, **params)
@@ -96,7 +96,7 @@ def test_tokens_of_weight_zero_reach_neither_loss_nor_gradient_nor_metric(name: 
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_filler_micro_batch_has_a_loss_and_gradients_of_zero(name: str) -> None:
+def test_a_filler_micro_batch_has_no_loss_or_gradient(name: str) -> None:
     loss, params = LOSSES[name]
     inputs = three_tokens()
     filler = evolve(inputs, columns={**inputs.columns, "weights": torch.zeros(3, dtype=torch.float64)})
@@ -168,7 +168,7 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     assert not any(metric.total.requires_grad for metric in metrics.values())
 
 
-def test_the_mismatch_of_three_tokens_worked_by_hand_and_a_fourth_that_does_not_count() -> None:
+def test_the_mismatch_of_three_tokens_worked_by_hand() -> None:
     trainer, engine = torch.tensor([-1.0, -2.0, -3.05, -math.inf]), torch.tensor([-2.5, -2.0, -3.0, math.nan])
     found = mismatch(trainer, engine, torch.tensor([True, True, True, False]))
     assert {name: mean(metric) for name, metric in found.items() if name != "logprob_diff_max"} == {
@@ -180,13 +180,13 @@ def test_the_mismatch_of_three_tokens_worked_by_hand_and_a_fourth_that_does_not_
     assert found["logprob_diff_max"].total.item() == 1.5
 
 
-def test_a_log_prob_that_is_no_number_counts_as_far_apart() -> None:
+def test_a_log_prob_of_nan_counts_as_far_apart() -> None:
     found = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, math.nan]), torch.tensor([True, True]))
     assert [mean(found[f"logprob_diff_above_{limit}"]) for limit in ("0.1", "1")] == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_token_that_the_old_policy_thought_impossible_does_not_make_the_step_infinite(advantage: float) -> None:
+def test_an_impossible_token_does_not_make_a_step_infinite(advantage: float) -> None:
     inputs = LossInputs(
         logprobs=torch.tensor([-1.0], requires_grad=True),
         columns={
@@ -204,9 +204,7 @@ def test_a_token_that_the_old_policy_thought_impossible_does_not_make_the_step_i
 
 
 @pytest.mark.parametrize(("new", "before", "log_ratio"), [(-91.0, -1.0, -20.0), (-1.0, -91.0, 20.0)])
-def test_log_probs_that_are_far_apart_count_in_divergences_with_a_log_ratio_of_20(
-    new: float, before: float, log_ratio: float
-) -> None:
+def test_log_ratios_in_divergences_are_clamped_at_20(new: float, before: float, log_ratio: float) -> None:
     inputs = LossInputs(
         logprobs=torch.tensor([new], dtype=torch.float64),
         columns={
@@ -279,7 +277,7 @@ def preference(logprobs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     return -torch.nn.functional.logsigmoid(0.3 * (first.sum() - second.sum()))
 
 
-def test_a_loss_that_is_computed_elsewhere_moves_the_model_as_it_would_itself() -> None:
+def test_a_loss_computed_elsewhere_moves_the_model_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     targets = torch.randint(8, (6, 1), generator=generator)

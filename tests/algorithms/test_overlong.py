@@ -22,7 +22,7 @@ def test_the_penalty_is_the_papers_equation(buffer: int) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-def test_truncated_samples_lose_their_loss_tokens_and_what_is_said_of_them_and_nothing_else() -> None:
+def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
     batch = SampleBatch(
         tokens=np.arange(1, 7),
         offsets=np.array([0, 2, 5, 6]),
@@ -49,7 +49,7 @@ def test_truncated_samples_lose_their_loss_tokens_and_what_is_said_of_them_and_n
 
 
 @pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages", "values", "returns"])
-def test_what_is_computed_of_tokens_later_is_0_in_truncated_samples_too(name: str) -> None:
+def test_columns_computed_later_are_0_in_truncated_samples(name: str) -> None:
     batch = SampleBatch(
         tokens=np.arange(4),
         offsets=np.array([0, 1, 3, 4]),

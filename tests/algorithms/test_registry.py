@@ -64,7 +64,7 @@ ONE_TOKEN = LossInputs(
 )
 
 
-def test_a_registered_loss_is_called_with_the_parameters_of_its_spec() -> None:
+def test_a_registered_loss_gets_the_parameters_of_its_spec() -> None:
     loss = resolve_loss(LossSpec(name="clipped", params={"clip_high": 0.5}))
     assert loss(ONE_TOKEN).loss.item() == clipped(ONE_TOKEN, clip_high=0.5).loss.item() == -0.5 * 1.5 * 2.0
 
@@ -77,7 +77,7 @@ def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytes
     assert [loss(ONE_TOKEN).loss.item() for loss in first] == [-2.0, -3.0, -2.0]
 
 
-def test_losses_whose_coefficient_a_run_has_left_behind_are_not_kept() -> None:
+def test_losses_of_earlier_coefficients_are_not_kept() -> None:
     first = weakref.ref(resolve_loss(LossSpec(name="clipped", params={"kl_coef": 2.0})))
     for step in range(200):
         resolve_loss(LossSpec(name="clipped", params={"kl_coef": 3.0 + step}))
@@ -110,7 +110,7 @@ def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], m
         resolve_loss(LossSpec(name=name, params=params))
 
 
-def test_the_algorithms_own_loss_gets_the_common_terms_and_is_asked_for_the_entropy() -> None:
+def test_the_algorithms_own_loss_gets_the_common_terms() -> None:
     assert spec_of("", kl_coef=0.1) == LossSpec(
         name="clipped",
         params={"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k2"},
@@ -118,7 +118,7 @@ def test_the_algorithms_own_loss_gets_the_common_terms_and_is_asked_for_the_entr
     )
 
 
-def test_a_loss_of_the_user_is_given_the_fields_that_it_takes() -> None:
+def test_a_users_loss_gets_the_fields_that_it_takes() -> None:
     assert spec_of("my_losses:bare").params == {}
     assert set(spec_of("my_losses:anything").params) == {
         "clip_low",
@@ -154,7 +154,7 @@ def users(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_a_function_of_the_user_may_give_advantages_of_samples_or_of_tokens(users: ModuleType) -> None:
+def test_a_users_function_gives_advantages_of_samples_or_tokens(users: ModuleType) -> None:
     def found(token_rewards: Any = ZEROS) -> list[float]:
         estimated = users_estimate("my_advantages:mine")(SAMPLES, REWARDS, token_rewards)
         return list(estimated.advantages.tolist())
@@ -179,7 +179,7 @@ def test_a_function_of_the_user_may_give_advantages_of_samples_or_of_tokens(user
         (lambda *_: "none", "raised ValueError: could not convert string to float"),
     ],
 )
-def test_what_a_function_of_the_user_may_not_return_is_told(
+def test_wrong_advantages_of_a_users_function_are_refused(
     users: ModuleType, function: Callable[..., Any], line: str
 ) -> None:
     users.mine = function  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from corerl.algorithms.rloo import RLOO, Options, left_one_out
 from corerl.types import SampleBatch
 
 
-def test_groups_of_any_size_are_compared_with_the_mean_of_the_others() -> None:
+def test_samples_are_compared_with_their_groups_others() -> None:
     rng = np.random.default_rng(0)
     groups = rng.integers(0, 12, 60)
     rewards = rng.standard_normal(60)
@@ -20,7 +20,7 @@ def test_groups_of_any_size_are_compared_with_the_mean_of_the_others() -> None:
     np.testing.assert_allclose(left_one_out(rewards, groups), expected, rtol=1e-5, atol=1e-7)
 
 
-def test_equal_rewards_and_a_sample_that_is_alone_teach_exactly_nothing() -> None:
+def test_equal_rewards_and_single_samples_teach_exactly_nothing() -> None:
     assert left_one_out(np.array([0.1, 0.1, 0.1, 3.0]), np.array([0, 0, 0, 1])).tolist() == [0.0] * 4
 
 

@@ -105,7 +105,7 @@ def test_a_build_without_a_layout_is_refused_before_loading(setup: Setup) -> Non
 def test_a_backend_whose_init_found_no_model_shuts_down() -> None:
     host = PluginHost(PlainBackend(), name="plain", context=CONTEXT)
     nowhere = evolve(role_config(Setup(backend="plain", model="/nowhere")), options=PlainConfig())
-    with pytest.raises(ModelError, match="is not a directory"):
+    with pytest.raises(ModelError, match="must be the directory of a Hugging Face model"):
         host.init(nowhere, CONTEXT)
     host.backend.shutdown("init failed")  # called by itself, since a host that has failed only prints what goes wrong
 

@@ -85,7 +85,7 @@ class Listening(Routers):
     """Of no model: what is told while something passes through it, and what then was chosen."""
 
     layers, experts, topk = 1, 8, 2
-    listens = False
+    can_record = False
 
     def __init__(self) -> None:
         self.now: list[list[list[int]]] | None = None

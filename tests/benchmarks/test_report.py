@@ -1,12 +1,14 @@
-"""Ratios, spreads and verdicts of a benchmark's rows, and its way through a file."""
+"""Ratios, spreads and verdicts of a benchmark's rows, and the file with its machine."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from attrs import asdict
 
-from benchmarks.report import Comparison, Number, Report, document, finish, in_turns, load, table
+from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
 
 # Round by round 0.5, 2.0 and 1.2: the median of ratios is none of the ratio of medians, 0.03 / 0.02.
 STEP = Comparison(what="a step", against="a bare one", ours=[0.01, 0.04, 0.03], other=[0.02, 0.02, 0.025], target=1.1)
@@ -45,19 +47,14 @@ def test_both_sides_take_turns_and_who_comes_first_changes() -> None:
     assert (ours, other) == ([0, 1, 2], [0.0, 10.0, 20.0])
 
 
-def test_a_report_survives_its_file(tmp_path: Path) -> None:
+@pytest.mark.processes  # git
+def test_a_result_names_its_machine_commit_and_command(tmp_path: Path) -> None:
     finish(REPORT, str(tmp_path / "found.json"))
-    assert load(tmp_path / "found.json") == REPORT
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"CPU", "cores", "memory", "system", "commit", "command"} == found.pop("facts").keys()
+    assert found == asdict(REPORT)
 
 
-@pytest.mark.processes
-def test_the_result_file_names_machine_versions_commit_command_and_what_failed() -> None:
-    text = document([REPORT], command="python -m benchmarks.run", failures={"packing": "ended with 1"}, load_before=0.5)
-    cells = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.count("|") == 3]
-    found = {name: value for _, name, value, _ in cells}
-    assert {"CPU", "cores", "memory", "system", "versions", "commit"} < found.keys()
-    assert found["load average before"] == "0.50"
-    assert found["command"] == "`python -m benchmarks.run`"
-    assert table([REPORT]) in text
-    assert "**packing failed**: ended with 1" in text
-    assert text.endswith("- **steps** (three samples). Nothing else.\n")
+def test_a_table_has_a_row_for_each_comparison_and_number() -> None:
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table([REPORT]).splitlines()[2:]]
+    assert cells == [["steps", *STEP.row()], ["steps", *MEMORY.row()]]

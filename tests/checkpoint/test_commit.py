@@ -6,9 +6,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.changes import flip, rewrite
+from tests.checkpoint.changes import flip
 from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
@@ -203,7 +201,7 @@ def test_what_cannot_be_resumed_is_explained(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read"):
         read_state(path)
     (path / "checkpoint.json").write_text('{"format": "corerl-checkpoint-2"}')
-    with pytest.raises(CheckpointError, match=r"checkpoint.json lacks 'crc32'; resume from another"):
+    with pytest.raises(CheckpointDamaged, match=r"checkpoint.json is not what was saved"):
         read_state(path)
     (path / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint.json is missing"):
@@ -217,7 +215,6 @@ def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Pat
     save(run, 40)
     damaged = save(run, 50)
     (damaged / "actor/rank-00001.json").unlink()
-    young = begin(tmp_path / "young", 1).parents[1]
     model, empty, best = run / "model", tmp_path / "empty", save(tmp_path / "other", 5).rename(tmp_path / "best")
     kept = save(tmp_path / "kept", 5)
     (best / "checkpoint.json").unlink()
@@ -225,12 +222,8 @@ def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Pat
         directory.mkdir()
     (model / "config.json").write_text("{}")
     (model / "model-00001-of-00002.safetensors").touch()
-    checkpoints = run / "checkpoints"
     for directory, told in {
-        checkpoints: f"contains checkpoints but is not one itself; use one of them, such as {checkpoints}/step-00",
-        tmp_path / "runs": f"contains runs but is not a checkpoint; use one of the runs, such as {run}",
         model: "is a model, not a checkpoint; to train or evaluate it, set model.path to it in a config file",
-        young: "is a run directory without a complete checkpoint yet; use a checkpoint of another run",
         empty: "is not a checkpoint; use a directory such as .../checkpoints/step-00000050",
         best: "/checkpoint.json is missing; the checkpoint is incomplete",
         kept.with_name("step-00000004"): f"still exists, such as {kept}",  # it was removed
@@ -302,14 +295,6 @@ def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) ->
     )
 
 
-def test_a_run_directory_may_be_written_in_two_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2)
-    monkeypatch.chdir(tmp_path)
-    assert retain(".", 1, committed=newest) == []
-    assert left(tmp_path) == ["0002"]
-
-
 def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = save(tmp_path, 2)
@@ -360,29 +345,3 @@ def test_one_changed_byte_of_a_driver_file_is_found(tmp_path: Path, name: str) -
         read_state(newest)
     assert caught.value.message == told
     assert (latest(tmp_path), passed_over(tmp_path)) == (older, {newest: told})
-
-
-def test_how_the_own_file_is_laid_out_does_not_matter(tmp_path: Path) -> None:
-    path = save(tmp_path, 5)
-    rewrite(path, lambda content: content["state"].update(more="é", number=1e-5))
-    assert read_state(path) == {**STATE, "rollout_step": 5, "more": "é", "number": 1e-5}
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda content: content.pop("files"), " lacks 'files'"),
-        (lambda content: content.update(state=[1]), ": 'state' is [1], wanted an object"),
-        (lambda content: content.update(files={"x": 5}), ": files['x'] is a int, wanted an object"),
-        (lambda content: content.update(files={"x": {"crc32": 5}}), ": files['x'] lacks 'bytes'"),
-    ],
-)
-def test_a_driver_file_of_another_shape_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], told: str
-) -> None:
-    older, newer = save(tmp_path, 5), save(tmp_path, 6)
-    file = rewrite(newer, change)
-    with pytest.raises(CheckpointError) as caught:
-        read_state(newer)
-    assert caught.value.message == f"{file}{told}; resume from another checkpoint"
-    assert latest(tmp_path) == older

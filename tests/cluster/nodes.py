@@ -103,9 +103,7 @@ def main() -> None:
         str(Path(__file__).resolve().parents[2])
     )  # of this process alone: nodes look for packages themselves
     from tests.forks.ray import fork_workers
-    from tests.forks.server import forking
 
-    subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]  # Ray's own processes
     nodes = Cluster()
     own, as_ray_does = sys.executable, ray_constants.SETUP_WORKER_FILENAME
     settings = {"_system_config": {"prestart_worker_first_driver": False}}  # of all: workers that no one has asked for

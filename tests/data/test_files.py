@@ -94,7 +94,7 @@ def test_prompts_and_answers_of_a_csv_file_stay_text(tmp_path: Path) -> None:
     assert [each.fields["level"] for each in prompts] == [3, None, 4, 5]
 
 
-def test_a_row_of_arrow_that_cannot_be_read_is_refused_alone(tmp_path: Path) -> None:
+def test_an_unreadable_row_of_arrow_is_refused_alone(tmp_path: Path) -> None:
     prompts = pa.array([b"one", b"\xff", b"three"]).view(pa.string())
     path = tmp_path / "p.parquet"
     pq.write_table(pa.table({"prompt": prompts}), path)

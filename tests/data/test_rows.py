@@ -228,9 +228,7 @@ def test_rows_with_pictures_are_refused_skipped_or_ignored(tmp_path: Path, saved
         ("figure", "a.png", False),
     ],
 )
-def test_a_field_of_pictures_or_sound_is_known_by_its_name(
-    name: str, value: object, refused: bool, tmp_path: Path
-) -> None:
+def test_fields_of_pictures_or_sound_are_known_by_name(name: str, value: object, refused: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", json.dumps({"prompt": "x", name: value}), '{"prompt": "y"}')
     assert len(load(path, held_out=0, refused="skip")) == 2 - refused
 

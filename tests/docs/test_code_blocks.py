@@ -164,7 +164,7 @@ writer.close()
 @pytest.mark.nightly
 @pytest.mark.processes
 @pytest.mark.skipif(not PACKAGES.exists(), reason=f"{PACKAGES} is not there; `make setup` installs it")
-def test_the_commands_of_the_tutorial_run_in_turn_in_one_directory(tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_run_in_turn(tmp_path: Path) -> None:
     """With a piece of the model's file, which is a model too, and says nothing."""
     wait_for_memory(3.0, "a run")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

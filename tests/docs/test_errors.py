@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-VALUE = re.compile(r"\S*[\d'/_<\[]\S*|\.\.\.\S*|\b[A-Z]{3,}\b")  # a number, a path, a name: what differs
+# A number, a path, a name, a setting: what differs.
+VALUE = re.compile(r"\S*[\d'/_<\[]\S*|\.\.\.\S*|\b[a-z]+\.[a-z]\S*|\b[A-Z]{3,}\b")
 FEW = 2  # words that may be values too, such as a role's and a hook's name
 
 

@@ -13,7 +13,7 @@ def test_the_code_of_a_page_is_that_of_its_files(page: quoted.Path) -> None:
     assert quoted.written(text) == text, "write it anew: python docs/quoted.py"
 
 
-def test_a_block_has_what_its_line_asks_for_whatever_it_had() -> None:
+def test_a_block_is_rewritten_as_its_line_asks() -> None:
     def page(asked: str, code: str = "old\n") -> str:
         return f"before\n\n<!-- code: {asked} -->\n```python3\n{code}```\n\nafter\n\n```python\nx = 1\n```\n"
 

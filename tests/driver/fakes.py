@@ -32,8 +32,7 @@ from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import SharedBatch
+from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import (
     LossSpec,
     MemoryKind,
@@ -104,7 +103,7 @@ class Group:
 
     def receive(self, manifest: Any, version: int, address: Any) -> None:
         self.log.append(f"receive {version}")
-        self.offered = manifest
+        self.offered, self.address = manifest, address
 
     def updated(self, taken: Iterable[str]) -> None:
         self.hold_all = set(taken) >= set(self.names)
@@ -218,7 +217,6 @@ def role(name: str, group: Group | None = None, config: Config | None = None, **
 class Source:
     position = "where the prompts stand"
     overlaps = False
-    streams = False
 
     def __init__(self) -> None:
         self.saved: list[Path] = []
@@ -280,14 +278,11 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 
 
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
-    manifest, adapters = parts.pop("manifest", None), parts.pop("adapters", None)
-    address = parts.pop("address", Address(transport="ipc", engines=()))
-    actor.manifests = (manifest, adapters)
     given = {
-        "address_of": lambda receivers: evolve(address, engines=tuple(receivers)),
-        "separate_adapters": adapters is not None,
+        "address_of": lambda: Address(transport="ipc", engines=fleet.names),
         "version": 0,
         "residency": staying(),
+        "control": SimpleNamespace(failed=lambda message, ranks: None),
         "progress": progress(ears),
         **parts,
     }

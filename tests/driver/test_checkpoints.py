@@ -11,7 +11,7 @@ from corerl.checkpoint import writer
 from corerl.checkpoint.commit import latest, read_state
 from corerl.checkpoint.writer import stage, write
 from corerl.config.schema import CheckpointConfig
-from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints
+from corerl.driver.checkpoints import Checkpoints, DriverPart, MemoryCheckpoints
 from corerl.driver.progress import Progress
 from corerl.errors import DataError, SaveFailed, WorkerDied
 from corerl.plugin.events import CheckpointSaved
@@ -90,8 +90,8 @@ def make(run_dir: Path, heard: Ears, *, keep: int = 2, **roles: Group) -> Checkp
     )
 
 
-def at(rollout_step: int) -> tuple[int, dict[str, Any]]:
-    return rollout_step, {"rollout_step": rollout_step}
+def at(rollout_step: int, **parts: Any) -> tuple[int, DriverPart]:
+    return rollout_step, DriverPart(state={"rollout_step": rollout_step}, **parts)
 
 
 def path(run_dir: Path, step: int) -> Path:
@@ -185,7 +185,7 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
         raise DataError("no space left")
 
     with pytest.raises(SaveFailed, match="^no space left$"):
-        checkpoints.start(*at(4), background=True, files=files)
+        checkpoints.start(*at(4, write=files), background=True)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 

@@ -19,7 +19,7 @@ from corerl.config.schema import Config, LoraConfig, RunConfig
 from corerl.driver.export import _export_adapters, export
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.lora import targets_in
 from corerl.types import FloatArray, SampleBatch
 from corerl.weights.adapters import adapters_of, is_adapter
@@ -139,7 +139,7 @@ def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_b
 
 def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path: Path) -> None:
     config = smallest_config("zamba2")  # adapters of its own are the modules 0 and 1 of a list, as layers are
-    layers = targets_in(look_at(config), LORA)
+    layers = targets_in(meta_model(config), LORA)
     assert any(name.endswith(".0") for name in layers)
     tensors = {
         name: torch.zeros(shape)
@@ -170,18 +170,6 @@ def test_weights_rounded_for_training_are_merged_as_files_have_them(base: Path, 
     found, weights = (load_file(each / "model.safetensors") for each in (directory, base))
     assert torch.equal(found["model.norm.weight"], weights["model.norm.weight"])
     assert not torch.equal(found["model.layers.0.mlp.up_proj.weight"], weights["model.layers.0.mlp.up_proj.weight"])
-
-
-def test_adapters_are_float32_unless_another_dtype_is_asked_for(of_base: Adapted, tmp_path: Path) -> None:
-    held = CheckpointSource(of_base.checkpoint / "actor", "master")
-    exact, rounded = (
-        load_file(export(of_base.checkpoint, tmp_path / f"adapters-{dtype}", dtype=dtype) / "adapter_model.safetensors")
-        for dtype in ("", "bfloat16")
-    )
-    assert exact.keys() == rounded.keys() == held.shapes.keys()
-    for name, tensor in exact.items():
-        assert torch.equal(tensor, held.read(name, (0, 0), held.shapes[name]))
-        assert torch.equal(rounded[name], tensor.bfloat16())
 
 
 def test_a_model_that_has_changed_since_is_not_merged(of_base: Adapted, base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from corerl.config.schema import LoraConfig, ModelConfig, RunConfig
 from corerl.driver.export import export
 from corerl.models.config import hf_config
-from corerl.models.files import kept_digest, look_at
+from corerl.models.files import kept_digest, meta_model
 from corerl.models.lora import saved_settings
 from corerl.plan.models import require_adapters
 from corerl.types import FloatArray
@@ -75,7 +75,7 @@ def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path)
     adapters = export(first.checkpoint, tmp_path / "adapters")
     lora = LoraConfig(path=str(adapters)).settled(saved_settings(adapters))
     hf = hf_config(ModelConfig(path=str(base)))
-    require_adapters(adapters, look_at(hf, lora=lora))
+    require_adapters(adapters, meta_model(hf, lora=lora))
     _, second = trained(tmp_path, "mistral3", lora)
     assert np.array_equal(second.before, first.after)
 

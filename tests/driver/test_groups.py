@@ -17,7 +17,6 @@ from corerl.cluster.placement import Bundle, Gpu, Slot
 from corerl.driver.control import Control
 from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
-from corerl.driver.updates import WeightUpdates
 from corerl.errors import (
     ConfigError,
     CorerlError,
@@ -29,14 +28,12 @@ from corerl.errors import (
 )
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ProcessPlan
 from corerl.plan.roles import RolePlan
 from corerl.plugin.hooks import Failure
 from corerl.plugin.observers import Observers
 from corerl.types import InitResult, ParallelLayout
-from corerl.weights.transport import Address
-from tests.driver.fakes import Ears, Group, make_updates, told
-from tests.driver.saved import config_in, make_config
+from tests.driver.fakes import Ears, Group, told
+from tests.driver.saved import config_in
 
 TABLES: dict[str, Any] = {"backend": {"name": "fsdp"}, "algorithm": {"name": "ppo"}}
 
@@ -70,12 +67,6 @@ class Ranks(Group):
             return InitResult(layout=self.layouts[0])
 
         return Future(self, lambda timeout: True, wait)
-
-    def manifest(self) -> Future[Any]:
-        return Future(self, lambda timeout: True, lambda: f"manifest of {len(self.layouts)} ranks")
-
-    def rendezvous(self, address: Address) -> Address:
-        return evolve(address, token=f"met by {len(self.layouts)} ranks")
 
 
 @define(eq=False)
@@ -203,7 +194,6 @@ class Case:
     ranks: dict[str, Ranks]
     engines: Engines
     room: Rooms
-    updates: WeightUpdates
 
     def change(self, *overrides: str) -> list[str]:
         """What is told of each group, without the seconds that it took."""
@@ -227,10 +217,10 @@ class Case:
     @property
     def state(self) -> tuple[Any, ...]:
         """All that is to be as before where a change fails."""
-        plan, updates = self.groups.plan, self.updates
+        plan = self.groups.plan
         path = plan.start.run_dir / "config.toml"
         written = path.read_text() if path.exists() else ""
-        return plan, dict(self.room.slots), updates.manifest, updates.address, self.engines.names, written
+        return plan, dict(self.room.slots), self.groups.update_address(), self.engines.names, written
 
     def starts(self) -> dict[str, int]:
         return {name: len(role.assignments) for name, role in self.groups.plan.processes.roles.items()}
@@ -261,8 +251,6 @@ def make(
     engines = Engines(log, tuple(each.context.name for each in processes.engine.assignments))
     room = Rooms(log, slots_of(processes.placement))
     fleet: Any = engines
-    updates = make_updates(make_config(), ranks["actor"], fleet, address=address(processes, []))
-
     roles_now: Any = {
         name: SimpleNamespace(
             name=name, group=group, loss=None if name == "teacher" else "a loss", restarted=lambda init: None
@@ -273,21 +261,9 @@ def make(
     ears = Ears()
     now = Progress(Observers([("ears", ears), *extensions]), 3)
     where: Any = room
-    groups = Groups(
-        plan=plan,
-        room=where,
-        roles=roles_now,
-        updates=updates,
-        residency=memory,
-        progress=now,
-        address_of=address,
-    )
+    groups = Groups(plan=plan, room=where, roles=roles_now, fleet=fleet, residency=memory, progress=now)
     stop: Any = SimpleNamespace(requested=False)
-    return Case(Control(groups=groups, progress=now, stop=stop), ears, log, ranks, engines, room, updates)
-
-
-def address(processes: ProcessPlan, receivers: Sequence[str]) -> Address:
-    return Address(transport=processes.transport, engines=tuple(receivers), path="", senders=processes.senders)
+    return Case(Control(groups=groups, progress=now, stop=stop), ears, log, ranks, engines, room)
 
 
 def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
@@ -326,16 +302,12 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     assert case.log == [] and case.state == before
 
 
-def test_updates_use_the_manifest_of_new_ranks(tmp_path: Path) -> None:
+def test_updates_go_to_added_engines_too(tmp_path: Path) -> None:
     case = make(tmp_path)
-    case.change("roles.actor.ranks=2")
-    assert case.updates.manifest == "manifest of 2 ranks"
-    assert case.updates.address == evolve(
-        address(case.groups.plan.processes, case.engines.names), token="met by 2 ranks"
-    )
     case.change("rollout.replicas=3")
-    assert case.updates.address.engines == case.engines.names == ("engine-0", "engine-1", "engine-2")
-    assert len(case.updates.address.senders) == 3
+    address = case.groups.update_address()
+    assert address.engines == case.engines.names == ("engine-0", "engine-1", "engine-2")
+    assert len(address.senders) == 3
 
 
 def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
@@ -364,21 +336,6 @@ def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
     case = make(tmp_path, algorithm={"name": "distill"}, roles=roles)
     case.change("roles.teacher.ranks=2")
     assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
-
-
-def test_another_starting_checkpoint_is_no_reason_to_restart(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    processes = case.groups.plan.processes
-    resumed = {
-        name: evolve(
-            role,
-            assignments=tuple(evolve(each, config=evolve(each.config, resume="a part")) for each in role.assignments),
-        )
-        for name, role in processes.roles.items()
-    }
-    case.groups.plan = evolve(case.groups.plan, processes=evolve(processes, roles=resumed))
-    case.change("rollout.replicas=3")
-    assert "start actor" not in case.log
 
 
 def test_another_backend_or_layout_is_reported_by_role(tmp_path: Path) -> None:
@@ -542,7 +499,7 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path) ->
 
     case.groups.room.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
     case.change("rollout.replicas=4")
-    assert case.updates.address.senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
+    assert case.groups.update_address().senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
 
 def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path) -> None:

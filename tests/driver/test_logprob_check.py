@@ -19,7 +19,7 @@ from attrs import evolve
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import logprob_check as module
-from corerl.driver.logprob_check import LogprobCheck, bound_of, difference, spread_over
+from corerl.driver.logprob_check import LogprobCheck, bound_of, spread_over
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
@@ -53,15 +53,15 @@ def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1)
 
 
 def test_the_difference_names_the_loss_token_that_differs_most() -> None:
-    batch = samples([3, 4], [0, 0])
     trainer = np.array([9.0, -1.5, -1.0, 9.0, -1.0, -4.0, -1.25], np.float32)  # prompts: tokens 0 and 3
-    found = difference(batch, trainer)
-    assert (found.mean, found.tokens) == (pytest.approx((0.5 + 0 + 0 + 3 + 0.25) / 5), 5)
-    assert found.largest == "3, of token 2 of 4 in sample 1 (id 105; trainer -4, engine -1)"
-    trainer[2] = math.nan
-    found = difference(batch, trainer)
-    assert math.isnan(found.mean)
-    assert found.largest == "nan, of token 2 of 3 in sample 0 (id 102; trainer nan, engine -1)"
+    for value, mean, largest in (
+        (-1.0, "0.75", "3, of token 2 in sample 1 (id 105; trainer -4, engine -1)"),
+        (math.nan, "nan", "nan, of token 2 in sample 0 (id 102; trainer nan, engine -1)"),
+    ):
+        trainer[2] = value
+        with pytest.raises(LogprobMismatch, match=re.escape(f"the largest difference is {largest}")) as caught:
+            make_check().judge(samples([3, 4], [0, 0]), trainer)
+        assert f"by {mean} on average over 5 sampled tokens" in caught.value.message
 
 
 def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_samples_without_loss_tokens_decide_nothing() -> None:
 def test_above_the_bound_it_stops_or_warns() -> None:
     said = (
         "trainer and engines compute different log-probs from the same weights: by 0.25 on average over 2 sampled "
-        "tokens, wanted at most 0.1; the largest difference is 0.5, of token 2 of 3 in sample 0 (id 102; trainer -1.5, "
+        "tokens, wanted at most 0.1; the largest difference is 0.5, of token 2 in sample 0 (id 102; trainer -1.5, "
         "engine -1); find the layer where they part: corerl doctor --config 'runs/a b/config.toml' --layers; if so "
         "much is expected, as of an engine that quantizes, raise algorithm.mismatch_bound"
     )

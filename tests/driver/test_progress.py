@@ -1,15 +1,13 @@
-"""How far a phase is: what is counted in it, by whom, and when the watchdog speaks of scoring that stands still."""
+"""How far a phase is: what is counted in it, and by whom."""
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from corerl.driver.progress import GENERATED, SCORED, Progress
-from corerl.plugin.events import Event, Notice, PhaseProgress, PhaseStarted, RunFinished
+from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished
 from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears
 
@@ -33,13 +31,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def progress(hears: Ears, clock: Clock) -> Progress:
-    return Progress(Observers([("hears", hears)]), 2, watchdog=60.0, clock=clock)
-
-
-def aside(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
+    return Progress(Observers([("hears", hears)]), 2, clock=clock)
 
 
 def beat(progress: Progress, hears: Ears) -> Event:
@@ -78,29 +70,6 @@ def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Ears) 
     assert beat(progress, hears) == PhaseProgress(
         name="eval", step=2, seconds=0.0, unit="answers scored", done=3, of=50
     )
-
-
-def test_stalled_scoring_is_reported_with_the_drivers_line(progress: Progress, hears: Ears, clock: Clock) -> None:
-    def notices() -> list[str]:
-        return [event.text for event in hears.heard if isinstance(event, Notice)]
-
-    progress.begin("rollout")
-    progress.count(SCORED, 3, 8)
-    for clock.now in (59.0, 60.0, 100.0, 119.0):
-        aside(progress.beat)
-    (notice,) = notices()
-    said = "scoring has not moved for 60 s: 3 of 8 samples scored; the driver is at work"
-    assert re.fullmatch(rf"{said} \(.*/threading\.py:\d+ in \w+\)", notice)  # it waits for the thread above
-    clock.now = 120.0
-    progress.beat()
-    assert notices()[1].startswith("scoring has not moved for 120 s: 3 of 8 ")
-    progress.count(SCORED, 4, 8)  # it moves: the time begins anew
-    for clock.now in (150.0, 179.0):
-        progress.beat()
-    assert len(notices()) == 2
-    clock.now = 180.0
-    progress.beat()
-    assert len(notices()) == 3
 
 
 def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_roles_on_devices_of_their_own_train_together() -> None:
     residency = staying()
     assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
     residency.enter("train")
-    assert (residency.slept, residency.metrics()) == (False, {})
+    assert residency.metrics() == {}
 
 
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
@@ -225,7 +225,6 @@ def take_steps(residency: Residency, engine: Sized, *stages: str, count: int = 2
             engine.generate()
         for stage in (*stages, UPDATE, SAMPLE):
             residency.enter(stage)
-        residency.updated()
 
 
 def measured(
@@ -251,16 +250,13 @@ def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: 
     residency, device, _ = measured(*totals)
     line = residency.settle()
     assert (f"need 30.0 of {min(totals)}.0 GiB" in line) == stays and bool(line) == stays
-    assert residency.slept == (not stays)
     held = device.engine
     for stage in (training("actor"), UPDATE, saving("actor")):
         residency.enter(stage)
         assert not stays or (device.held["actor"] == ALL and device.engine == held)
-    assert residency.slept == (not stays)
     assert residency.settle() == "" or not stays
     residency.enter(REST)  # as before new engines load
     assert not device.held["actor"] and not device.engine
-    assert residency.slept
     residency.enter(saving("actor"))
     assert not device.engine
 
@@ -292,7 +288,7 @@ def test_new_ranks_or_engines_take_turns_until_measured(changed: str) -> None:
     else:
         residency.take_turns()
     residency.enter(training("actor"))
-    assert (device.engine, device.held["actor"]) == (0, ALL) and residency.slept
+    assert (device.engine, device.held["actor"]) == (0, ALL)
     assert residency.settle() == ""
     take_steps(residency, engine, training("actor"))
     assert residency.settle()

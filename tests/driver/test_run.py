@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +14,18 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms.base import REFERENCE
-from corerl.config.schema import Config
+from corerl.config.schema import CheckpointConfig, Config
 from corerl.data.prompts import Prompt
+from corerl.driver import evaluations
 from corerl.driver import run as driver
 from corerl.driver.advantages import TrainBatch
+from corerl.driver.checkpoints import DriverPart, Saves
+from corerl.driver.earlier_policies import EarlierPolicies
+from corerl.driver.evaluations import Evaluations, answers_in
 from corerl.driver.progress import Progress
-from corerl.driver.run import Run, answers_in
-from corerl.driver.snapshots import Snapshots
-from corerl.driver.step_notices import StepNotices
+from corerl.driver.roles import Role
+from corerl.driver.run import Run
+from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
 from corerl.plan.residency import SAMPLE
@@ -30,7 +34,7 @@ from corerl.rollout.evaluation import EvalSet, Evaluation
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import Compilation, Metric, Output, SampleBatch, TrainResult
+from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
     EXPERTS,
@@ -72,11 +76,12 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         run_dir: Path = Path(),
         **parts: Any,
     ) -> Run:
-        plan, group = plan_of(config, run_dir), actor or Group()
-        snapshots: Any = Snapshots(
+        plan, group, now = plan_of(config, run_dir), actor or Group(), progress(ears, step=rollout_step)
+        earlier: Any = EarlierPolicies(
             group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
             tags=plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
+            progress=now,
         )
         sampling = {
             "loop": SimpleNamespace(run=asyncio.run),
@@ -85,21 +90,37 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             "held_out": [],
         }
         sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
+        sampled: Any = SimpleNamespace(**sampling, restart=lambda state, checkpoint: None)
+        stop = parts.pop("stop", Stop(False))
+        roles = parts.pop("roles", None) or {"actor": role("actor", group, config)}
+        residency, before = parts.pop("residency", staying()), {"before": parts.pop("before", ())}
+        disk, memory = parts.pop("checkpoints", Files(-1)), parts.pop("memory", None)
+        for saves in (disk, memory):
+            if saves is not None:
+                saves.progress, saves.config, saves.roles = now, config.checkpoint, roles
         needed = [each.name for each in attrs.fields(Run) if each.default is attrs.NOTHING]
         return Run(
             **{
                 **dict.fromkeys(needed),
                 "plan": plan,
-                "snapshots": snapshots,
-                "progress": progress(ears, step=rollout_step),
-                "notices": StepNotices(algorithm=plan.algorithm, samples=plan.run.samples),
-                "sampling": SimpleNamespace(**sampling, restart=lambda state, checkpoint: None),
+                "earlier": earlier,
+                "progress": now,
+                "reports": StepReports(
+                    recomputes=config.algorithm.old_logprobs == "recompute",
+                    roles=roles,
+                    fleet=None,
+                    residency=staying(),
+                    progress=now,
+                    notices=StepNotices(algorithm=plan.algorithm),
+                ),
+                "sampling": sampled,
+                "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
+                "saves": Saves(disk=disk, memory=memory, residency=residency),
                 "kl_coef": config.algorithm.kl_coef,
-                "roles": {"actor": role("actor", group, config)},
-                "residency": staying(),
-                "stop": SimpleNamespace(requested=False),
-                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None),
-                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext(lambda: True)),
+                "roles": roles,
+                "residency": residency,
+                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
+                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
                 **parts,
             }
         )
@@ -159,18 +180,13 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
-def test_compilations_are_counted_and_long_ones_reported(make_run: Callable[..., Run]) -> None:
+def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
     run.actor.optimizer_step = 3
-    first = Compilation(what="forward in modeling.py", seconds=20.0)
-    short, long = (evolve(first, seconds=seconds, why="5120 <= size") for seconds in (0.4, 11.6))
-    result = TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5)
-    steps = [evolve(result, compilations=made) for made in ((first,), (), (short, long))]
+    steps = [TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5, compilations=count) for count in (1, 0, 2)]
     run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
     assert ears.steps[0].metrics["perf/compilations"] == 3.0
-    line = "step 4: a rank of the actor compiled forward in modeling.py again, in 12 s: 5120 <= size"
-    assert [each for each in told(ears) if "compiled" in each] == [line]
 
 
 # ---- samples ---------------------------------------------------------------------------------------------------------
@@ -222,9 +238,6 @@ def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(algorithm={"routing_replay": "engine"}))
     with pytest.raises(DataError, match="'engine', and the engine 'fake' came without 'routed_experts'; set it to"):
         run.with_advantages(scored())
-    flat = batch().with_columns(**{EXPERTS: CHOSEN[:, 0]})
-    with pytest.raises(DataError, match=r"'routed_experts' of .* is int16 \[5, 2\], wanted integers \[5, expert"):
-        run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=flat)))
 
 
 def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
@@ -264,21 +277,6 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
-def test_a_step_whose_tokens_are_all_masked_is_reported(make_run: Callable[..., Run]) -> None:
-    ears, actor = Ears(), Group()
-    correction = {"correction": "token", "correction_beyond": "mask", "correction_floor": 0.9}
-    run = make_run(make_config(algorithm={**correction, "old_logprobs": "recompute"}), actor=actor, ears=ears)
-    trained_on = run.with_advantages(scored())  # the trainer's log-probs are all lower than the engine's
-    results = run.optimize(trained_on)
-    assert not trained_on.samples.columns["advantages"].any() and len(actor.losses) == 1
-    run.report(scored(), trained_on, results)
-    line = (
-        "step 4: the policy learns nothing from its samples, since algorithm.correction='token' gives all of their "
-        "tokens weight 0; see rollout/logprob_diff, or widen the band from correction_floor=0.9 to correction_cap=2"
-    )
-    assert told(ears) == [line]
-
-
 def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
@@ -305,7 +303,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
     assert [step for run.progress.step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
-    run.stop = Stop(False)
+    run.control.stop = Stop(False)  # type: ignore[assignment]
     assert not run.stopping
     follows = {"kl_coef": 0.1, "reference_every": 2}
     run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
@@ -362,10 +360,11 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
 class Two:
     """A source of two steps."""
 
-    streams = False
-
     def __init__(self) -> None:
         self.steps = [evolve(scored(), step=0), evolve(scored(), step=1)]
+
+    async def arrived(self) -> None:
+        return None
 
     async def next(self) -> ScoredRollout | None:
         return self.steps.pop(0) if self.steps else None
@@ -454,7 +453,7 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
 def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the snapshots of earlier updates would be of these weights too."""
     kept: list[int] = []
-    monkeypatch.setattr(Snapshots, "updated", lambda snapshots: kept.append(len(kept)))
+    monkeypatch.setattr(EarlierPolicies, "updated", lambda policies: kept.append(len(kept)))
     actor, fleet = Group(), Group()
     run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
     run.push_weights()
@@ -470,7 +469,7 @@ def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., R
     config = make_config(algorithm={"old_logprobs": "recompute"}, checkpoint={"every": 1})
     residency = sharing({"actor": both}, passed=["actor"], fleet=both)
     updates = make_updates(config, both, both, residency=residency, version=4)
-    saves = Saves(-1)
+    saves = Files(-1)
     run = make_run(
         config, actor=both, updates=updates, residency=residency, checkpoints=saves, source=Source(), run_dir=Path()
     )
@@ -552,7 +551,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
         told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
         return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
 
-    monkeypatch.setattr(driver, "evaluate", evaluate)
+    monkeypatch.setattr(evaluations, "evaluate", evaluate)
     heard = list[Any]()
     monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
@@ -572,8 +571,12 @@ def test_each_set_is_evaluated_at_its_own_steps(
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-class Saves:
+class Files:
     """Checkpoints of a run: the newest one begun, and what more was asked."""
+
+    progress: Progress
+    config: CheckpointConfig
+    roles: Mapping[str, Role]
 
     def __init__(self, last_step: int) -> None:
         self.last_step = last_step
@@ -581,11 +584,12 @@ class Saves:
         self.log: list[tuple[str, bool]] = []
         self.states: list[dict[str, Any]] = []
 
-    def start(self, step: Any, state: dict[str, Any], *, background: bool, files: Any, enter: Any) -> None:
-        files(Path("/run/checkpoints/partial"))
+    def start(self, step: int, driver: DriverPart, *, background: bool, enter: Any) -> None:
+        driver.write(Path("/run/checkpoints/partial"))
         enter("actor")
-        self.states.append(state)
-        self.log.append((f"start {state['rollout_step']}", background))
+        assert driver.state["rollout_step"] == step
+        self.states.append(dict(driver.state))
+        self.log.append((f"start {step}", background))
 
     def due(self, step: int) -> bool:
         return True
@@ -604,7 +608,7 @@ def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Ru
         (4, [("start 5", False), ("complete", True)]),
         (5, [("complete", True)]),
     ):
-        saves, source = Saves(last_step), Source()
+        saves, source = Files(last_step), Source()
         run = make_run(
             make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")
         )
@@ -620,7 +624,7 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
     make_run: Callable[..., Run], rollout_step: int, reason: str
 ) -> None:
     config = make_config(run={"steps": 5}, checkpoint={"export": False})
-    run = make_run(config, checkpoints=Saves(rollout_step), rollout_step=rollout_step, stop=Stop(True), run_dir=Path())
+    run = make_run(config, checkpoints=Files(rollout_step), rollout_step=rollout_step, stop=Stop(True), run_dir=Path())
     assert run.finish().reason == reason
 
 
@@ -630,12 +634,12 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
     def answers(response: str, prompt: str = "a") -> tuple[SampleShown, ...]:
         return (SampleShown(prompt=prompt, response=response, answer="b", reward=0.5),)
 
-    def evaluating(response: str, **parts: Any) -> tuple[Run, Saves, Ears]:
+    def evaluating(response: str, **parts: Any) -> tuple[Run, Files, Ears]:
         async def evaluate(*_: Any, **__: Any) -> Evaluation:
             return Evaluation(metrics={}, shown=answers(response))
 
-        monkeypatch.setattr(driver, "evaluate", evaluate)
-        saves, ears = Saves(-1), Ears()
+        monkeypatch.setattr(evaluations, "evaluate", evaluate)
+        saves, ears = Files(-1), Ears()
         common = {"held_out": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)
         run.evaluate()
@@ -653,10 +657,10 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at the resume"),) * 2
 
 
-class Full(Saves):
+class Full(Files):
     """In-memory checkpoints without room."""
 
-    def start(self, step: Any, state: dict[str, Any], **how: Any) -> None:
+    def start(self, step: int, driver: DriverPart, **how: Any) -> None:
         raise SaveFailed("no space left in memory")
 
     def give_up(self) -> None:
@@ -667,19 +671,19 @@ class Full(Saves):
 def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(weights={"every": 2}, checkpoint={"every": 2})
     saved: dict[str, Any] = {"source": Source(), "ears": ears}
-    memory = Saves(0)
+    memory = Files(0)
     for step in (1, 2):
-        make_run(config, checkpoints=Saves(0), memory=memory, rollout_step=step, **saved).save()
+        make_run(config, checkpoints=Files(0), memory=memory, rollout_step=step, **saved).save()
     assert memory.log == [("start 2", True), ("complete", False)]
-    run = make_run(config, checkpoints=Saves(0), memory=(full := Full(0)), rollout_step=2, **saved)
+    run = make_run(config, checkpoints=Files(0), memory=(full := Full(0)), rollout_step=2, **saved)
     run.save()
-    assert run.memory is None and full.log == [("give up", True)]
+    assert run.saves.memory is None and full.log == [("give up", True)]
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
 
 
 def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
     for kept in ({}, {"actor": "0" * 32}):
-        saves = Saves(0)
+        saves = Files(0)
         run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
         run.plan = evolve(run.plan, kept=kept)
         run.save()
@@ -689,7 +693,7 @@ def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[.
 def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
-    class Due(Saves):
+    class Due(Files):
         def due(self, step: int) -> bool:
             return step == 3
 
@@ -710,7 +714,7 @@ class Asking:
     plan = SimpleNamespace(record={})
 
     def __init__(self, changed: set[str]) -> None:
-        self.changed, self.saved = changed, list[Path]()
+        self.changed, self.saved, self.stop = changed, list[Path](), Stop(False)
 
     def between_steps(self, save: Callable[[], Path]) -> set[str]:
         self.saved.append(save())
@@ -723,33 +727,35 @@ def test_extensions_are_asked_after_each_step_but_the_last(
 ) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.step)))
-    monkeypatch.setattr(Run, "_begin_snapshots", lambda run, *, resumed: done.append(("snapshots", resumed)))
+    monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    run = make_run(make_config(**every), control=asking, checkpoints=Saves(-1), source=Source())
+    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.step)))
+    run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), updates=updates)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.step = step
         run.between_steps()
     assert len(asking.saved) == 2
-    after = {0: [], 1: ["push"], 2: ["snapshots", "push"]}[len(changed)]
-    assert done == [(what, step if what == "push" else True) for step in (2, 4) for what in after]
-    run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3, stop=Stop(True))
+    after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]
+    assert done == [(what, step if what != "snapshots" else True) for step in (2, 4) for what in after]
+    asking.stop = Stop(True)
+    run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3)
     run.between_steps()
     assert len(asking.saved) == 2
 
 
 def test_a_checkpoint_of_this_step_is_in_memory_if_there_are_such_and_room(make_run: Callable[..., Run]) -> None:
-    def saved(*, memory: Saves | None, disk: Saves) -> Path:
+    def saved(*, memory: Files | None, disk: Files) -> Path:
         run = make_run(make_config(), checkpoints=disk, memory=memory, rollout_step=4, source=Source())
-        return run._checkpoint()
+        return run.saves.for_restart(run._driver_part)
 
-    disk, memory = Saves(2), Saves(4)
+    disk, memory = Files(2), Files(4)
     memory.newest = Path("/dev/shm/newest")
     assert saved(memory=memory, disk=disk) == memory.newest
     assert (memory.log, disk.log) == ([("complete", True)], [("complete", True)])  # both are written by then
     assert saved(memory=Full(3), disk=disk) == disk.newest
     assert disk.log[-1] == ("start 4", False)
-    disk = Saves(4)
+    disk = Files(4)
     assert saved(memory=None, disk=disk) == disk.newest and disk.log == [("complete", True)]
     with pytest.raises(ResizeFailed, match="^no checkpoint to restart from: no space left in memory$"):
         saved(memory=None, disk=Full(3))

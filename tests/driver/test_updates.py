@@ -19,9 +19,12 @@ from tests.driver.fakes import Ears, Group, Source, make_updates, sharing, told
 from tests.driver.saved import make_config
 
 
-def push(updates: WeightUpdates, source: Any = None, places: Callable[[str], None] = lambda message: None) -> None:
-    control: Any = SimpleNamespace(failed=lambda message, ranks: places(message))
-    updates.push(source or Source(), control)
+def push(updates: WeightUpdates, source: Any = None) -> None:
+    updates.push(source or Source())
+
+
+def asking(places: Callable[[str], None]) -> Any:
+    return SimpleNamespace(failed=lambda message, ranks: places(message))
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
@@ -46,7 +49,8 @@ def test_weights_that_are_sent_again_do_not_count_as_new() -> None:
 def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
     whole, alone = (build_manifest([(name, (1,))], dtype="float32", bucket_bytes=8) for name in ("w", "a"))
     actor, fleet = Group(), Group()
-    updates = make_updates(make_config(), actor, fleet, manifest=whole, adapters=alone, version=7)
+    actor.manifests = whole, alone
+    updates = make_updates(make_config(), actor, fleet, separate_adapters=True, version=7)
     offered = []
     for _ in range(3):
         push(updates)
@@ -112,13 +116,13 @@ def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | No
         "receive 2",
     ]
     assert actor.log == ["send 1", "send 2"]
-    assert updates.address.token == "meeting 2"  # what was built at the first is broken
+    assert fleet.address.token == "meeting 2"  # what was built at the first is broken
     assert len(told(ears)) == len(replaced)
 
 
 def test_engines_have_as_long_as_a_sender_waits() -> None:  # over a disk they only begin to read after the ranks
     address = Address(transport="disk", engines=Group().names, timeout=7.0)
-    push(make_updates(make_config(), Group(), fleet := Group(), address=address))
+    push(make_updates(make_config(), Group(), fleet := Group(), address_of=lambda: address))
     assert fleet.waited == 7.0
 
 
@@ -189,7 +193,9 @@ def test_an_engines_own_answer_overrules_its_senders() -> None:
     updates, actor, fleet, _ = after_one({})
     actor.sent = evolve(actor.sent, engines={"engine-1": "the connection broke"})
     push(updates)
-    assert fleet.log == ["receive 1"] and updates.address.token == "meeting 2"
+    assert fleet.log == ["receive 1"]
+    push(updates)
+    assert fleet.address.token == "meeting 2"
 
 
 def test_a_dead_rank_ends_the_push_at_once() -> None:
@@ -201,27 +207,24 @@ def test_a_dead_rank_ends_the_push_at_once() -> None:
 
 
 def test_engines_without_a_device_are_not_replaced() -> None:
-    updates, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD})
-
     def fewer(message: str) -> None:
         assert message == "its process died"
         fleet.names = ("engine-0",)
-        updates.meets_at(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
 
-    push(updates, places=fewer)
+    updates, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD}, control=asking(fewer))
+    push(updates)
     assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
-    assert updates.address.engines == ("engine-0",)
+    assert fleet.address.engines == ("engine-0",)
     assert told(ears) == ["engine-1 is replaced: its process died"]
 
 
 def test_without_a_device_the_engines_death_is_the_error() -> None:
-    updates, *_ = after_one({"engine-1": DEAD})
-
     def refuse(message: str) -> None:
         raise InsufficientResources("rollout.replicas: devices are left for 0 of 2")
 
+    updates, *_ = after_one({"engine-1": DEAD}, control=asking(refuse))
     with pytest.raises(WorkerDied) as caught:
-        push(updates, places=refuse)
+        push(updates)
     assert caught.value.message == (
         "its process died; a machine is gone, and its processes have no other places: "
         "rollout.replicas: devices are left for 0 of 2"
@@ -235,7 +238,8 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
     actor, fleet, ears = Group(), Group(), Ears()
     manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
     config = make_config(weights={"verify_every": 2})
-    updates = make_updates(config, actor, fleet, ears, manifest=manifest, version=7)  # of a resumed run
+    actor.manifests = manifest, None
+    updates = make_updates(config, actor, fleet, ears, version=7)  # of a resumed run
     actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
     fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # it does not report b
     for _ in range(4):
@@ -254,7 +258,8 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
 def test_an_update_that_some_missed_is_not_compared() -> None:
     actor, fleet = Group(), Group()
     manifest = build_manifest([("a", (1,))], dtype="float32", bucket_bytes=8)
-    updates = make_updates(make_config(weights={"verify_every": 1}), actor, fleet, manifest=manifest)
+    actor.manifests = manifest, None
+    updates = make_updates(make_config(weights={"verify_every": 1}), actor, fleet)
     right = {"engine-0": {"a": 5}, "engine-1": {"a": 5}}
     actor.sent, fleet.sums = evolve(actor.sent, sums={"a": 5}), right
     push(updates)
@@ -300,7 +305,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
         "receive 8",
         "go on",
     ]
-    assert (updates.address.token, told(ears)) == ("meeting 2", ["engine-1 is replaced: its process died"])
+    assert (together.address.token, told(ears)) == ("meeting 2", ["engine-1 is replaced: its process died"])
 
 
 def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
@@ -333,10 +338,16 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     ]
 
 
-def test_new_ranks_give_both_manifests() -> None:
-    both = Group()
-    updates = make_updates(make_config(), both, both, manifest="weights", adapters="adapters")
-    assert (updates.manifest, updates.adapters) == ("weights", "adapters")
-    both.manifests = ("weights of now", "adapters of now")
-    updates.resized(lambda receivers: evolve(updates.address, engines=tuple(receivers)))
-    assert (updates.manifest, updates.adapters) == ("weights of now", "adapters of now")
+def test_other_ranks_or_engines_meet_anew_with_their_manifest() -> None:
+    actor, fleet = Group(), Group()
+    actor.manifests = "of the start", None
+    updates = make_updates(make_config(), actor, fleet)
+    push(updates)
+    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
+    actor.manifests = "of now", None
+    push(updates)
+    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
+    fleet.names = ("engine-0",)
+    updates.new_rendezvous()
+    push(updates)
+    assert (fleet.offered, fleet.address.token, fleet.address.engines) == ("of now", "meeting 2", ("engine-0",))

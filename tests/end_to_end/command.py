@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.forks.client import Forked, forked_for, processes_of
-from tests.forks.ray import environment, place_of, shared
-from tests.forks.server import FORK_PYTHON
+from tests.forks.ray import environment, shared
 from tests.machine import paced, wait_for_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,14 +116,12 @@ class Command:
         self._others = {} if self._ray is None else forked_for(self._ray.session)  # such as its dashboard
         code = FORKED.format(before=before, join=f"joined({self._ray.address!r})" if self._ray else "nullcontext()")
         without = {"CORERL_DEBUG", *(["RAY_AUTH_MODE"] if own_ray else [])}
-        # Where the tests' own backends are found, by the workers too; and what the command starts is forked too.
-        own = {"PYTHONPATH": f"{packages}{os.pathsep}{ROOT}", FORK_PYTHON: "1"}
-        given = {name: value for name, value in environment(**own).items() if name not in without}
+        own = environment(PYTHONPATH=f"{packages}{os.pathsep}{ROOT}")  # where workers find the tests' own backends too
+        given = {name: value for name, value in own.items() if name not in without}
         with self._paths[0].open("wb") as out, self._paths[1].open("wb") as err:
             program = Path(sys.executable).with_name("corerl")
             words = [program, *map(str, arguments)]
-            where = {"environment": given, "directory": directory, "place": place_of(given)}
-            self.process = Forked(words, code, stdout=out, stderr=err, **where)
+            self.process = Forked(words, code, environment=given, stdout=out, stderr=err, directory=directory)
 
     def __enter__(self) -> Command:
         return self

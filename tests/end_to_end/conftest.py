@@ -1,19 +1,15 @@
-"""One run of the real command, made once, that nothing interrupts and that others must equal; and refused ones."""
+"""One run of the real command, made once, that nothing interrupts and that others must equal."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import pickle
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import ray
 from attrs import frozen
 
-from corerl.cli.main import main
 from tests.end_to_end.command import Command, write_small
 
 
@@ -65,24 +61,3 @@ def run_without_interruption(directory: Path) -> Finished:
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
         return Finished(config=config, overrides=UNINTERRUPTED, run_dir=run_dir, out=command.out, err=command.err)
-
-
-@pytest.fixture
-def refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[str]]:
-    """`corerl train` on a small run with overrides that it refuses before any process starts; the lines on stderr."""
-
-    def train(*overrides: str | Path) -> list[str]:
-        monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there
-        run_dir = [] if any(str(override).startswith("run.dir=") for override in overrides) else ["run.dir=run"]
-        monkeypatch.chdir(tmp_path)
-        status = main(["train", str(write_small(tmp_path)), *run_dir, *map(str, overrides)])
-        out, err = capsys.readouterr()
-        assert (status, out) == (2, "")
-        assert not ray.is_initialized() and not (tmp_path / "run").exists()
-        lines = err.splitlines()
-        assert all(line.startswith("corerl: error: ") for line in lines)
-        return [line.removeprefix("corerl: error: ") for line in lines]
-
-    return train

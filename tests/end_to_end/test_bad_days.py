@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -124,21 +122,27 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
     assert latest(tmp_path / "run") == tmp_path / f"run/checkpoints/step-{steps:08d}"
 
 
-# ---- the cluster -----------------------------------------------------------------------------------------------------
+REWARDS = '''
+calls = 0
+
+def to_nan(prompt, response):
+    """A number for the 32 samples of the first step, and then none."""
+    global calls
+    calls += 1
+    return len(response) / 8 if calls <= 32 else float("nan")
+'''
 
 
-def test_ports_that_others_have_taken_do_not_matter(tmp_path: Path) -> None:
-    # Ray's of its server, clients, dashboard and agents; and torch's.
-    with contextlib.ExitStack() as stack:
-        for port in (6379, 10001, 8265, 52365, 29400, 29500, 29501):
-            taken = stack.enter_context(socket.socket())
-            try:
-                taken.bind(("", port))
-            except OSError:
-                continue  # somebody else has it: taken all the same
-            taken.listen()
-        options = [f"run.dir={tmp_path}/run", "run.steps=2", "eval.every=0"]
-        with Command("train", write_small(tmp_path), *options, logs=tmp_path, own_ray=True) as command:
-            assert command.finish() == 0, command.err
-            command.assert_nothing_is_left()
-    assert steps_done(tmp_path / "run") == 2
+def test_a_nan_reward_ends_the_run_and_keeps_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)  # where the command finds the module
+    changes = [*PLAIN, "reward.name=my_rewards:to_nan"]
+    saved = ["checkpoint.every=1", "checkpoint.background=false", "run.dir=run", "reward.processes=1"]
+    with Command("train", write_small(tmp_path), *changes, *saved, logs=tmp_path) as command:
+        assert command.finish() == 2, command.err
+        command.assert_nothing_is_left()
+    (line,) = command.errors
+    assert line.startswith("corerl: error: reward 'my_rewards:to_nan' returned nan, wanted a finite number, on prompt ")
+    assert ">') with the response '" in line
+    assert (command.out, steps_done(tmp_path / "run")) == ("", 1)
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"

@@ -58,7 +58,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with Command(*arguments, "extensions=[{name='console'}]", logs=tmp_path) as command:
         command.until((run_dir / "fault").exists, "in the middle of its second step, which does not end")
         os.kill(command.process.pid, signal.SIGTERM)
-        command.until(lambda: "SIGTERM: finishing this step" in command.out, "notified of the first signal")
+        command.until(lambda: "SIGTERM: stopping after this step" in command.out, "notified of the first signal")
         os.kill(command.process.pid, signal.SIGTERM)
         assert command.finish(within=ENDS_WITHIN) == 130
         command.assert_nothing_is_left()

@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_critic_learns_beside_the_actor_and_both_are_in_the_checkpoint(trained: Path) -> None:
+def test_actor_and_critic_learn_and_are_both_saved(trained: Path) -> None:
     steps = [line for line in metrics(trained / "run") if "train/loss" in line]
     assert len(steps) == STEPS
     assert all(line["critic/tokens"] == line["train/tokens"] for line in steps)

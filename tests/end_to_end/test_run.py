@@ -38,7 +38,7 @@ def held_out_answers(run_dir: Path, step: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "held-out" and line["step"] == step]
 
 
-def test_the_resolved_config_is_a_valid_input_and_says_the_same(
+def test_the_written_config_is_the_resolved_one(
     uninterrupted: Finished, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there

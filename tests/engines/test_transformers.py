@@ -16,7 +16,7 @@ from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine, keep_likeliest
 from corerl.errors import EngineFailed
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
 from corerl.ops.noise import hash_keys
 from corerl.weights.adapters import is_adapter
@@ -402,7 +402,7 @@ def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), lora=lora))
     plain = engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    shapes = shapes_of(look_at(hf_config(ModelConfig(config=TIED)), lora=lora))
+    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=lora))
     generator = torch.Generator().manual_seed(4)
 
     def drawn() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

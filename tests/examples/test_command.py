@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
-def test_the_largest_value_is_told_with_its_step(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_value_is_shown_with_its_step(run_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["best", run_dir]) == 0
     assert main(["best", run_dir, "--metric", "eval/reward"]) == 0
     assert capsys.readouterr() == ("step 3: rollout/reward 0.75\nstep 1: eval/reward 0.125\n", "")

@@ -99,7 +99,7 @@ def test_it_refuses_the_weights_of_another_model(make: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
-def test_what_it_is_interrupted_in_it_continues_as_if_nothing_had_been(
+def test_an_interrupted_step_continues_unchanged(
     make: Any, cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, asked = make(TIED, cache=cache), request(SAMPLING["plain"])

@@ -12,7 +12,7 @@ from corerl.data.prompts import Prompt
 from examples.smollm2.tasks import TASKS, reward, write
 
 
-def test_each_question_is_written_once_with_an_answer_that_is_worth_1(tmp_path: Path) -> None:
+def test_each_question_is_written_once_with_its_answer(tmp_path: Path) -> None:
     write(tmp_path, questions=300)
     for task in TASKS:
         data = DataConfig(source=str(tmp_path / f"{task}.jsonl"), prompt_key="question", held_out=0)

@@ -25,7 +25,7 @@ def test_a_sample_is_compared_with_the_mean_of_its_prompt() -> None:
     assert found.advantages.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0]
 
 
-def test_only_what_went_badly_is_tapered_by_how_likely_it_still_is() -> None:
+def test_only_bad_samples_are_tapered_by_their_likelihood() -> None:
     # Ratios 2, 2 and 1/2: a good token, a bad one that has become likelier, a bad one that has become less likely.
     logprobs = torch.tensor([math.log(0.5), math.log(0.5), math.log(0.25)], requires_grad=True)
     old = torch.tensor([math.log(0.25), math.log(0.25), math.log(0.5)])

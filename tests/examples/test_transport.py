@@ -41,7 +41,7 @@ def test_its_options_and_its_version_reach_ranks_and_engines(installed: Path, tm
 
 
 @pytest.mark.processes
-def test_a_run_with_it_equals_one_over_files_that_are_not_compressed(installed: Path, tmp_path: Path) -> None:
+def test_a_run_with_it_equals_one_over_disk(installed: Path, tmp_path: Path) -> None:
     common = ["backend.name=plain", "roles.actor.ranks=1", "run.steps=2", "eval.every=0", "weights.verify_every=1"]
     for transport in ("disk", "zipped"):
         own = [f"weights.transport={transport}", f"run.dir={tmp_path}/{transport}"]

@@ -45,17 +45,15 @@ class Forked:
         stderr: IO[Any],
         stdin: IO[Any] | None = None,
         directory: Path | None = None,
-        place: str = SOCKET,
     ) -> None:
         request = {
             "argv": list(map(str, argv)),
             "code": code,
             "environment": dict(environment),
             "directory": str(directory or Path.cwd()),
-            "descriptors": [0, 1, 2],
             "leads": True,
         }
-        self._answers = connect(place)
+        self._answers = connect()
         with open(os.devnull, "rb") as nothing:
             body = json.dumps(request).encode()
             given = [each.fileno() for each in (stdin or nothing, stdout, stderr)]
@@ -100,7 +98,7 @@ class Forked:
         return int(line)
 
 
-def connect(place: str = SOCKET) -> socket.socket:
+def connect() -> socket.socket:
     """To the server, which the first of a session's processes to ask starts."""
     directory = Path(os.environ[DIRECTORY])
     with (directory / "lock").open("w") as lock:
@@ -127,7 +125,7 @@ def connect(place: str = SOCKET) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(STARTS_WITHIN)
     try:
-        connection.connect(str(directory / place))
+        connection.connect(str(path))
     except ConnectionRefusedError:
         connection.close()
         raise AssertionError(gone()) from None

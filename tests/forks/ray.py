@@ -7,7 +7,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ import ray
 from attrs import frozen
 from ray._private import ray_constants
 
-from tests.forks.asking import RAYS, SOCKET, WITH_RAY
 from tests.forks.client import ROOT, Forked, connect, kill_session
-from tests.forks.server import FORK_PYTHON
 from tests.machine import paced, wait_for_memory
 
 WORKER = Path(__file__).with_name("ray_worker.py")
@@ -70,9 +68,9 @@ def head() -> Iterator[Head]:
     reads, writes = os.pipe()
     reads_out, tells = os.pipe()
     with open(reads, "rb") as stdin, open(writes, "wb") as end, open(reads_out) as out, open(tells, "wb") as stdout:
-        own = environment(PYTHONPATH=str(ROOT), **{FORK_PYTHON: "1"})  # Ray's monitor and dashboard
+        own = environment(PYTHONPATH=str(ROOT))
         streams = {"stdin": stdin, "stdout": stdout, "stderr": stdout}
-        process = Forked([sys.executable], HEAD, environment=own, directory=ROOT, place=place_of(own), **streams)
+        process = Forked([sys.executable], HEAD, environment=own, directory=ROOT, **streams)
         stdout.close()
         lines = []
         try:
@@ -93,13 +91,7 @@ def head() -> Iterator[Head]:
 
 def environment(**more: str) -> dict[str, str]:
     """Of a process of a test: one thread, and no end of it by Ray where memory is short, which tests wait for."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", **RAYS, **more}
-
-
-def place_of(environment: Mapping[str, str]) -> str:
-    """Where a driver is asked for. (Importing Ray sets RAY_CLIENT_MODE.)"""
-    own = {name: value for name, value in environment.items() if name.startswith("RAY_") and name != "RAY_CLIENT_MODE"}
-    return WITH_RAY if own == RAYS else SOCKET
+    return {**os.environ, "OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0", **more}
 
 
 def fork_workers() -> None:

@@ -1,11 +1,11 @@
 """A process that has imported what the processes of tests import, and forks them on request: what takes four seconds of
 CPU time takes a few milliseconds. `python -m tests.forks.server DIRECTORY PID` serves until the process PID is gone.
 
-A request is a JSON object behind its length, with file descriptors: `argv`, `environment`, `directory`, the numbers of
-the `descriptors`, whether the process `leads` a session of its own, and `code` that it runs as __main__. Two lines
-answer it: the pid, and in the end the status that `os.waitpid` gave. One that leads none is killed when whoever asked
-for it has gone. DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process
-that is forked here is in the server's.
+A request is a JSON object behind its length, with the three streams' file descriptors: `argv`, `environment`,
+`directory`, whether the process `leads` a session of its own, and `code` that it runs as __main__. Two lines answer it:
+the pid, and in the end the status that `os.waitpid` gave. One that leads none is killed when whoever asked for it has
+gone. DIRECTORY/processes has a file for each living one, with the session of who asked for it: a process that is forked
+here is in the server's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import fcntl
 import gc
 import importlib
 import io
 import json
-import multiprocessing.util
 import os
 import selectors
 import signal
@@ -31,16 +29,16 @@ import traceback
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.forks import ray_config
-from tests.forks.asking import RAYS, SOCKET, WITH_RAY, WORKERS
+from tests.forks.asking import SOCKET
 
 # What only some environments have, and what these import as they build a model.
 BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._inductor.compile_fx"]
-# Together they import nearly all of what ranks, engines and drivers run, but for Ray.
+# Together they import nearly all of what ranks, engines and drivers run. Ray is not among them: it reads its variables
+# when it is imported.
 PRELOAD = [
     *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
     *(
@@ -58,17 +56,12 @@ PRELOAD = [
     *("google.protobuf", "packaging", "yaml", "msgpack", "psutil", "click", "jsonschema", "requests", "filelock"),
     *("pydantic.v1", "pdb"),  # Ray's workers import these
 ]
-# A second server has imported Ray, for drivers and for workers.
-RAY = [
-    *("corerl.cluster.process", "corerl.cli.main", "corerl.cli.train", "corerl.driver.launch"),
-    "ray._private.workers.default_worker",
-]
 PYTHON = Path(__file__).with_name("python.py")
 FORK_PYTHON = "CORERL_TEST_FORK_PYTHON"  # how many generations of programs, after this one, have theirs forked
 PROCESSES = "processes"
 LENGTH = struct.Struct("!I")
 SELDOM = (10_000, 20, 100)  # when to look for garbage: in what tests import there is next to none
-DESCRIPTORS = 8  # at most, in a request
+STREAMS = 3  # file descriptors of a request
 
 
 def main(directory: Path, owner: int) -> dict[str, Any]:
@@ -77,26 +70,13 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
     gc.disable()
     (directory / PROCESSES).mkdir(exist_ok=True)
     # Whoever asks while modules are being imported is served afterwards.
-    places = {place: socket.socket(socket.AF_UNIX) for place in (WITH_RAY, SOCKET)}
-    for place, listening in places.items():
-        listening.bind(str(directory / f"{place}.bound"))
-        listening.listen(64)
-        os.rename(directory / f"{place}.bound", directory / place)  # whoever sees it may connect
-    preload(PRELOAD)
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(directory / f"{SOCKET}.bound"))
+    listening.listen(64)
+    os.rename(directory / f"{SOCKET}.bound", directory / SOCKET)  # whoever sees it may connect
+    preload()
     warm_up()
     keep()
-    place, strings = SOCKET, dict[str, int]()
-    if os.fork() == 0:
-        place = WITH_RAY
-        for name in [name for name in os.environ if name.startswith("RAY_")]:
-            del os.environ[name]
-        os.environ.update(RAYS | WORKERS | ray_config.PLACEHOLDERS)
-        preload(RAY)
-        strings = ray_config.find()
-        keep()
-    listening = places.pop(place)
-    for other in places.values():
-        other.close()
     gc.set_threshold(*SELDOM)
     gc.enable()
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -124,7 +104,6 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                         other.close()
                     listening.close()
                     asking.close()
-                    ray_config.write(strings, request["environment"])
                     become(request, descriptors)
                     return request
                 for descriptor in descriptors:
@@ -154,10 +133,10 @@ def main(directory: Path, owner: int) -> dict[str, Any]:
                 asking.close()
 
 
-def preload(modules: Sequence[str]) -> None:
+def preload() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in modules:
+        for module in PRELOAD:
             with contextlib.suppress(ModuleNotFoundError):  # the worker that needs it says so
                 importlib.import_module(module)
 
@@ -185,7 +164,7 @@ def receive(asking: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """A request with its file descriptors; None if whoever connected has gone before it was answered."""
     body, length, descriptors = b"", 0, list[int]()
     with contextlib.suppress(ConnectionError):
-        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, DESCRIPTORS)
+        head, descriptors, _, _ = socket.recv_fds(asking, LENGTH.size, STREAMS)
         length = LENGTH.unpack(head)[0] if head else 0
         while len(body) < length and (more := asking.recv(length - len(body))):
             body += more
@@ -216,11 +195,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.setsid()
     else:
         os.setpgid(0, 0)  # Ray ends a worker with its process group
-    # Out of the way first: one that was received may have the number that another is to have.
-    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 1 + max(request["descriptors"])) for each in descriptors]
-    for descriptor in descriptors:
-        os.close(descriptor)
-    for descriptor, number in zip(moved, request["descriptors"], strict=True):
+    for number, descriptor in enumerate(descriptors):  # none of 0 to 2: the server has its own there
         os.dup2(descriptor, number)
         os.close(descriptor)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
@@ -267,22 +242,6 @@ def forking(start: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def fork_fork_servers() -> None:
-    """The fork server that this process has of multiprocessing is forked too: it has imported what it forks."""
-    spawn = multiprocessing.util.spawnv_passfds
-
-    def spawnv_passfds(path: bytes | str, args: Sequence[str], passfds: Sequence[int]) -> int:
-        if "multiprocessing.forkserver" in args[-1]:
-            from tests.forks.client import connect
-
-            connect().close()  # `python.py` takes the server to be there
-            given = ",".join(map(str, passfds))
-            args = [args[0], "-SE", str(PYTHON), "--descriptors", given, *args[1:]]
-        return spawn(path, args, passfds)
-
-    multiprocessing.util.spawnv_passfds = spawnv_passfds
-
-
 def run(request: dict[str, Any]) -> None:
     """The request's code, as a program of its own."""
     if os.environ.get("PYTHONFAULTHANDLER"):
@@ -290,7 +249,6 @@ def run(request: dict[str, Any]) -> None:
     if (generations := int(os.environ.get(FORK_PYTHON, "0"))) > 0:
         os.environ[FORK_PYTHON] = str(generations - 1)
         subprocess.Popen.__init__ = forking(subprocess.Popen.__init__)  # type: ignore[method-assign]
-    fork_fork_servers()
     module = types.ModuleType("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     if os.path.isfile(request["argv"][0]):

@@ -22,16 +22,16 @@ from corerl.errors import ModelError
 from corerl.kinds import InPieces
 from corerl.models.attention import (
     PACKED,
-    Seen,
-    attends,
+    CausalMask,
     attention_in_pieces,
     carries_state,
-    keep_apart,
     mixers,
     register_packed_attention,
+    run_on_rows,
     unregistered_attention,
+    uses_registered_attention,
 )
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences
 from corerl_testing import smallest_config
@@ -52,13 +52,13 @@ def test_what_packed_attention_cannot_do_is_refused() -> None:
     q = torch.zeros(1, 2, 3, 8)
     packing = PackedSequences.of(torch.tensor([0, 3]), "cpu")
     attention = partial(ALL_ATTENTION_FUNCTIONS[PACKED], nn.Identity(), q, packing=packing)
-    assert attention(q, q, Seen(), sliding_window=4)[0].shape == (1, 3, 2, 8)
+    assert attention(q, q, CausalMask(), sliding_window=4)[0].shape == (1, 3, 2, 8)
     with pytest.raises(ModelError, match="Identity uses position_bias, dropout, which corerl_packed attention does"):
-        attention(q, q, Seen(), position_bias=q, dropout=0.1)
+        attention(q, q, CausalMask(), position_bias=q, dropout=0.1)
     with pytest.raises(ModelError, match="uses a mask that is neither causal nor a window of that"):
         attention(q, q, torch.zeros(3, 3))
     with pytest.raises(ModelError, match="one row of packed tokens and no cache"):
-        attention(torch.zeros(1, 2, 5, 8), q, Seen())
+        attention(torch.zeros(1, 2, 5, 8), q, CausalMask())
 
 
 def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -68,9 +68,9 @@ def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torc
 @pytest.mark.parametrize(
     ("make", "fields", "seen"),
     [
-        (create_causal_mask, {}, Seen()),
-        (create_sliding_window_causal_mask, {"sliding_window": 5}, Seen(window=5)),
-        (create_sliding_window_causal_mask, {"sliding_window": 1}, Seen(window=1)),
+        (create_causal_mask, {}, CausalMask()),
+        (create_sliding_window_causal_mask, {"sliding_window": 5}, CausalMask(window=5)),
+        (create_sliding_window_causal_mask, {"sliding_window": 1}, CausalMask(window=1)),
         (partial(create_causal_mask, and_mask_function=skips), {}, None),
         (create_causal_mask, {"is_causal": False}, None),
         (create_sliding_window_causal_mask, {"sliding_window": 0}, None),
@@ -78,7 +78,7 @@ def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torc
     ],
 )
 def test_masks_of_transformers_are_what_they_let_a_token_see(
-    make: Callable[..., Any], fields: dict[str, Any], seen: Seen | None
+    make: Callable[..., Any], fields: dict[str, Any], seen: CausalMask | None
 ) -> None:
     assert mask_of(make, fields) == seen
 
@@ -106,9 +106,9 @@ FOUND = {
 
 @pytest.mark.parametrize("model_type", FOUND)
 def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
-    decoder = parts_of(look_at(smallest_config(model_type))).decoder
+    decoder = parts_of(meta_model(smallest_config(model_type))).decoder
     assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
-    assert attends(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
+    assert uses_registered_attention(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
     assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
     alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
     assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
@@ -132,7 +132,7 @@ def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> 
 def test_attention_is_one_kernel_where_it_needs_nothing_that_the_kernel_lacks(
     model_type: str, fields: dict[str, Any], wanted: InPieces | None
 ) -> None:
-    decoder = parts_of(look_at(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
+    decoder = parts_of(meta_model(AutoConfig.for_model(**{**smallest_config(model_type).to_dict(), **fields}))).decoder
     assert attention_in_pieces(decoder) is wanted
 
 
@@ -147,7 +147,7 @@ class Sums(nn.Module):
 @pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
 def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
     block = nn.ModuleDict({"mixer": Sums()})
-    assert keep_apart(block) == [block["mixer"]]
+    assert run_on_rows(block) == [block["mixer"]]
     hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
     scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
     packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
@@ -162,26 +162,10 @@ def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
 
 def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
     block = nn.ModuleDict({"mixer": Sums()})
-    keep_apart(block)
+    run_on_rows(block)
     hidden = torch.zeros(1, 4, 2)
     with pytest.raises(ModelError, match="^Sums is called without the bounds of sequences"):
         block["mixer"](hidden, scale=hidden)
     packing = PackedSequences.of(torch.tensor([0, 4]), "cpu")
     with pytest.raises(ModelError, match="^Sums computes attention with its own code"):
-        block["mixer"](hidden, scale=hidden, past_key_values=Seen(), packing=packing)
-
-
-def test_the_code_of_a_class_is_read_even_if_its_module_is_listed_no_more() -> None:
-    class Orphan(nn.Module):
-        def forward(self, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None) -> Tensor:
-            attention_interface = ALL_ATTENTION_FUNCTIONS["eager"]
-            return attention_interface(hidden_states)  # type: ignore[no-any-return]
-
-    decoder = nn.Sequential(Orphan())
-    assert attends(decoder)
-    Orphan.__module__ = "a_module_that_is_gone"
-
-    class Later(Orphan):  # so that what is known of the other is not remembered
-        pass
-
-    assert attends(nn.Sequential(Later()))
+        block["mixer"](hidden, scale=hidden, past_key_values=CausalMask(), packing=packing)

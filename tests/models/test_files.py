@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.files import ModelFiles, look_at, model_files, own_head
+from corerl.models.files import ModelFiles, meta_model, model_files, untied_head
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SINGLE
 from corerl_testing.models import tiny_fields
@@ -47,18 +47,18 @@ def assert_loads_as_in_transformers(directory: Path, load: Load) -> PreTrainedMo
 
 def unused(directory: Path) -> list[str]:
     config = hf_config(ModelConfig(path=str(directory)))
-    model = look_at(config)
+    model = meta_model(config)
     names = [box.name for boxes in hf_boxes(model).values() for box in boxes]
     return ModelFiles(directory, config).unused(names, model)
 
 
 def test_models_of_equal_configs_are_looked_at_once_and_no_others() -> None:
     fields = tiny_fields("qwen3")
-    model, again = (look_at(AutoConfig.for_model(**fields)) for _ in range(2))
+    model, again = (meta_model(AutoConfig.for_model(**fields)) for _ in range(2))
     assert again is model
-    wider = look_at(AutoConfig.for_model(**{**fields, "vocab_size": 101}))
+    wider = meta_model(AutoConfig.for_model(**{**fields, "vocab_size": 101}))
     assert [len(each.get_input_embeddings().weight) for each in (wider, model)] == [101, 97]
-    critic = look_at(AutoConfig.for_model(**fields), value_head=True)
+    critic = meta_model(AutoConfig.for_model(**fields), value_head=True)
     assert hasattr(critic, "value_head") and not hasattr(model, "value_head")
 
 
@@ -106,11 +106,11 @@ def test_a_head_that_differs_in_its_last_row_differs(tmp_path: Path, monkeypatch
     config = AutoConfig.from_pretrained(directory)
     head = load_file(directory / SINGLE)["model.embed_tokens.weight"].clone()
     change(directory, lambda tensors: {**tensors, "lm_head.weight": head})
-    assert own_head(config, directory) == "" and unused(directory) == []
+    assert untied_head(config, directory) == "" and unused(directory) == []
     assert model_files(directory, config).shape("model.embed_tokens.weight") == (97, 64)
     head[96, 63] += 1
     change(directory, lambda tensors: {**tensors, "lm_head.weight": head})
-    assert own_head(config, directory) == "lm_head.weight"
+    assert untied_head(config, directory) == "lm_head.weight"
     with pytest.raises(ModelError, match="has a lm_head.weight of its own, but in this run's model it is the same as"):
         model_files(directory, config)  # as a snapshot of a model that is tied
 

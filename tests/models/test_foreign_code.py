@@ -19,7 +19,7 @@ from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.export import export_directory
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
 from corerl.plan.models import require_weights
 from corerl_testing.models import tiny_fields
@@ -95,7 +95,7 @@ LOADERS: dict[str, Callable[[Path], object]] = {
     "config": config_of,
     "tokenizer": lambda directory: load_tokenizer(tokenizer="", path=str(directory)),
     "model": lambda directory: build_on_meta(config_of(directory), dtype=torch.float32, attention="eager"),
-    "files": lambda directory: require_weights(str(directory), look_at(config_of(directory)), config_of(directory)),
+    "files": lambda directory: require_weights(str(directory), meta_model(config_of(directory)), config_of(directory)),
     "generation config": lambda directory: end_tokens(character_tokenizer("abc"), ModelConfig(path=str(directory))),
     "engine": lambda directory: engine(directory).close(),
 }

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import context_length, longest_sequence
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import (
     Layout,
     PackedPolicy,
@@ -48,7 +48,7 @@ NOT_PACKED = {
     "llama4_text": "Llama4ForCausalLM numbers the positions of tokens in its own way",  # to scale queries by them
     "roberta": "RobertaForCausalLM numbers the positions of tokens in its own way",
     "bart": "BartDecoder takes no position_ids, which packed sequences need",
-    "doge": "DogeModel cannot be called with packed sequences .*'Seen' object has no attribute",
+    "doge": "DogeModel cannot be called with packed sequences .*'CausalMask' object has no attribute",
     "jetmoe": "JetMoeModel cannot be called with packed sequences",  # what it attends with depends on values
     "nemotron": "Nemotron",  # how its attention loses the bounds of sequences differs between versions of transformers
 }
@@ -56,14 +56,14 @@ NOT_PACKED = {
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "emu3", "gemma3", "bert", "qwen3_5"])
 def test_a_model_that_qualifies_is_packed_unless_it_shall_be_whole(model_type: str) -> None:
-    model = look_at(smallest_config(model_type))
+    model = meta_model(smallest_config(model_type))
     assert choose_layout(model, "auto") == choose_layout(model, "packed") == Layout("packed")
     assert choose_layout(model, "whole") == Layout("whole")
 
 
 @pytest.mark.parametrize("model_type", NOT_PACKED)
 def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: str) -> None:
-    model = look_at(smallest_config(model_type))
+    model = meta_model(smallest_config(model_type))
     chosen = choose_layout(model, "auto")
     assert chosen.name == "whole" and re.match(NOT_PACKED[model_type], chosen.why)
     assert choose_layout(model, "whole") == Layout("whole")
@@ -75,7 +75,7 @@ def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: st
 @pytest.mark.parametrize("asked", ["auto", "whole"])
 def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_whole(asked: str) -> None:
     with pytest.raises(ModelError, match="^XLNetLMHeadModel lets every token see later ones; use another model$"):
-        choose_layout(look_at(smallest_config("xlnet")), asked)
+        choose_layout(meta_model(smallest_config("xlnet")), asked)
 
 
 def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
@@ -107,14 +107,14 @@ def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() 
 )
 def test_a_model_that_reads_pictures_must_pass_text_alone(model_type: str, reason: str) -> None:
     with pytest.raises(ModelError) as refused:
-        choose_layout(look_at(smallest_config(model_type)), "auto")
+        choose_layout(meta_model(smallest_config(model_type)), "auto")
     assert refused.value.message.startswith(reason)
 
 
 def test_a_decoder_may_be_given_the_embeddings_of_tokens() -> None:
     config = smallest_config("llama4")
     config.architectures = ["Llama4ForConditionalGeneration"]
-    model = look_at(config)
+    model = meta_model(config)
     found = parts_of(model)
     assert type(found.decoder).__name__ == "Llama4TextModel" and found.head is not None
     assert found.head.linear is model.get_output_embeddings()
@@ -124,7 +124,7 @@ LLAMA = {**tiny_fields("qwen3"), "model_type": "llama"}
 
 
 def test_looking_at_a_model_leaves_it_as_it_was() -> None:
-    model = look_at(smallest_config("qwen3_5_text"))
+    model = meta_model(smallest_config("qwen3_5_text"))
     require_packed_attention(parts_of(model).decoder)
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
     assert model.config._attn_implementation == "eager"
@@ -168,7 +168,7 @@ def test_other_rotary_frequencies_have_no_limit_and_one_table_for_each_type_of_l
     ("model_type", "unread"), [("bart", "encoder_attn"), ("qwen3_5_text", ""), ("gemma3_text", "")]
 )
 def test_weights_that_no_pass_reads_are_known(model_type: str, unread: str) -> None:
-    model = look_at(smallest_config(model_type))
+    model = meta_model(smallest_config(model_type))
     found = unread_parameters(model, parts_of(model))
     assert found == {name for name, _ in model.named_parameters() if unread and unread in name}
 
@@ -200,7 +200,7 @@ KINDS = [
 
 def require_packed(model_type: str) -> None:
     if model_type in NEWER and Version(transformers.__version__) < Version("5.23"):
-        chosen = choose_layout(look_at(smallest_config(model_type)), "auto")
+        chosen = choose_layout(meta_model(smallest_config(model_type)), "auto")
         if "is called without the bounds of sequences" in chosen.why:
             pytest.skip(f"whole with transformers {transformers.__version__}")
 
@@ -250,10 +250,10 @@ def test_only_models_with_a_table_of_positions_end_with_it(
     kind: str, fields: dict[str, Any], positions: int | None
 ) -> None:
     config = AutoConfig.for_model(kind, **{**SIZES, **fields})
-    assert position_limit(look_at(config), wanted=65) == positions
+    assert position_limit(meta_model(config), wanted=65) == positions
     assert context_length(config) == next(iter(fields.values()), None)  # the default length, of all that name one
     if positions is not None:
-        assert position_limit(look_at(config), wanted=positions) is None
+        assert position_limit(meta_model(config), wanted=positions) is None
 
 
 WHOLE_KINDS = [

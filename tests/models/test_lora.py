@@ -21,14 +21,13 @@ from corerl.config.schema import LoraConfig
 from corerl.errors import ModelError
 from corerl.models import names
 from corerl.models.build import build_on_meta, materialize
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.lora import (
     PEFT_CONFIG,
     PEFT_WEIGHTS,
     LoraLinear,
     PeftFiles,
     adapter_parameters,
-    freeze,
     peft_config,
     put_adapters,
     saved_settings,
@@ -70,17 +69,17 @@ def in_layers(*names: str) -> set[str]:
     ],
 )
 def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...], wanted: set[str]) -> None:
-    assert targets_in(look_at(tiny_config(kind)), of(*targets)).keys() == wanted
+    assert targets_in(meta_model(tiny_config(kind)), of(*targets)).keys() == wanted
 
 
 def test_no_router_of_a_layer_that_has_several_gets_one_either() -> None:
     """Attention chooses experts too in a JetMoE, and what transformers tells of is all of the attention."""
     wanted = in_layers("self_attention.kv_proj")
-    assert targets_in(look_at(smallest_config("jetmoe", num_hidden_layers=2)), of("all-linear")).keys() == wanted
+    assert targets_in(meta_model(smallest_config("jetmoe", num_hidden_layers=2)), of("all-linear")).keys() == wanted
 
 
 def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
-    model = look_at(tiny_config("qwen3"), value_head=True, lora=LORA)
+    model = meta_model(tiny_config("qwen3"), value_head=True, lora=LORA)
     trained = trained_parameters(model)
     assert set(trained) - set(adapter_parameters(model)) == {"value_head.weight"}
     assert len(adapter_parameters(model)) == 2 * 2 * len([*ATTENTION, *MLP])
@@ -101,14 +100,14 @@ def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
 )
 def test_a_target_that_cannot_have_an_adapter_is_told(kind: str, target: str, told: str) -> None:
     with pytest.raises(ModelError) as caught:
-        targets_in(look_at(tiny_config(kind)), of("q_proj", target))
+        targets_in(meta_model(tiny_config(kind)), of("q_proj", target))
     assert caught.value.message.startswith(told)
 
 
 def test_a_model_without_linear_layers_to_adapt_is_refused() -> None:
     config = smallest_config("gpt2")  # whose layers are Conv1D
     with pytest.raises(ModelError) as caught:
-        look_at(config, lora=LORA)
+        meta_model(config, lora=LORA)
     assert caught.value.message == (
         "GPT2LMHeadModel has no linear layers that could have adapters; train all its weights"
     )
@@ -128,7 +127,6 @@ def with_adapters(kind: str, lora: LoraConfig) -> PreTrainedModel:
             for name, param in model.named_parameters()
         },
     )
-    freeze(model)
     return model.eval()
 
 
@@ -162,32 +160,30 @@ def test_all_parameters_but_adapters_are_frozen_and_get_no_gradient() -> None:
 
 def test_a_model_without_adapters_trains_all_its_parameters() -> None:
     model = drawn_model(tiny_config("qwen3"))
-    freeze(model)
     assert trained_parameters(model) == dict(model.named_parameters())
-    assert all(param.requires_grad for param in model.parameters())
 
 
 def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> None:
-    shapes = shapes_of(look_at(tiny_config("qwen3"), lora=of("up_proj")))
+    shapes = shapes_of(meta_model(tiny_config("qwen3"), lora=of("up_proj")))
     up = f"{PREFIX}model.layers.1.mlp.up_proj"
     assert {name: shape for name, shape in shapes.items() if is_adapter(name) and ".1." in name} == {
         f"{up}.lora_A.weight": (3, 64),
         f"{up}.lora_B.weight": (96, 3),
     }
     assert {name: shape for name, shape in shapes.items() if not is_adapter(name)} == shapes_of(
-        look_at(tiny_config("qwen3"))
+        meta_model(tiny_config("qwen3"))
     )
 
 
 def test_adapters_of_renamed_weights_have_the_names_of_their_modules_in_peft() -> None:
-    model = look_at(smallest_config("laguna"), lora=LORA)  # whose shared experts are called otherwise in its files
+    model = meta_model(smallest_config("laguna"), lora=LORA)  # whose shared experts are called otherwise in its files
     ours = f"{PREFIX}model.layers.1.mlp.shared_expert.gate_proj.lora_B.weight"
     assert peft_names(model)[ours] == f"{PREFIX}model.layers.1.mlp.shared_experts.gate_proj.lora_B.weight"
     adapters = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
     assert peft_names(model).keys() == adapters.keys()
     for name, shape in adapters.items():  # of A [rank, in] and B [out, rank]
         assert shapes_of(model)[adapted(name)][not name.endswith(B)] == shape[not name.endswith(B)]
-    same = look_at(tiny_config("qwen3"), lora=LORA)
+    same = meta_model(tiny_config("qwen3"), lora=LORA)
     assert all(ours == theirs for ours, theirs in peft_names(same).items())
 
 
@@ -198,12 +194,12 @@ def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch:
 
     monkeypatch.setattr(names, "revert_weight_conversion", split)
     with pytest.raises(ModelError) as caught:
-        shapes_of(look_at(tiny_config("qwen3"), lora=LORA))
+        shapes_of(meta_model(tiny_config("qwen3"), lora=LORA))
     assert caught.value.message == (
         "Qwen3ForCausalLM has no tensor 'model.layers.0.mlp.up_proj.weight' of its own in its files, so that it cannot "
         "have an adapter; leave it out of lora.targets"
     )
-    assert any(map(is_adapter, shapes_of(look_at(tiny_config("qwen3"), lora=of("self_attn.q_proj")))))
+    assert any(map(is_adapter, shapes_of(meta_model(tiny_config("qwen3"), lora=of("self_attn.q_proj")))))
 
 
 # One loss that needs nothing but log-probs: minus the sum of weights * advantages * ratio, as nothing is clipped.

@@ -15,7 +15,7 @@ from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 from corerl.errors import ModelError
 from corerl.kinds import InPieces
 from corerl.models.build import build_on_meta
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import Head, parts_of, size_of
 from corerl.ops.logprobs import LOGITS
 from corerl.types import Output
@@ -36,12 +36,12 @@ def test_the_decoder_is_found_whatever_the_model_takes_for_it() -> None:
     with torch.device("meta"):
         misnamed = Misnamed(config)
     assert parts_of(misnamed).decoder is misnamed.model
-    llama4 = look_at(smallest_config("llama4_text"))
+    llama4 = meta_model(smallest_config("llama4_text"))
     assert llama4.get_decoder() is llama4 and parts_of(llama4).decoder is llama4.model
 
 
 def test_a_critic_has_no_head() -> None:
-    parts = parts_of(look_at(smallest_config("gemma2"), value_head=True))
+    parts = parts_of(meta_model(smallest_config("gemma2"), value_head=True))
     assert parts.head is None and type(parts.decoder).__name__ == "Gemma2Model"
 
 
@@ -96,7 +96,7 @@ class Embedding(LlamaForCausalLM):
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "phi", "gpt2"])
 def test_one_matrix_and_its_bias_are_found(kind: str) -> None:
     config = tiny_config(kind) if kind.startswith("qwen3") else smallest_config(kind)
-    model = look_at(config)
+    model = meta_model(config)
     head = parts_of(model).head
     assert head is not None and head.linear is model.get_output_embeddings()
     assert len(head.reads) == (2 if kind == "phi" else 1) and head.vocab_size == config.vocab_size
@@ -104,7 +104,7 @@ def test_one_matrix_and_its_bias_are_found(kind: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere", "granite", "bert", "electra", "moshi"])
 def test_what_else_a_model_does_is_left_to_it_but_for_what_changes_no_number(model_type: str) -> None:
-    head = parts_of(look_at(smallest_config(model_type))).head
+    head = parts_of(meta_model(smallest_config(model_type))).head
     assert head is not None and (head.linear is not None) == (model_type == "moshi")
 
 
@@ -175,16 +175,16 @@ def test_a_model_whose_head_needs_more_than_hidden_states_is_refused(
 
 def test_a_models_size_is_that_of_its_parts() -> None:
     fields = tiny_fields("qwen3-moe")
-    model = look_at(AutoConfig.for_model(**fields))
+    model = meta_model(AutoConfig.for_model(**fields))
     found = size_of(model)
     assert found.total == sum(param.numel() for param in model.parameters())
     expert = 3 * fields["hidden_size"] * fields["moe_intermediate_size"]
     assert found.experts == (fields["num_experts"] * expert,) * fields["num_hidden_layers"]
     assert found.embedding == fields["vocab_size"] * fields["hidden_size"] and found.rest == fields["hidden_size"]
-    tied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": True})))
-    untied = size_of(look_at(AutoConfig.for_model(**{**fields, "tie_word_embeddings": False})))
+    tied = size_of(meta_model(AutoConfig.for_model(**{**fields, "tie_word_embeddings": True})))
+    untied = size_of(meta_model(AutoConfig.for_model(**{**fields, "tie_word_embeddings": False})))
     assert (tied.head, untied.head) == (0, untied.embedding)
-    critic = size_of(look_at(AutoConfig.for_model(**fields), value_head=True))
+    critic = size_of(meta_model(AutoConfig.for_model(**fields), value_head=True))
     assert critic.head == fields["hidden_size"]
-    wide = size_of(look_at(AutoConfig.for_model(**{**fields, "head_dim": 264})))
+    wide = size_of(meta_model(AutoConfig.for_model(**{**fields, "head_dim": 264})))
     assert (found.in_pieces, wide.in_pieces) == (None, InPieces.HEADS)

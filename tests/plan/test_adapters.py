@@ -14,7 +14,7 @@ from corerl.config.structuring import structure
 from corerl.errors import UserError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
-from corerl.models.files import kept_digest, look_at
+from corerl.models.files import kept_digest, meta_model
 from corerl.models.lora import peft_config
 from corerl.models.names import shapes_of
 from corerl.plan.make import make_plan
@@ -44,7 +44,7 @@ def refused(tmp_path: Path, resume: str = "never", **tables: Any) -> list[str]:
 @pytest.fixture
 def peft(tmp_path: Path) -> Path:
     """Adapters of the model of `make_config`."""
-    model = look_at(hf_config(make_config().model), lora=SAVED)
+    model = meta_model(hf_config(make_config().model), lora=SAVED)
     tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
     write_adapters(tmp_path / "peft", tensors, peft_config(SAVED, base="", targets=["v_proj", "up_proj"]))
     return tmp_path / "peft"

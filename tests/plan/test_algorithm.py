@@ -23,8 +23,8 @@ from corerl.config.schema import (
 from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import (
     AlgorithmPlan,
+    against_algorithm,
     check_algorithm,
-    contradictions,
     notices_of_learning,
     notices_of_sampling,
     plan_algorithm,
@@ -88,7 +88,7 @@ def planned(config: Config) -> AlgorithmPlan:
 def lines(config: Config, **algorithm: Any) -> list[str]:
     if algorithm:
         config = evolve(config, algorithm=AlgorithmConfig(**{"name": config.algorithm.name, **algorithm}))
-    return list(contradictions(settle_algorithm(config), plugins_of(config)))
+    return list(against_algorithm(settle_algorithm(config), plugins_of(config)))
 
 
 def test_an_algorithm_that_learns_from_files_does_not_sample() -> None:

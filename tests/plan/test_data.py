@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from corerl.config.schema import ModelConfig
 from corerl.data.prompts import PromptStream
 from corerl.driver.sampling import Sampling
-from corerl.driver.step_notices import unseen_tokens
+from corerl.driver.step_reports import unseen_tokens
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer

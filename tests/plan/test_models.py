@@ -15,7 +15,7 @@ from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
 from corerl.plan.make import plan_group
 from corerl.plan.models import (
@@ -54,7 +54,7 @@ def model_of(config: Config, hf: PreTrainedConfig) -> RoleModel:
     """The actor's, with another model in the place of its own."""
     given = make_config()
     model = build_models(given, plugins_of(given), load_configs(given, ["actor"]))["actor"]
-    return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=look_at(hf))
+    return evolve(model, settings=config.model, train=config.train, lora=config.lora, hf=hf, built=meta_model(hf))
 
 
 def lines(config: Config, hf: PreTrainedConfig) -> list[str]:
@@ -192,7 +192,7 @@ def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:
     only_q = evolve(LORA, targets=("q_proj",))
     kept = [name for name in saved_shapes(routed, value_head=False, lora=only_q) if not is_adapter(name)]
     assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]  # which training may change
-    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(look_at(plain, value_head=False))
+    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(meta_model(plain, value_head=False))
 
 
 def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: 
 
 
 def test_a_peft_directory_has_exactly_the_models_adapters(tmp_path: Path) -> None:
-    model = look_at(tiny_config("qwen3"), lora=LORA)
+    model = meta_model(tiny_config("qwen3"), lora=LORA)
     tensors = {name: torch.randn(shape) for name, shape in shapes_of(model).items() if is_adapter(name)}
     file = tmp_path / "adapters/adapter_model.safetensors"
 
@@ -259,7 +259,7 @@ def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
 
     def told(role: str, **more: torch.Tensor) -> str:
         save_file({**tensors, **more}, file, metadata={"format": "pt"})
-        return require_weights(str(tmp_path), look_at(hf, value_head=role == "critic"), hf)
+        return require_weights(str(tmp_path), meta_model(hf, value_head=role == "critic"), hf)
 
     tensors = load_file(file)
     assert told("actor") == told("critic") == ""
@@ -287,7 +287,7 @@ def test_what_the_files_have_besides_is_listed(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device adds its memory")
 def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = dict(make_config().model.config)
-    model = look_at(hf_config(ModelConfig(config=fields)), value_head=False)
+    model = meta_model(hf_config(ModelConfig(config=fields)), value_head=False)
     count = sum(param.numel() for param in model.parameters())
     assert count == 16 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 8 + 2 * 32) + 32
     buffers = sum(buffer.numel() for buffer in model.buffers())
@@ -298,7 +298,7 @@ def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ModelError, match=r"parameters, which take .* GiB in 16 bits, and this machine has .* GiB"):
         require_memory(model)
     there = 2**40
-    wide = look_at(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
+    wide = meta_model(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
     with pytest.raises(ModelError, match=r"the model has .*e\+1\d parameters.*'model.layers.0.mlp.gate_proj.weight', "):
         require_memory(wide)
 
@@ -310,20 +310,8 @@ def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> N
         held = tensors_in(directory)
         kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
         share = sum(kept.values()) / sum(each.numel() for each in held.values())
-        assert untrained(str(directory), hf, look_at(hf)) == (
+        assert untrained(str(directory), hf) == (
             f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
             f"export has them unchanged: {parts}"
         )
-        assert require_weights(str(directory), look_at(hf, value_head=False), hf) == ""
-
-
-def test_weights_that_no_pass_reads_are_said() -> None:
-    hf = smallest_config("bart")
-    model = look_at(hf)
-    unread = {name: param.numel() for name, param in model.named_parameters() if "encoder_attn" in name}
-    share = sum(unread.values()) / sum(param.numel() for param in model.parameters())
-    line = untrained("", hf, model)
-    assert line.startswith(f"{len(unread)} tensors ({share:.1%} of the weights) are not trained, as the run reads text")
-    assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
-    dense = smallest_config("qwen3")
-    assert untrained("", dense, look_at(dense)) == ""
+        assert require_weights(str(directory), meta_model(hf, value_head=False), hf) == ""

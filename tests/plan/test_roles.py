@@ -27,7 +27,7 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.errors import Unsupported
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.models import RoleModel, build_models, load_configs
@@ -71,7 +71,7 @@ def model_of(config: Config, hf: PreTrainedConfig, role: str = "actor") -> RoleM
     """The role's, with a model of another config in the place of its own."""
     given = evolve(config, model=make_config().model, roles=evolve(config.roles, critic=None))
     models = build_models(given, plugins_of(given), load_configs(given, ["actor"]))
-    return evolve(models["actor"], role=role, hf=hf, built=look_at(hf))
+    return evolve(models["actor"], role=role, hf=hf, built=meta_model(hf))
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -182,7 +182,7 @@ def test_a_whole_layout_is_required_by_who_chose_it() -> None:
     assert needed("actor", by_user, plugins_of(by_user), by_model)[Capability.WHOLE] == "train.layout = 'whole'"
     assert Capability.WHOLE not in needs(config, CPU)
     hf = tiny_config("qwen3")
-    whole = evolve(model_of(config, hf), layout=choose_layout(look_at(hf), "whole"))
+    whole = evolve(model_of(config, hf), layout=choose_layout(meta_model(hf), "whole"))
     assert {each.config.train.layout for each in planned(config, model=whole).assignments} == {"whole"}
 
 

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 from corerl.plan import make
-from corerl.plan.algorithm import contradictions
+from corerl.plan.algorithm import against_algorithm
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.resolve import plugins_of, settle_algorithm
@@ -69,7 +69,7 @@ def test_a_frozen_role_has_no_settings_that_only_training_reads() -> None:
     assert chosen.train == config.train.settled("cpu")
     assert chosen.roles.teacher == config.roles.teacher  # it shares what its passes read
     # What a run records can be read again.
-    assert [line for line in contradictions(chosen, plugins) if "teacher" in line] == []
+    assert [line for line in against_algorithm(chosen, plugins) if "teacher" in line] == []
     again = with_choices(chosen, plugins, "cpu", bfloat16=True)
     assert again == chosen
 

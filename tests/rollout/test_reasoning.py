@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from corerl.data.prompts import Prompt
 from corerl.rollout.encoding import encode, render
-from corerl.rollout.reasoning import TAGS, Openings, end_of_reasoning, generation_prompt, left_open, split
+from corerl.rollout.reasoning import TAGS, Openings, generation_prompt, left_open
 from corerl_agents.script import byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -82,26 +82,7 @@ def test_a_special_tag_is_seen_where_texts_keep_it() -> None:
     assert openings.seen("<think>\n", special_tokens=False) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "opened", "reasoning", "rest"),
-    [
-        ("<think>\nI add.\n</think>\n\nIt is 4.", "", "I add.", "It is 4."),
-        ("I add.\n</think>\n\nIt is 4.", "<think>\n", "I add.", "It is 4."),
-        ("I add.", "<think>\n", "I add.", ""),
-        ("<think>I add.", "", "I add.", ""),
-        ("It is 4. <think>really</think>", "", "", "It is 4. <think>really</think>"),
-        ("It is </think>", "", "", "It is </think>"),
-        ("", "<think>\n", "", ""),
-        ("<think>I add.</think>4", "<think>\n", "I add.", "4"),
-    ],
-)
-def test_reasoning_is_split_from_what_follows(text: str, opened: str, reasoning: str, rest: str) -> None:
-    assert split(text, opened) == (reasoning, rest)
-
-
 def test_every_tag_of_the_table_opens_and_closes() -> None:
     for opening, closing in TAGS.items():
-        assert split(f"{opening}I add.{closing}It is 4.") == ("I add.", "It is 4."), opening
         assert left_open(f"a{opening} b") == f"{opening} b"
         assert left_open(f"a{opening} b{closing}") == ""
-        assert end_of_reasoning(f"I add.{closing}4", opening) == len(f"I add.{closing}")

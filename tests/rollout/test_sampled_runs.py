@@ -100,7 +100,7 @@ def by_hand(model: Any, prompts: list[Prompt], step: int) -> list[tuple[list[int
     return found
 
 
-def test_one_step_off_samples_with_the_weights_before_the_last_step(ran: Ran) -> None:
+def test_one_step_off_samples_with_the_previous_weights(ran: Ran) -> None:
     stream = PromptStream(SortDigits(held_out=16, seed=SEED), seed=SEED)
     start = random_model(FIELDS, seed=1)
     batches: list[list[reference.Sample]] = []

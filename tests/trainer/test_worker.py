@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +38,6 @@ from corerl.errors import (
     PluginNotFound,
     Unsupported,
     WeightUpdateError,
-    WrongState,
 )
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables
@@ -350,21 +347,6 @@ def test_engines_get_the_manifests_weights_through_one_sender(worker: Worker, mo
         worker.update_weights(elsewhere, 3)
 
 
-def test_clear_memory_collects_what_only_points_at_itself(worker: Worker) -> None:
-    class Loop:
-        def __init__(self) -> None:
-            self.itself = self
-
-    gc.disable()
-    try:
-        left = weakref.ref(Loop())
-        assert left() is not None
-        worker.clear_memory()
-        assert left() is None
-    finally:
-        gc.enable()
-
-
 # ---- refused before a backend is made --------------------------------------------------------------------------------
 
 
@@ -398,15 +380,6 @@ def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assign
         Worker(evolve(assignment, config=evolve(assignment.config, options={"no_such": 1})))
 
 
-def test_a_process_that_is_in_another_group_already_is_refused(worker: Worker, assignment: Assignment) -> None:
-    second = Worker(evolve(assignment, context=evolve(assignment.context, world_size=2)))
-    with pytest.raises(WrongState) as caught:
-        second.init("127.0.0.1", 0)
-    assert caught.value.message == (
-        "this process already belongs to a group of 1 ranks, but actor has 2; start a separate process for each rank"
-    )
-
-
 # ---- what torch.compile has made ------------------------------------------------------------------------------------
 
 
@@ -414,37 +387,21 @@ def twice(x: Tensor) -> Tensor:
     return (2 * x).sum()
 
 
-def test_a_graph_is_reported_once_with_its_reason() -> None:
+def test_each_graph_is_counted_once() -> None:
     torch._dynamo.reset()
     torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
     compilations = Compilations()
     torch._dynamo.reset()
     compiled = torch.compile(twice, backend="aot_eager")
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    (first,) = compilations.take()
-    assert (first.what, first.why, first.seconds > 0) == ("twice in test_worker.py", "", True)
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    assert compilations.take() == ()
-    compiled(torch.ones(3, 2, requires_grad=True)).backward()
-    (second,) = compilations.take()
-    assert second.why.endswith("tensor 'x' rank mismatch. expected 1, actual 2")
-    torch._dynamo.reset()
-
-
-def test_what_a_first_step_compiles_is_not_anew() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(twice, backend="aot_eager")
-    compilations = Compilations()
-    with torch.no_grad():
-        compiled(torch.ones(3))
-    compiled(torch.ones(3, requires_grad=True)).backward()
-    assert [each.why for each in compilations.take()] == ["", ""]
-    compiled(torch.ones(3, 2, requires_grad=True)).backward()
-    assert [each.why == "" for each in compilations.take()] == [False]
+    counts = []
+    for shape in ((3,), (3,), (3, 2)):
+        compiled(torch.ones(shape, requires_grad=True)).backward()
+        counts.append(compilations.take())
+    assert counts == [1, 0, 1]
     torch._dynamo.reset()
 
 
 def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    assert Compilations().take() == ()
+    assert Compilations().take() == 0
     assert "torch._dynamo.utils" not in sys.modules

@@ -34,7 +34,7 @@ def quoted(cell: str) -> list[str]:
     return re.findall("`([^`]+)`", cell)
 
 
-def test_the_documentation_has_every_field_and_what_it_says_is_taken_or_refused_is() -> None:
+def test_the_documentation_says_of_every_field_what_happens() -> None:
     names = [name for row in rows() for name in quoted(row[0])]
     assert sorted(names) == sorted([*FIELDS, *RUN])
     for fields, taken, refused, _ in rows():
@@ -48,7 +48,7 @@ def test_the_documentation_has_every_field_and_what_it_says_is_taken_or_refused_
                     read(**{name: value})
 
 
-def test_a_request_says_what_is_asked_for_in_either_of_a_fields_names() -> None:
+def test_fields_with_two_names_are_read_by_both() -> None:
     assert read() == ChatRequest(messages=[USER])
     limits = [read(max_tokens=7), read(max_completion_tokens=7), read(max_tokens=9, max_completion_tokens=7)]
     assert [request.max_tokens for request in limits] == [7, 7, 7]
@@ -62,7 +62,7 @@ def test_a_request_says_what_is_asked_for_in_either_of_a_fields_names() -> None:
     assert read(user="me", seed=3) == read() != read(max_tokens=7)  # the same answer
 
 
-def test_another_value_than_the_runs_own_is_refused_and_the_own_may_be_none() -> None:
+def test_sampling_values_other_than_the_runs_are_refused() -> None:
     for name, value in (("temperature", 1.0), ("top_p", 0.5), ("top_k", 5), ("top_k", False), ("top_p", True)):
         told = f"{name}: got {value!r}, but this run samples with rollout.{name}={RUN[name]!r}, as its loss assumes; "
         with pytest.raises(Refused, match=f"^{re.escape(told)}leave it out$"):
@@ -118,7 +118,7 @@ def test_an_error_says_what_was_sent_and_what_is_wanted(name: str, value: Any, t
     assert "\n" not in refused.value.message
 
 
-def test_every_field_of_openais_requests_is_taken_or_refused_with_a_reason() -> None:
+def test_every_field_of_openais_requests_is_known() -> None:
     known = {
         *completion_create_params.CompletionCreateParamsBase.__annotations__,
         *completion_create_params.CompletionCreateParamsStreaming.__annotations__,

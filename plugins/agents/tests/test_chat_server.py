@@ -116,14 +116,14 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert desk.threads == {"tested"}
 
 
-def test_calls_of_tools_stand_beside_the_text_which_is_null_where_there_is_none(front: ChatServer) -> None:
+def test_tool_calls_come_with_text_or_null(front: ChatServer) -> None:
     body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
     (choice,) = front.ask(front.open(Desk()), body).result()["choices"]
     assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": CALLS}
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_openais_client_reads_a_stream_of_one_chunk_and_the_usage_if_it_asks_for_that(front: ChatServer) -> None:
+def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
     with client(front.open(Desk())) as ours:
         text, usage = ours.chat.completions.create(
             model="policy", messages=[USER], stream=True, stream_options={"include_usage": True}
@@ -145,7 +145,7 @@ def test_openais_client_reads_a_stream_of_one_chunk_and_the_usage_if_it_asks_for
     assert [call.id for call in whole.choices[0].message.tool_calls or []] == [call["id"] for call in CALLS]
 
 
-def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(front: ChatServer) -> None:
+def test_a_call_without_http_says_the_same(front: ChatServer) -> None:
     desk, refusals = Desk(), list[str]()
     url = front.open(desk, refusals.append)
     for body in ({"messages": [USER], "logprobs": True, "tools": TOOLS}, {"messages": [USER], "n": 2}, {"messages": 1}):
@@ -160,7 +160,7 @@ def test_the_short_way_says_the_same_as_http_and_shares_nothing_with_the_asker(f
         front.ask(url, {"messages": [USER], "max_tokens": np.int64(3)})
 
 
-def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it_is_shut(front: ChatServer) -> None:
+def test_an_error_has_openais_shape(front: ChatServer) -> None:
     first, second = Desk(), Desk()
     urls = [front.open(first), front.open(second)]
     assert post(urls[1] + "/chat/completions", {"messages": [USER]})[0] == 200
@@ -183,7 +183,7 @@ def test_an_error_has_openais_shape_and_each_conversation_is_a_base_url_until_it
     ("error", "told"),
     [(KeyError("tool_call_id"), "KeyError: 'tool_call_id'"), (SystemExit("no\nway"), "SystemExit: no")],
 )
-def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_to_whoever_runs_it(
+def test_a_broken_answer_is_reported_to_client_and_user(
     front: ChatServer, capfd: pytest.CaptureFixture[str], error: BaseException, told: str
 ) -> None:
     async def breaks(request: ChatRequest) -> ChatAnswer:
@@ -195,9 +195,7 @@ def test_what_breaks_as_it_answers_is_told_to_whoever_asked_and_where_it_broke_t
     assert front.ask(front.open(Desk()), {"messages": [USER]}).result()["choices"]  # it still serves
 
 
-def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
-    loop: EventLoop, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytest.CaptureFixture[str]) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     made = ChatServer(loop, temperature=1.0, top_p=1.0)
     url = made.open(Desk())
@@ -243,7 +241,7 @@ def test_it_serves_quietly_on_this_machine_alone_until_it_is_closed(
     left.close()
 
 
-def test_who_answers_is_told_that_the_client_has_gone_and_others_are_answered(front: ChatServer) -> None:
+def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> None:
     begun, gone = threading.Event(), threading.Event()
 
     async def answering(request: ChatRequest) -> ChatAnswer:

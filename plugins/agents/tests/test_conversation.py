@@ -64,7 +64,7 @@ def answered(
     return conversation.answered(asked, answer, drawn(tokens, **told))
 
 
-def test_the_row_of_two_turns_is_what_was_sampled_with_the_templates_words_between() -> None:
+def test_a_row_has_the_templates_words_between_turns() -> None:
     ours = tokenizer()
     renderer, messages = Renderer(ours), [USER]
     first, second = ours("3<eos>", add_special_tokens=False)["input_ids"], [*ours.encode("7")[1:], 2]
@@ -106,7 +106,7 @@ def test_what_was_sampled_is_never_tokenized_from_its_text() -> None:
     assert conversation.tokens.tolist() == [3, 0, 1]
 
 
-def test_an_answer_that_was_cut_is_ended_as_the_template_ends_one() -> None:
+def test_a_cut_answer_ends_as_the_template_does() -> None:
     ours = tokenizer()
     renderer, messages = Renderer(ours), [USER]
     conversation = answered(renderer, Conversation(), messages, ours.encode("33")[1:])
@@ -136,7 +136,7 @@ def test_tools_are_shown_once_and_stay_the_same() -> None:
         renderer.ask(conversation, messages)
 
 
-def test_tools_that_the_template_does_not_show_are_refused_or_noted_once_where_the_format_of_calls_is_named(
+def test_tools_that_no_template_shows_are_refused_or_noted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     ours, tools = tokenizer(TEMPLATE.replace("tool['name']", "''")), [{"name": "stu"}]
@@ -150,7 +150,7 @@ def test_tools_that_the_template_does_not_show_are_refused_or_noted_once_where_t
     assert capsys.readouterr().err.count(told) == 1
 
 
-def test_with_no_choice_of_tools_none_are_shown_and_calls_stay_text() -> None:
+def test_with_tool_choice_none_calls_stay_text() -> None:
     renderer, ours = calling()
     tools, said = [{"name": "t"}], np.array([*calling()[1].encode(CALLS, add_special_tokens=False), 2])
     none = renderer.ask(Conversation(), [USER], tools, most_calls=0)
@@ -170,7 +170,7 @@ def test_with_no_choice_of_tools_none_are_shown_and_calls_stay_text() -> None:
     assert renderer.answer(renderer.ask(again, messages, tools), said, PARAMS).calls
 
 
-def test_without_parallel_calls_only_the_first_of_an_answer_is_told() -> None:
+def test_without_parallel_calls_only_the_first_is_sent() -> None:
     renderer, ours = calling()
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
     asked = renderer.ask(Conversation(), [USER], [{"name": "t"}], most_calls=1)
@@ -212,7 +212,7 @@ def calling() -> tuple[Renderer, PreTrainedTokenizerBase]:
     return Renderer(ours, FORMATS["hermes"]), ours
 
 
-def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> None:
+def test_an_answer_with_calls_stays_as_it_was_sampled() -> None:
     renderer, ours = calling()
     tools = [{"name": "t"}]
     said = np.array([*ours.encode(CALLS, add_special_tokens=False), 2])
@@ -242,7 +242,7 @@ def test_an_answer_with_calls_is_known_again_and_stays_as_it_was_sampled() -> No
         assert (difference.number, difference.changed) == (1, True)
 
 
-def test_calls_stay_text_without_tools_where_they_are_cut_and_where_they_are_malformed() -> None:
+def test_calls_that_cannot_be_read_stay_text() -> None:
     renderer, ours = calling()
     without, with_tools = (renderer.ask(Conversation(), [USER], tools) for tools in ([], [{"name": "t"}]))
 
@@ -276,9 +276,7 @@ def thinking(special: bool = False, **options: Any) -> tuple[Renderer, PreTraine
         (True, True, "<think>1</think>2", "12"),
     ],
 )
-def test_what_the_template_opens_belongs_to_the_text_for_the_reward(
-    special: bool, kept: bool, text: str, content: str
-) -> None:
+def test_rewards_see_what_the_template_opens(special: bool, kept: bool, text: str, content: str) -> None:
     renderer, ours = thinking(special, special_tokens=kept)
     said = [*ours.encode("1</think>2", add_special_tokens=False), 2]
     messages: list[dict[str, Any]] = [USER]
@@ -294,7 +292,7 @@ def test_what_the_template_opens_belongs_to_the_text_for_the_reward(
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
-def test_reasoning_that_comes_back_in_a_field_of_its_own_goes_on(special: bool, separate: bool) -> None:
+def test_reasoning_sent_back_in_its_own_field_continues(special: bool, separate: bool) -> None:
     renderer, ours = thinking(special, separate_reasoning=separate)
     said = [*ours.encode("1\n</think>\n\n2", add_special_tokens=False), 2]
     conversation = answered(renderer, Conversation(), messages := [USER], said)
@@ -376,7 +374,7 @@ def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, An
     assert conversation.difference(messages, since=number) == found  # what both share need not be compared again
 
 
-def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
+def test_experts_are_those_a_token_was_sampled_with() -> None:
     renderer, messages = Renderer(tokenizer(template=None)), [{"role": "user", "content": "1"}]
 
     def experts(*numbers: int) -> Any:
@@ -391,7 +389,7 @@ def test_experts_are_those_of_when_a_token_was_drawn_or_else_read() -> None:
 # ---- an answer that the request begins -------------------------------------------------------------------------------
 
 
-def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_that_ends() -> None:
+def test_a_last_message_of_the_assistant_is_continued() -> None:
     two = "{% if loop.previtem and loop.previtem['role'] == message['role'] %}{{ raise_exception('two') }}{% endif %}"
     ours = tokenizer(TEMPLATE.replace("in messages %}", "in messages %}" + two))
     renderer, messages = Renderer(ours), [USER, {"role": "assistant", "content": "3"}]
@@ -402,7 +400,7 @@ def test_a_request_whose_last_message_is_the_assistants_is_answered_from_where_t
     assert ours.decode(conversation.tokens) == "<bos>u:12<eos>;a:37<eos>;t:45<eos>;a:50<eos>"
 
 
-def test_a_request_may_have_arguments_of_the_template_which_go_before_the_runs() -> None:
+def test_a_requests_template_arguments_override_the_runs() -> None:
     ours = tokenizer(TEMPLATE.replace("a:{% endif %}", "a:{% if brief %}9{% endif %}{% endif %}"))
     renderer, messages = Renderer(ours, options={"brief": True}), [USER]
     assert ours.decode(renderer.ask(Conversation(), messages).tokens) == "<bos>u:12<eos>;a:9"
@@ -419,7 +417,7 @@ def test_a_request_may_have_arguments_of_the_template_which_go_before_the_runs()
         Renderer(tokenizer(template=None)).ask(Conversation(), messages, options={"brief": True})
 
 
-def test_arguments_of_the_template_that_would_change_earlier_messages_do_not_continue_them() -> None:
+def test_template_arguments_that_change_earlier_messages_diverge() -> None:
     ours = tokenizer("{% if brief %}9{% endif %}" + TEMPLATE)
     renderer, messages = Renderer(ours), [USER]
     asked = renderer.ask(Conversation(), messages, options={"brief": True})
@@ -454,9 +452,7 @@ def metaspace(scheme: str) -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
 @pytest.mark.parametrize("follows", ["abc", " abc", "a", "\nab", ".", "  b"])
-def test_texts_without_a_template_are_exactly_concatenated_whatever_the_tokenizer_puts_before_one(
-    scheme: str, follows: str
-) -> None:
+def test_texts_without_a_template_are_exactly_concatenated(scheme: str, follows: str) -> None:
     ours = metaspace(scheme)
     assert ours.decode(ours.encode("abc", add_special_tokens=False)[1:]) != "abc"  # the space is in the first token
     renderer, messages = Renderer(ours), [{"role": "user", "content": "de"}]

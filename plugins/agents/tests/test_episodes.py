@@ -63,7 +63,7 @@ def test_what_is_no_reward_fails_the_episode(function: Callable[[Episode], Any],
     assert failure.message.startswith(f"samplers.episodes.function 'mine:play' {told}")
 
 
-def test_an_episode_may_return_parts_or_a_reward_for_each_turn() -> None:
+def test_an_episode_returns_parts_or_rewards_of_turns() -> None:
     episode = Episode(prompt=Prompt(index=0, text="q", answer=""), base_url="", server=None)  # type: ignore[arg-type]
 
     def returned(value: object) -> object:
@@ -76,7 +76,7 @@ def test_an_episode_may_return_parts_or_a_reward_for_each_turn() -> None:
     assert returned([0.1, 0.1]) == Judged(reward=2 * third, turns=(third, third))
 
 
-def test_an_async_function_that_exits_fails_its_own_episode_and_no_other_under_way_or_after_it() -> None:
+def test_an_async_function_that_exits_fails_its_episode_alone() -> None:
     ended, loops = asyncio.Event(), set()
 
     async def exits() -> None:

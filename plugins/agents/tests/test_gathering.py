@@ -54,7 +54,7 @@ def playing(engine: Engine, episodes: int) -> Gathering:
     return made
 
 
-def test_different_rows_of_one_episode_are_sent_in_an_order_of_what_they_ask() -> None:
+def test_rows_of_one_episode_are_ordered_by_content() -> None:
     async def order(tokens: list[int]) -> list[list[int]]:
         sent: list[list[int]] = []
 
@@ -71,7 +71,7 @@ def test_different_rows_of_one_episode_are_sent_in_an_order_of_what_they_ask() -
     assert asyncio.run(order([9, 6, 8])) == asyncio.run(order([6, 8, 9])) == [[6, 8, 9, 5]]
 
 
-def test_they_are_sent_once_all_episodes_ask_in_the_order_of_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_sent_once_all_episodes_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "QUIET", LONG)
     monkeypatch.setattr(gathering, "GATHER", LONG)
 
@@ -93,7 +93,7 @@ def test_they_are_sent_once_all_episodes_ask_in_the_order_of_their_numbers(monke
     asyncio.run(run())
 
 
-def test_an_episode_that_asks_several_times_at_once_is_one_of_those_that_are_waited_for(
+def test_an_episode_with_several_requests_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gathering, "QUIET", LONG)
@@ -114,9 +114,7 @@ def test_an_episode_that_asks_several_times_at_once_is_one_of_those_that_are_wai
 
 
 @pytest.mark.parametrize("limit", ["QUIET", "GATHER"])
-def test_they_are_sent_once_none_has_asked_for_a_while_or_the_first_has_waited_long(
-    limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_sent_after_a_quiet_while(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "QUIET", LONG)
     monkeypatch.setattr(gathering, "GATHER", LONG)
     monkeypatch.setattr(gathering, limit, 0.0)
@@ -130,7 +128,7 @@ def test_they_are_sent_once_none_has_asked_for_a_while_or_the_first_has_waited_l
     asyncio.run(run())
 
 
-def test_those_of_other_parameters_go_apart_those_that_are_cancelled_not_at_all_and_a_failure_reaches_all() -> None:
+def test_other_parameters_cancelled_requests_and_failures_are_told_apart() -> None:
     async def run() -> None:
         engine = Engine()
         gathered = playing(engine, 4)

@@ -95,7 +95,7 @@ def said_in(rollout: Rollout) -> list[str]:
 # ---- one request after the other -------------------------------------------------------------------------------------
 
 
-def test_a_conversation_that_is_summarized_goes_on_in_a_row_of_its_own(play: Play) -> None:
+def test_a_summarized_conversation_continues_in_its_own_row(play: Play) -> None:
     def summarizing(episode: Episode, *, goes_on: bool = True) -> float:
         said = asking(episode, asking(episode, [], "21>"), "9>")
         if goes_on:
@@ -145,9 +145,7 @@ def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
         assert [bool(row.columns["loss_mask"][:shared].any()) for row in rows] == [True, False, False]
 
 
-def test_an_answer_that_a_client_changes_begins_a_row_and_is_told_once(
-    play: Play, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_answer_begins_a_row_and_a_note(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     def stripping(episode: Episode) -> None:
         first = asking(episode, [], "21>")
         first[1] = {**first[1], "content": "5"}  # what the policy has thought is left out, say
@@ -163,7 +161,7 @@ def test_an_answer_that_a_client_changes_begins_a_row_and_is_told_once(
     assert capsys.readouterr().err.count(told) == 1
 
 
-def test_other_tools_begin_a_row_and_so_do_arguments_that_change_what_the_template_wrote(tmp_path: Path) -> None:
+def test_other_tools_or_template_arguments_begin_a_row(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789>uabt:;?", path="")
     tokenizer.chat_template = (
         "{% if brief %}b{% endif %}{% for tool in tools or [] %}t{% endfor %}"
@@ -185,7 +183,7 @@ def test_other_tools_begin_a_row_and_so_do_arguments_that_change_what_the_templa
     ]
 
 
-def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play) -> None:
+def test_max_rows_bounds_the_rows_of_an_episode(play: Play) -> None:
     told: list[str] = []
 
     def many(episode: Episode) -> None:
@@ -213,7 +211,7 @@ def test_rows_are_bounded_and_with_one_an_episode_is_one_conversation(play: Play
 # ---- requests side by side -------------------------------------------------------------------------------------------
 
 
-def test_requests_side_by_side_give_the_same_rows_whichever_comes_first(play: Play) -> None:
+def test_concurrent_requests_give_the_same_rows_in_any_order(play: Play) -> None:
     orders: list[list[str]] = []
 
     async def side_by_side(episode: Episode) -> float:
@@ -288,7 +286,7 @@ def ask_and_leave(episode: Episode, asked: threading.Event, message: dict[str, A
         other.close()
 
 
-def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_answer_of_the_first(play: Play) -> None:
+def test_a_repeated_request_gets_the_first_answer(play: Play) -> None:
     asked, release = threading.Event(), threading.Event()
     recorded = Recorded()
 
@@ -320,9 +318,7 @@ def test_a_request_that_is_sent_again_by_a_client_that_did_not_wait_gets_the_ans
 # ---- what rows are worth ---------------------------------------------------------------------------------------------
 
 
-def test_rows_of_an_episode_stay_together_where_samples_are_taken_joined_written_and_shown(
-    play: Play, tmp_path: Path
-) -> None:
+def test_rows_of_an_episode_stay_together_everywhere(play: Play, tmp_path: Path) -> None:
     def some(episode: Episode) -> None:
         for begin in ("21>", "5>", "7>")[: 1 + episode.prompt.index % 3]:
             asking(episode, [], begin)

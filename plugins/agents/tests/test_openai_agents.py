@@ -72,7 +72,7 @@ async def play(episode: Episode) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("reasoning", "steps"), [("content", 3), ("separate", 1)])
-def test_an_agent_with_tools_in_xml_is_trained_on_what_was_sampled(reasoning: str, steps: int, tmp_path: Path) -> None:
+def test_an_agent_with_xml_tools_trains_on_its_samples(reasoning: str, steps: int, tmp_path: Path) -> None:
     PLAYED.clear()
     ours = byte_tokenizer()
     ours.chat_template = TEMPLATE

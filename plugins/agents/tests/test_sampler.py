@@ -44,7 +44,7 @@ def two_turns(episode: Episode) -> float:
     return float(len(episode.chat(messages)["message"]["content"]))
 
 
-def test_an_episode_of_one_request_is_the_sample_that_a_plain_sampler_draws(play: Play, loop: EventLoop) -> None:
+def test_an_episode_of_one_request_equals_a_plain_sample(play: Play, loop: EventLoop) -> None:
     played = play(single)
     assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
     assert played.batch.rows["turns"].tolist() == [1] * 8
@@ -82,7 +82,7 @@ def test_it_tells_how_many_episodes_have_ended(play: Play) -> None:
     assert told[0] == (0, 8) and told[-1] == (8, 8) and told == sorted(told)
 
 
-def test_episodes_begin_in_the_order_in_which_they_are_asked_for(loop: EventLoop, front: ChatServer) -> None:
+def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatServer) -> None:
     begun: list[int] = []
 
     def noted(episode: Episode) -> None:
@@ -106,7 +106,7 @@ def test_episodes_begin_in_the_order_in_which_they_are_asked_for(loop: EventLoop
     assert begun == [40, 40, 40, 8, 8, 8]
 
 
-def test_what_is_drawn_depends_neither_on_time_nor_on_what_is_drawn_together(play: Play) -> None:
+def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
     def slow(episode: Episode) -> float:
         time.sleep(0.02 * np.random.default_rng().random())
         value = two_turns(episode)
@@ -158,7 +158,7 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
     assert rollout.batch.rows["turns"].tolist() == [2] * 8
 
 
-def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode(play: Play) -> None:
+def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     waiting = threading.Event()
 
     def some(episode: Episode, calls: list[int] = []) -> Any:  # noqa: B006  -- counts the calls
@@ -206,7 +206,7 @@ def test_a_function_that_fails_keeps_what_was_sampled_and_costs_no_other_episode
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
-def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(play: Play) -> None:
+def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
     loops, ended = set(), []
 
     async def later(episode: Episode) -> float:
@@ -229,7 +229,7 @@ def test_async_functions_share_an_event_loop_and_end_when_their_time_is_over(pla
     assert len(ended) == 4 and len(loops) == 1
 
 
-def test_a_first_request_that_leaves_no_room_for_a_response_fails_its_episode_alone(play: Play) -> None:
+def test_a_first_request_without_room_fails_its_episode_alone(play: Play) -> None:
     def show(episode: Episode) -> float:
         messages = [{"role": "user", "content": "1" * (30 if episode.prompt.index == 40 else 8)}]
         messages.append(episode.chat(messages, max_tokens=3)["message"])
@@ -273,7 +273,7 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     assert cut.batch.rows["response_length"].tolist() == [1, 1]
 
 
-def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no_answer_was_cut(play: Play) -> None:
+def test_an_episode_filled_by_its_environment_is_truncated(play: Play) -> None:
     reasons: list[str] = []
 
     def filled(episode: Episode) -> None:
@@ -287,7 +287,7 @@ def test_an_episode_whose_room_the_environment_has_filled_is_truncated_though_no
     assert rollout.batch.rows["response_length"].tolist() == [1, 1]
 
 
-def test_an_answer_that_comes_once_its_episode_has_ended_is_no_part_of_it(play: Play) -> None:
+def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:
     drawing, refused, oracle = threading.Event(), threading.Event(), Oracle()
 
     def generate(request: GenerateRequest) -> Generation:
@@ -346,7 +346,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     assert sum(text[-2:] in stop for text in said) > 8
 
 
-def test_what_an_engine_raises_ends_the_play_and_releases_the_functions(play: Play) -> None:
+def test_an_engines_error_ends_all_episodes(play: Play) -> None:
     ended: list[str] = []
 
     def note(episode: Episode) -> None:
@@ -404,7 +404,7 @@ def turns_of(rollout: Rollout) -> list[list[float]]:
     return found
 
 
-def test_rewards_of_turns_are_at_the_last_tokens_of_their_answers(play: Play) -> None:
+def test_rewards_of_turns_are_at_their_last_tokens(play: Play) -> None:
     def talk(episode: Episode) -> list[float]:
         messages = episode.messages
         messages += [episode.chat(messages, max_tokens=2)["message"], {"role": "tool", "content": "9"}]

@@ -21,7 +21,7 @@ from tests.rollout.samplers import prompt_sampler
 PROMPT = Prompt(index=0, text="2+3=", answer="5")
 
 
-def test_a_script_answers_one_request_after_the_other_and_records_them() -> None:
+def test_a_script_answers_and_records_requests_in_turn() -> None:
     with scripted(PROMPT, ["one", "two"]) as script:
         messages = script.episode.messages
         messages.append(script.episode.chat(messages)["message"])
@@ -41,7 +41,7 @@ def test_a_script_answers_one_request_after_the_other_and_records_them() -> None
         ([], "I look.\nObservation: x"),
     ],
 )
-def test_a_scripted_answer_ends_before_a_stop_text_of_its_request(stop: object, said: str) -> None:
+def test_a_scripted_answer_ends_before_a_stop_text(stop: object, said: str) -> None:
     with scripted(PROMPT, ["I look.\nObservation: x"]) as script:
         choice = script.episode.chat(script.episode.messages, stop=stop)
     assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")
@@ -86,7 +86,7 @@ def talk(episode: Episode) -> list[Any]:
     return heard
 
 
-def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_says_the_same() -> None:
+def test_a_scripted_function_gets_what_a_run_gives() -> None:
     answers = [CALL, "It is five", "It is 5", "x" * 99]
     rollout, options = RolloutConfig(max_tokens=150), EpisodesConfig(max_rows=1)
     with scripted(PROMPT, answers, rollout=rollout, options=options) as script:
@@ -128,9 +128,7 @@ def test_all_that_a_function_hears_is_what_it_hears_in_a_run_of_a_policy_that_sa
 
 
 @pytest.mark.parametrize(("special_tokens", "text"), [(False, "2+3=5"), (True, "<think>2+3=<think>5")])
-def test_the_reward_gets_the_last_answer_with_special_tokens_where_a_runs_reward_does(
-    tmp_path: Path, special_tokens: bool, text: str
-) -> None:
+def test_the_reward_gets_special_tokens_as_in_a_run(tmp_path: Path, special_tokens: bool, text: str) -> None:
     tokenizer = load_tokenizer(tokenizer="characters:0123456789+=", path="")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
     tokenizer.save_pretrained(tmp_path)

@@ -312,7 +312,7 @@ def test_deepseek_says_itself_which_arguments_are_strings() -> None:
     assert read("deepseek-dsml", text)[1] == [{"name": "get", "arguments": {"id": "12", "many": [12, True], "a": "2"}}]
 
 
-def test_the_schema_may_say_types_in_all_ways_of_json_schema() -> None:
+def test_types_are_read_in_every_json_schema_form() -> None:
     properties = {
         "plain": {"type": "integer"},
         "several": {"type": ["integer", "null"]},
@@ -362,7 +362,7 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def test_what_a_tokenizer_ships_is_read_by_transformers_as_our_own_table_does() -> None:
+def test_shipped_response_templates_read_as_our_table_does() -> None:
     ours = byte_tokenizer()
     ours.response_template = RESPONSE_TEMPLATE
     reader = format_of("auto", ours)
@@ -410,7 +410,7 @@ def test_a_format_of_ones_own_is_a_function(tmp_path: Path, monkeypatch: pytest.
         broken.read("5", TOOLS)
 
 
-def test_calls_are_sent_as_openai_does_and_known_again_however_they_are_written() -> None:
+def test_calls_are_sent_in_openais_form_and_recognized() -> None:
     sent = as_sent(FORMATS["hermes"].read(hermes(ADD) + hermes(GET), TOOLS).calls, number=3)
     assert [call["id"] for call in sent] == ["call00300", "call00301"]
     assert all(call["type"] == "function" for call in sent)

@@ -70,7 +70,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
         (True, [CALL, "It is 5"], ["What is 2 + 3?", "", "5"], 2.0),
     ],
 )
-def test_an_environment_of_one_turn_and_one_with_a_tool_play_as_they_are(
+def test_environments_of_verifiers_play_unchanged(
     tools: bool,
     answers: list[str],
     asked: list[str],

@@ -19,8 +19,7 @@ from plugins.doctor.tests.sites import distribution, spec
 from tests.cluster.nodes import cluster
 from tests.end_to_end.command import STARTS_WITHIN, write_small
 from tests.forks.client import Forked, kill_session
-from tests.forks.ray import environment, place_of
-from tests.forks.server import FORK_PYTHON
+from tests.forks.ray import environment
 
 pytestmark = [
     pytest.mark.processes,
@@ -93,12 +92,12 @@ def command(nodes: Nodes, directory: Path, name: str, *words: str | Path) -> sub
         f"run.dir={directory}/run",
     ]
     leading = ["--config", file, "--nodes"] if name == "doctor" else [file]
-    own = {name: value for name, value in environment(**{FORK_PYTHON: "1"}).items() if name != "PYTHONPATH"}
+    own = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
     program = Path(sys.executable).with_name("corerl")
     arguments = [str(program), name, *map(str, leading), *chosen, *map(str, words)]
     with (directory / "out.txt").open("w+") as out, (directory / "err.txt").open("w+") as err:
-        where = {"environment": own, "directory": directory, "place": place_of(own)}
-        process = Forked(arguments, MAIN.format(packages=str(nodes.packages)), stdout=out, stderr=err, **where)
+        code = MAIN.format(packages=str(nodes.packages))
+        process = Forked(arguments, code, environment=own, stdout=out, stderr=err, directory=directory)
         try:
             status = process.wait(timeout=STARTS_WITHIN)
         finally:

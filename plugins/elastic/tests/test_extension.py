@@ -71,8 +71,7 @@ def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
     assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
-    case.updates.new_rendezvous()  # when ranks have started
-    assert case.updates.address.engines == ("engine-0",)
+    assert case.groups.update_address().engines == ("engine-0",)
 
 
 def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
@@ -230,15 +229,6 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
 
 
-def test_no_rank_is_ended_for_engines_that_have_devices_that_nobody_uses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = of_engines(tmp_path, 2, 2)
-    room = in_room(case, 2, ["node 0", "node 0", "", "", "node 2", "node 2"], monkeypatch, engines=4)
-    assert case.replace_lost(ranks=False) == []
-    assert (indices(room["actor"]), indices(room["engines"]), room.reserved) == ([0, 1], [4, 5], [6])
-
-
 def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,12 +269,11 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
     room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
-    assert case.updates.address.senders == (0, 1)
+    assert case.groups.update_address().senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    case.updates.new_rendezvous()  # when ranks have started
     ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
-    assert case.updates.address.senders == tuple(ranks.index(each) for each in engines) == (1, 0)
+    assert case.groups.update_address().senders == tuple(ranks.index(each) for each in engines) == (1, 0)
 
 
 # ---- who wants other sizes -------------------------------------------------------------------------------------------
@@ -437,16 +426,6 @@ def test_a_run_with_a_scaler_can_be_evaluated(tmp_path: Path) -> None:
     trained = planned(tmp_path / "run", "corerl_elastic:balance", "disaggregated")
     own = [f"run.dir={tmp_path}/scores", "run.mode=eval", "data.held_out=4"]
     assert make_plan(config_of(trained.record, own)).run.mode == "eval"
-
-
-def test_the_wait_for_spare_machines_ends() -> None:
-    with pytest.raises(ValueError, match="finite"):
-        ElasticOptions(spare_timeout=float("inf"))
-
-
-def test_a_scaler_that_cannot_be_imported_is_a_problem_of_its_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^extensions.0..options.scaler: 'no_such_module:f': cannot import"):
-        planned(tmp_path / "run", "no_such_module:f", "colocated")
 
 
 def test_an_unlisted_extension_joins_and_drops_an_old_request(

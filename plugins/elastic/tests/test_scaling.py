@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,14 +54,6 @@ def steps(*each: Callable[[], object]) -> Callable[[], bool]:
         return do is not None
 
     return runs
-
-
-@pytest.mark.processes
-def test_a_module_with_a_scaler_imports_no_torch_for_it() -> None:
-    """Rewards may be in it too, and each of their processes imports it."""
-    code = "import sys; import corerl_elastic; corerl_elastic.Sizing; "
-    code += "print(sorted({'torch', 'transformers', 'ray'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_a_request_is_taken_and_answered_once(tmp_path: Path) -> None:
@@ -161,13 +150,6 @@ def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> No
     assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
 
 
-def test_what_could_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    (tmp_path / ANSWER).mkdir()
-    with pytest.raises(ConfigError):
-        answer(tmp_path, Request("mine", ()), DONE)
-    assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
 def test_a_request_that_cannot_be_read_is_one_line_and_gone(tmp_path: Path, text: str) -> None:
     (tmp_path / REQUEST).write_text(text)
@@ -205,28 +187,6 @@ def test_a_rejected_change_waits_for_other_sizes_or_more_devices() -> None:
     assert scaling.wanted(7, sizes, unused) == []
     assert scaling.wanted(8, {**sizes, "roles.actor.ranks": 2}, unused) == more
     assert scaling.wanted(9, sizes, unused) == more
-
-
-def test_a_request_is_never_read_half_written(tmp_path: Path) -> None:
-    overrides = tuple(f"backends.fsdp.option_{number}=1" for number in range(20_000))
-    over = threading.Event()
-    found: list[Request] = []
-
-    def take() -> None:
-        while not over.is_set():
-            if (request := asked(tmp_path)) is not None:
-                found.append(request)
-                answer(tmp_path, request, DONE)
-
-    taking = threading.Thread(target=take)
-    taking.start()
-    try:
-        for _ in range(3):
-            assert ask(tmp_path, overrides, runs=lambda: True, told=[].append) == DONE
-    finally:
-        over.set()
-        taking.join()
-    assert [request.overrides for request in found] == [overrides] * 3
 
 
 # ---- a function that decides -----------------------------------------------------------------------------------------
@@ -414,12 +374,6 @@ def test_balance_goes_back_if_steps_became_longer() -> None:
     assert balanced((2, 2), spent(9.0, ranks=6.0), unsettled) == (1, 3)
 
 
-def test_no_sizes_are_tried_twice_though_steps_become_longer_at_any() -> None:
-    before = ((3, 1), spent(8.0, ranks=6.0)), ((2, 2), spent(9.0, ranks=6.0))
-    assert balanced((3, 1), spent(8.0, ranks=6.0), *before) == {}
-    assert balanced((3, 1), spent(20.0, ranks=15.0), *before) == {}
-
-
 def test_balance_never_returns_to_lost_devices() -> None:
     with_all = ((4, 4), spent(8.0, ranks=6.0)), ((3, 5), spent(7.0, ranks=5.0))
     assert balanced((3, 2), spent(20.0, ranks=1.0), *with_all) == {}
@@ -442,17 +396,6 @@ def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int
 def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tuple[int, int]) -> None:
     visited = course(of(4, 4), seconds, {})
     assert visited[-1] == ends and len(visited) <= 5
-
-
-@pytest.mark.parametrize("lost_at", [2, 7, 15, 31, 60])
-def test_balance_comes_to_rest_after_a_lost_machine(lost_at: int) -> None:
-    """Of 8 devices 2 are gone, whoever had them."""
-    for fewer in (of(2, 4), of(4, 2), of(3, 3), of(1, 5)):
-        visited = course(of(4, 4), lambda ranks, replicas, step: max(12.0 / ranks, 36.0 / replicas), {lost_at: fewer})
-        ranks, replicas = fewer.values()
-        after = visited[visited.index((ranks, replicas)) :]
-        assert {sum(each) for each in after} == {6} and len(after) <= 5
-        assert after[-1] == (2, 4)  # 9 s a step, which is the least
 
 
 def course(

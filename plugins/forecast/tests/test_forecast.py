@@ -10,7 +10,7 @@ from attrs import evolve
 from benchmarks.memory import CASES, predicted
 from corerl.config.schema import ModelConfig
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import size_of
 from corerl.plan.make import make_plan
 from corerl.plan.roles import RolePlan
@@ -176,7 +176,7 @@ def test_a_frozen_role_needs_no_memory_for_an_optimizer(tmp_path: Path) -> None:
     found = memory_of(on_gpus(tmp_path, **tables))
     assert "train teacher" not in found.stages
     stage = found.stages["forward teacher"]
-    elements = size_of(look_at(hf_config(ModelConfig(config=teacher["model"]["config"])))).total
+    elements = size_of(meta_model(hf_config(ModelConfig(config=teacher["model"]["config"])))).total
     assert stage.parts["teacher's weights"] == 2 * elements
     assert {part for part in stage.parts if "teacher's" in part} == {"teacher's weights"}
 

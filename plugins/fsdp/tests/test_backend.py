@@ -77,7 +77,7 @@ def test_a_rank_that_sends_nothing_has_no_memory_for_all_adapters(runs: Runs, ra
     [
         (
             ranks.LoadsTheWholeModel,
-            "test_loading_reads_each_ranks_share_once_and_never_holds_the_model",
+            "test_loading_reads_each_ranks_share_once",
             {"kind": "qwen3-tied"},
             "were held at once while loading",
         ),

@@ -12,8 +12,7 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.config import ClusterInfo, LoraConfig, ModelConfig
-from corerl.errors import Unsupported
-from corerl.models import hf_config, look_at, targets_in
+from corerl.models import hf_config, meta_model, targets_in
 from corerl.types import FloatArray, Output
 from corerl.weights import adapters_of, is_adapter
 from corerl_megatron.config import MegatronConfig
@@ -191,7 +190,7 @@ def test_beside_adapters_transformer_engines_norms_are_modules_of_their_own(
 def test_every_linear_layer_of_a_family_can_have_an_adapter(runs: Runs, tmp_path: Path, model_type: str) -> None:
     directory = str(drawn(model_type, tmp_path))
     config = hf_config(ModelConfig(path=directory))
-    targets = targets_in(look_at(config), ADAPTERS)
+    targets = targets_in(meta_model(config), ADAPTERS)
     assert sorted(linear_layers(architecture(config.to_dict(), value_head=False))) == sorted(targets)
     (state,) = runs.rank_sets[1].run(ranks.at_start, Setup(backend="megatron", model=directory, lora=ADAPTERS))
     found = {box.name: box.shape for box in state["master"]}
@@ -294,15 +293,6 @@ def test_what_adapters_cannot_be_trained_with_is_refused_before_a_device_is_take
 
     (added,) = set(told(ADAPTERS)) - set(told(None))
     assert added.startswith(f"{name}: {text}")
-
-
-@pytest.mark.parametrize(("options", "name", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_adapters_cannot_be_trained_with_is_refused_by_ranks_too(
-    runs: Runs, options: dict[str, Any], name: str, text: str
-) -> None:
-    with pytest.raises(Unsupported) as raised:
-        runs.rank_sets[1].run(ranks.at_start, set_up(runs, "qwen3", options))
-    assert raised.value.message.startswith(f"backends.megatron.{name} is {text}")
 
 
 @pytest.mark.parametrize("target", ["model.layers.0.mlp.gate", "model.layers.1.mlp.experts.3.up_proj"])

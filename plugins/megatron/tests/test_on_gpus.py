@@ -70,12 +70,12 @@ def subject(layout: str, runs_on_gpus: Runs, tmp_path: Path) -> Subject:
 
 @DENSE_ALONE
 def test_sleep_gives_back_what_init_and_training_took(subject: Subject) -> None:
-    test_gpu.test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_own(subject)
+    test_gpu.test_sleep_frees_most_of_the_memory_that_training_took(subject)
 
 
 @DENSE_ALONE
-def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
-    test_gpu.test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject)
+def test_ten_rounds_of_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
+    test_gpu.test_ten_rounds_of_sleep_lose_no_bit_and_no_memory(subject)
 
 
 @DENSE_ALONE

@@ -212,7 +212,7 @@ def test_a_model_that_megatron_would_train_wrongly_is_refused(changed: dict[str,
         ("cuda", {"pipeline_parallel": 2, "expert_parallel": 2}, []),
         ("cpu", {}, ["bridge: true, but the device is cpu, and its models are made of TransformerEngine's layers"]),
         ("cuda", {"transformer": "torch"}, ["bridge: true, but transformer is 'torch', and its models are made of"]),
-        ("cuda", {"fp8": "e4m3"}, ["bridge: true with fp8='e4m3', whose widths are only checked for this backend's"]),
+        ("cuda", {"fp8": "e4m3"}, ["bridge: true with fp8='e4m3', which has not been tried"]),
         (
             "cuda",
             {"tensor_parallel": 2, "sequence_parallel": True},

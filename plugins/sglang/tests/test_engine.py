@@ -24,7 +24,7 @@ from attrs import evolve
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
 from corerl.engines import GenerateRequest, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
-from corerl.models import hf_config, look_at, shapes_of
+from corerl.models import hf_config, meta_model, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.arguments import VOCABULARY, adapter_misfits
@@ -519,7 +519,7 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
     engine = start(TIED, ranks=2, lora=lora, stand_in={"held_in_lookup": [5, 6]})
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
-    shapes = shapes_of(look_at(hf_config(ModelConfig(config=TIED)), lora=lora))
+    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=lora))
     generator = torch.Generator().manual_seed(4)
 
     def drawn(scale: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -93,6 +93,6 @@ def test_checks_of_algorithms_build_on_earlier_ones() -> None:
         assert check.of is Kind.ALGORITHMS, name
 
 
-def test_every_module_with_checks_is_part_of_the_suite_of_algorithms() -> None:
+def test_every_module_of_algorithm_checks_is_in_the_suite() -> None:
     files = Path(algorithm_suite.__path__[0]).glob("test_*.py")
     assert {path.stem for path in files} == {module.__name__.rpartition(".")[2] for module in algorithm_suite.MODULES}

@@ -50,7 +50,7 @@ def test_norms_that_are_no_number_on_any_rank_are_equal() -> None:
             norm_of(*norms)
 
 
-def test_what_differs_first_is_told() -> None:
+def test_the_first_difference_is_named() -> None:
     assert_follows(RUN, RUN)
     for losses, grad_norms, said in (
         (

@@ -152,9 +152,9 @@ def test_each_check_has_its_outcome(tmp_path: Path) -> None:
     assert "test_above" not in out
 
 
-def test_a_failure_tells_what_may_be_declared_as_lacking() -> None:
+def test_a_failure_names_the_capability_to_declare() -> None:
     assert undeclared([Capability.LORA, Capability.CPU, Capability.SLEEP]) == (
-        "; if it lacks lora, declare that in the spec's capabilities"
+        "if it lacks lora, declare that in the spec's capabilities"
     )
     assert undeclared([Capability.SNAPSHOTS]) == ""
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from multiprocessing.connection import wait
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from corerl.errors import Unsupported
-from corerl_testing.pool import PRELOAD, OneRank, RankFailed, RankPool
+from corerl_testing.pool import OneRank, RankFailed, RankPool
 
 pytestmark = pytest.mark.processes
 
@@ -51,10 +50,6 @@ def die_on_one() -> None:
     dist.barrier()
 
 
-def imported(modules: list[str]) -> list[str]:
-    return [name for name in modules if name in sys.modules]
-
-
 def gone(pid: int, within: float = 20.0) -> bool:
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -64,23 +59,6 @@ def gone(pid: int, within: float = 20.0) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def test_a_rank_starts_with_its_imports_done() -> None:
-    pool = RankPool(1)
-    try:
-        assert pool.run(imported, PRELOAD) == [PRELOAD]
-    finally:
-        pool.close()
-
-
-def test_a_rank_is_started_in_the_environment_that_it_is_given() -> None:
-    pool = RankPool(1, environment={"RANKS_OWN": "given"})
-    try:
-        assert pool.run(os.getenv, "RANKS_OWN") == ["given"]
-        assert "RANKS_OWN" not in os.environ
-    finally:
-        pool.close()
 
 
 def test_ranks_live_on_between_runs_and_answer_in_rank_order(rank_pool: RankPool) -> None:

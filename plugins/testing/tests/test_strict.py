@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_caller_that_breaks_the_contract_is_told_which_part(wrong: str, caller: Caller) -> None:
+def test_a_violation_of_the_contract_is_named(wrong: str, caller: Caller) -> None:
     breaks, message = WRONG[wrong]
 
     def call() -> None:
@@ -211,7 +211,7 @@ def test_a_caller_that_breaks_the_contract_is_told_which_part(wrong: str, caller
         OneRank().run(call)
 
 
-def test_a_caller_that_begins_wrongly_is_told_which_part(caller: Caller) -> None:
+def test_a_wrong_first_call_is_named(caller: Caller) -> None:
     with pytest.raises(ContractError, match="forward_backward was called on a backend in state 'new'"):
         caller.backend.forward_backward(PackedBatch(micro_batches=[], count=0), LOSS, (), True)
     with pytest.raises(ContractError, match="got rank 1 of 1 ranks"):

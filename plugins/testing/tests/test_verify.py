@@ -122,7 +122,7 @@ def test_an_algorithm_is_verified_with_its_settings(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_verified_is_told_in_one_line(
+def test_what_cannot_be_verified_is_one_line(
     arguments: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command puts the working directory there

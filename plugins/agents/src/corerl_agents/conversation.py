@@ -17,8 +17,9 @@ from corerl.engines import Generation, SamplingParams, Stops
 from corerl.messages import note, short_repr, shorten
 from corerl.models import plain
 from corerl.models import special_tokens as special_tokens_of
-from corerl.rollout import Openings, Rejected, TextEncoder, left_open, render, split, wrong_option
+from corerl.rollout import Openings, Rejected, encode_texts, left_open, render, wrong_option
 from corerl.types import Array, BoolArray, FloatArray, IntArray
+from corerl_agents.texts import FollowingTexts, split
 from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
 
 if TYPE_CHECKING:
@@ -302,7 +303,7 @@ class Renderer:
         names = sorted(map(re.escape, special_tokens_of(tokenizer).values()), key=len, reverse=True)
         self._special = re.compile("|".join([r"(?:<\|start\|>assistant)?<\|channel\|>\w+<\|message\|>", *names]))
         self._tokenizer = tokenizer
-        self._texts = TextEncoder(tokenizer)
+        self._following = FollowingTexts(tokenizer)
         self._stops = functools.cache(functools.partial(Stops, tokenizer))  # looks through the vocabulary
         self._calls = calls
         self._options = options or {}
@@ -362,7 +363,8 @@ class Renderer:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
             text = "".join(message["content"] for message in messages[known:])
-            return (self._texts.behind(text) if known else self._texts.begun([text])[0]), text, ""
+            tokens = self._following.encode(text) if known else encode_texts(self._tokenizer, [text])[0]
+            return tokens, text, ""
         if not known:
             text = self._rendered(messages, tools, options)
             if tools and not self._shows_tools:
@@ -388,7 +390,7 @@ class Renderer:
                 f"chat_template_kwargs: got, with the run's own, {short_repr(options, SHOWN)}, but earlier messages "
                 f"were written with {short_repr(had, SHOWN)}, and the chat template would write them otherwise now"
             )
-        tokens = self._texts.behind(following)
+        tokens = self._following.encode(following)
         # It begins with the answer's end token, which was already sampled unless the answer was cut.
         ended = tokens[:1] == conversation.tokens[-1:].tolist()
         return tokens[1:] if ended else tokens, following, self._opened(following, marked, tools, options)

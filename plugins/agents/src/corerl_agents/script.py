@@ -20,13 +20,14 @@ from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, Stops
 from corerl.errors import ModelError
 from corerl.models import context_length, end_tokens, hf_config, load_tokenizer
-from corerl.rollout import EventLoop, TextEncoder, sampling_params
+from corerl.rollout import EventLoop, sampling_params
 from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Refused
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.runner import EpisodeRunner, EpisodeState
+from corerl_agents.texts import FollowingTexts
 
 END = "<|end|>"
 # Teaches the format that `samplers.episodes.tool_calls = "auto"` finds in it.
@@ -146,7 +147,7 @@ def _positions(model: ModelConfig | None) -> int:
 def _generated(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
     """The text and an end token, as an engine would sample them for this request of one row."""
     ends = request.params.stop_tokens
-    tokens = [*TextEncoder(tokenizer).behind(text), ends[0]]
+    tokens = [*FollowingTexts(tokenizer).encode(text), ends[0]]
     tokens = tokens[: 1 + next(at for at, token in enumerate(tokens) if token in ends)]
     tokens = tokens[: Stops(tokenizer, request.params.stop).end(tokens)]
     left = int(request.left[0])

@@ -19,7 +19,8 @@ from corerl.config import imported
 from corerl.data import parse_json
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, short_repr
-from corerl.rollout import CLOSING, OPENING, TAGS, end_of_reasoning
+from corerl.rollout import OPENING, TAGS
+from corerl_agents.texts import CLOSING, end_of_reasoning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

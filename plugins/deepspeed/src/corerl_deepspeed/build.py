@@ -22,11 +22,10 @@ from corerl.config import LoraConfig, TrainConfig
 from corerl.models import (
     HFBox,
     Policy,
-    freeze,
     hf_boxes,
-    look_at,
     make_policy,
     materialize,
+    meta_model,
     move_buffers,
     parts_of,
     put_adapters,
@@ -74,7 +73,7 @@ def build_model(
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
     if train.optimizer.weight_decay:
-        looked = look_at(hf, value_head=value_head, lora=lora)
+        looked = meta_model(hf, value_head=value_head, lora=lora)
         untrained |= unread_parameters(looked, parts_of(looked))
     settings = deepspeed_json(
         options,
@@ -94,7 +93,6 @@ def build_model(
         {name: (whole if name in kept else unallocated)(shape, dtype, device) for name, shape in shapes.items()},
     )
     move_buffers(policy, device)
-    freeze(policy.model)
     if alone:
         return Model(policy=policy, engine=policy, optimizer=None, boxes=boxes, trains=frozenset(), watch=None)
     optimizer = watch = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.errors import ConfigError
-from corerl.observability.notices import NOTICES_FILE, read_notices
+from corerl.observability.jsonl import NOTICES_FILE, read_notices
 from corerl.plan.resolve import selected
 from corerl.plugin.registry import Entry, Kind
 from corerl.plugin.spec import Finding, Level

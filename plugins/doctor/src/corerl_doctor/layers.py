@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config.schema import ModelConfig, RoleConfig
 from corerl.models.build import build_on_meta, materialize, stored_buffers
 from corerl.models.config import hf_config
-from corerl.models.files import look_at, model_files
+from corerl.models.files import meta_model, model_files
 from corerl.models.initial import RandomSource, initials
 from corerl.models.layouts import WholePolicy, make_policy, own_attention
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
@@ -70,7 +70,7 @@ def compare_layers(role: RoleConfig, *, temperature: float) -> Iterator[Report]:
     model, way = role.model, role.train.layout
     hf = hf_config(model)
     shorten_windows(hf)
-    needs, free = 4 * sum(param.numel() for param in look_at(hf).parameters()), free_memory()
+    needs, free = 4 * sum(param.numel() for param in meta_model(hf).parameters()), free_memory()
     if needs > 0.8 * free:
         yield Finding(
             level=Level.WARNING,

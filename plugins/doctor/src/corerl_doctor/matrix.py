@@ -24,7 +24,7 @@ from transformers.utils import logging
 from corerl.errors import ModelError
 from corerl.messages import one_line
 from corerl.models.build import build_on_meta, materialize, stored_buffers
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout, make_policy
 from corerl.models.names import hf_boxes
 from corerl.models.policy import Policy
@@ -76,7 +76,7 @@ def examine(model_type: str, *, check: bool = False) -> Row:
     if blank.pictures:
         config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]]  # as published checkpoints say
     try:
-        chosen = choose_layout(look_at(config), "auto")
+        chosen = choose_layout(meta_model(config), "auto")
         policy = make_policy(config, dtype=torch.float32, layout=chosen.name)
         hf_boxes(policy.model)
     except ModelError as error:

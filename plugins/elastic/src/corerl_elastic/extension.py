@@ -122,7 +122,7 @@ class Elastic:
             return
         silent = groups.room.silent
         try:
-            plan = fewer(run.plan, places, [*groups.roles, *([ENGINES] if groups.updates is not None else [])])
+            plan = fewer(run.plan, places, [*groups.roles, *([ENGINES] if groups.fleet is not None else [])])
             for line in silent:
                 run.notice(line)
             run.apply(plan)

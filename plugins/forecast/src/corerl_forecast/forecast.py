@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.errors import ModelError
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import size_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
@@ -102,7 +102,7 @@ class Forecaster:
         train = evolve(plan.train, **changed)
         hf, model, backend = self.plan.models[role], self.plan.built[role], plan.backend
         if plan.cluster.lora is not None:
-            model = look_at(hf, value_head=plan.assignments[0].config.value_head, lora=plan.cluster.lora)
+            model = meta_model(hf, value_head=plan.assignments[0].config.value_head, lora=plan.cluster.lora)
         longest = config.rollout.context_length or train.tokens_per_micro_batch
         samples = config.rollout.prompts * config.rollout.samples // train.mini_batches
         # Saved batches, episodes and functions may bring other numbers of samples.

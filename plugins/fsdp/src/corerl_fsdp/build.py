@@ -17,7 +17,6 @@ from corerl.models import (
     Policy,
     attention_in_pieces,
     decoder_layers,
-    freeze,
     make_policy,
     materialize,
     move_buffers,
@@ -66,7 +65,7 @@ def build_policy(
     if options.compile is True or (options.compile == "auto" and attention and not lacking()):
         keep_compiled(options.compile_cache)
         compile_forward(decoder_layers(policy.model), attention=attention)
-        policy.routers.listens = False  # else they would be left out of what is compiled
+        policy.routers.can_record = False  # else they would be left out of what is compiled
     if recompute:
         recompute_layers(policy.model)
     on_host = options.offload == "parameters"
@@ -81,7 +80,6 @@ def build_policy(
     held_on = torch.device("cpu") if on_host else device
     params = policy.model.named_parameters()
     materialize(policy.model, {name: nn.Parameter(torch.empty_like(param, device=held_on)) for name, param in params})
-    freeze(policy.model)
     # FSDP's load hook takes over replaced parameters and pads uneven shards; later, that would move their memory.
     policy.load_state_dict({}, strict=False)
     move_buffers(policy, device)

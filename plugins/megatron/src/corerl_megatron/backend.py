@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from corerl.backend import Backend, StateKey
 from corerl.config import RoleConfig
-from corerl.errors import ModelError, Unsupported
+from corerl.errors import ModelError
 from corerl.models import hf_config
 from corerl.plugin import Context
 from corerl.types import (
@@ -45,7 +45,6 @@ from corerl_megatron.optimizer import masters, set_adam_step
 from corerl_megatron.parallel import destroy_groups, forget_rotary_tables, layout, make_groups
 from corerl_megatron.replay import Routing
 from corerl_megatron.rotary import turn_all_at_once
-from corerl_megatron.spec import beside_adapters
 from corerl_megatron.step import Gradients, Pipeline, forward_backward, forward_pass, optimizer_step
 
 
@@ -53,13 +52,6 @@ class MegatronBackend(Backend):
     gathers_pending = False  # the last step left parameters to be gathered in the next forward pass
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
-        if config.train.precision == "float16":
-            raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
-        if config.train.layout == "whole":
-            raise Unsupported("megatron-core's models pack sequences; set train.layout to 'auto' or 'packed'")
-        if config.lora is not None:
-            for problem in beside_adapters(config.options):
-                raise Unsupported(f"backends.megatron.{problem.path} is {problem.text}")
         source = _source(config)
         turn_all_at_once()
         with calling_megatron(self.device):

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig
 from corerl.config import RoleConfig
 from corerl.errors import ModelError, PluginError
 from corerl.messages import listed, one_line
-from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, look_at, reads_pictures, shapes_of, stored_buffers
+from corerl.models import VALUE_HEAD_WEIGHT, architecture_of, meta_model, reads_pictures, shapes_of, stored_buffers
 from corerl.weights import gather_plain
 from corerl_megatron.boxes import Traced, trace
 from corerl_megatron.chunks import Held, Piece, vocabulary_pieces
@@ -82,7 +82,7 @@ class Bridged:
                 f"Megatron-Bridge builds a {architecture_of(config).__name__} with its vision tower, which numbers and "
                 "packs tokens in its own way, while this backend trains text decoders alone; use another backend"
             )
-        model = look_at(config, value_head=value_head)
+        model = meta_model(config, value_head=value_head)
         config = copy.deepcopy(config)
         config.architectures = [architecture_of(config).__name__]  # whatever else the checkpoint may have
         try:

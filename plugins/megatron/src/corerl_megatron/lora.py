@@ -26,7 +26,7 @@ from torch.nn.functional import linear
 from corerl.config import LoraConfig, RoleConfig
 from corerl.errors import Unsupported
 from corerl.messages import listed
-from corerl.models import VALUE_HEAD_WEIGHT, hf_config, look_at, targets_in
+from corerl.models import VALUE_HEAD_WEIGHT, hf_config, meta_model, targets_in
 from corerl.weights import adapters_of, gather_plain
 from corerl_megatron.chunks import Held, Piece
 from corerl_megatron.model import PackedModel
@@ -97,7 +97,7 @@ class Adapter(nn.Module):
 def targets_of(role: RoleConfig) -> frozenset[str]:
     """The Hugging Face tensors that get adapters: the same ones as of a transformers model."""
     assert role.lora is not None
-    model = look_at(hf_config(role.model), value_head=role.value_head)
+    model = meta_model(hf_config(role.model), value_head=role.value_head)
     return frozenset(f"{name}.weight" for name in targets_in(model, role.lora))
 
 

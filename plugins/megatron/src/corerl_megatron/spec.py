@@ -15,15 +15,12 @@ from corerl_megatron.families import (
     FAMILIES,
     NO_SOFTMAX,
     UNSPLIT,
-    Architecture,
     architecture,
     unsupported_by,
 )
 from corerl_megatron.memory import memory
 from corerl_megatron.probe import probe
 from corerl_megatron.slow import slow
-
-FP8_WIDTH = 16  # TransformerEngine requires multiples of this for matrices multiplied in FP8
 
 
 def model_ranks(config: MegatronConfig) -> int:
@@ -60,7 +57,7 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     yield from _layout(config, cluster)
     yield from _switches(config, cluster)
     if cluster.lora is not None:
-        yield from beside_adapters(config)
+        yield from _beside_adapters(config)
     recompute = cluster.train is not None and cluster.train.recompute == "full"
     if config.bridge:
         yield from _bridge(config, cluster, recompute=recompute)
@@ -71,7 +68,7 @@ def check(config: MegatronConfig, cluster: ClusterInfo) -> Iterable[Problem]:
             yield Problem(".train.aux_loss_coef", f"{coef:g}, but {NO_SOFTMAX.format(cluster.model['model_type'])}")
 
 
-def beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
+def _beside_adapters(config: MegatronConfig) -> Iterator[Problem]:
     """The options that low-rank adapters cannot be trained with."""
     if config.bridge:
         yield Problem(
@@ -159,8 +156,7 @@ def _bridge(config: MegatronConfig, cluster: ClusterInfo, *, recompute: bool) ->
     if config.fp8 != "none":
         yield Problem(
             "bridge",
-            f"true with fp8={config.fp8!r}, whose widths are only checked for this backend's own families; set "
-            "fp8='none'",
+            f"true with fp8={config.fp8!r}, which has not been tried; set fp8='none'",
         )
     model = cluster.model
     if not model:
@@ -201,14 +197,6 @@ def _model(config: MegatronConfig, model: Mapping[str, Any], *, recompute: bool)
     yield from _divided(config, *divided)
     if recompute:
         yield from _recomputed(config, sizes["num_layers"] // stages)
-    if config.fp8 != "none":
-        for what, width in _widths(config, built).items():
-            if width % FP8_WIDTH:
-                yield Problem(
-                    "fp8",
-                    f"{config.fp8!r}, but a rank multiplies matrices of width {width} ({what}); TransformerEngine "
-                    f"needs a multiple of {FP8_WIDTH}: set fp8='none'{', or lower tensor_parallel' if tp > 1 else ''}",
-                )
     yield from _experts(config, experts=experts, latent=built.latent)
     if experts and sizes["add_bias_linear"] and expert_tp > 1:
         yield Problem(
@@ -262,32 +250,6 @@ def _experts(config: MegatronConfig, *, experts: int, latent: bool) -> Iterator[
             "sequence_parallel",
             f"false, but {what} with tensor_parallel={tp} can only be trained with it; set it to true",
         )
-
-
-def _widths(config: MegatronConfig, built: Architecture) -> Mapping[str, int]:
-    """The widths of the matrices that a rank multiplies in a layer."""
-    tp, sizes = config.tensor_parallel, built.transformer
-    widths = {"hidden values": sizes["hidden_size"]}
-    if built.latent:
-        heads = sizes["num_attention_heads"]
-        widths |= {
-            "compressed queries": sizes["q_lora_rank"] or 0,
-            "compressed keys and values": sizes["kv_lora_rank"] + sizes["qk_pos_emb_head_dim"],
-            "values of queries": heads * (sizes["qk_head_dim"] + sizes["qk_pos_emb_head_dim"]) // tp,
-            "output of heads": heads * sizes["v_head_dim"] // tp,
-        }
-    else:
-        widths |= {
-            "values of queries": sizes["num_attention_heads"] * sizes["kv_channels"] // tp,
-            "values of keys": sizes["num_query_groups"] * sizes["kv_channels"] // tp,
-        }
-    if built.dense:
-        widths["columns of the MLP"] = sizes["ffn_hidden_size"] // tp
-    if built.experts:
-        widths["columns of an expert"] = sizes["moe_ffn_hidden_size"] // (config.expert_tensor_parallel or tp)
-    if shared := sizes.get("moe_shared_expert_intermediate_size"):
-        widths["columns of the shared experts"] = shared // tp
-    return widths
 
 
 # In buckets so small that even a small model has several.

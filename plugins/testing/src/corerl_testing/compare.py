@@ -179,22 +179,22 @@ def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, 
     bounds = [slice(*each) for each in pairwise(samples.offsets.tolist())]
     at = int(np.searchsorted(samples.offsets, wrong[0], side="right")) - 1
     token = int(wrong[0] - samples.offsets[at])
-    told = f"{output} of token {token} of sample {at} is {found[wrong[0]]}, expected {wanted[wrong[0]]}"
+    text = f"{output} of token {token} of sample {at} is {found[wrong[0]]}, expected {wanted[wrong[0]]}"
     mine = found[bounds[at]]
     if np.isin(wrong, samples.offsets[:-1]).all():
-        told += "; only first tokens differ, which nothing predicts: outputs are exactly 0 there"
+        text += "; only first tokens differ, which nothing predicts: outputs are exactly 0 there"
     elif all(_near(found[each][1:-1], wanted[each][2:]).all() for each in bounds):
-        told += "; each token has that of the next one"
+        text += "; each token has that of the next one"
     elif all(_near(found[each][2:], wanted[each][1:-1]).all() for each in bounds):
-        told += "; each token has that of the one before"
+        text += "; each token has that of the one before"
     else:
         others = (other for other, each in enumerate(bounds) if len(wanted[each]) == len(mine))
         twin = next((other for other in others if other != at and _near(mine, wanted[bounds[other]]).all()), None)
-        told += "" if twin is None else f"; sample {at} has those of sample {twin}"
+        text += "" if twin is None else f"; sample {at} has those of sample {twin}"
     right = int((wrong - samples.offsets[np.searchsorted(samples.offsets, wrong, side="right") - 1]).min())
     if right > 1:
-        told += f"; the first {right} tokens of each sample are right, as if longer ones saw what they are packed with"
-    raise AssertionError(f"{told}; {len(wrong)} of {len(wanted)} differ")
+        text += f"; the first {right} tokens of each sample are right, as if longer ones saw what they are packed with"
+    raise AssertionError(f"{text}; {len(wrong)} of {len(wanted)} differ")
 
 
 def _near(found: FloatArray, wanted: FloatArray) -> BoolArray:
@@ -212,11 +212,11 @@ def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
         near = pytest.approx(loss, rel=LOSS.relative, abs=LOSS.absolute)
         if found.losses[step] != near:
             hint = _after_the_first(found, wanted) if step else BEFORE_A_STEP
-            raise AssertionError(_told("loss", step, found.losses, loss) + hint)
+            raise AssertionError(_difference_of("loss", step, found.losses, loss) + hint)
         near = pytest.approx(norm, rel=GRAD_NORM.relative)
         if found.grad_norms[step] != near:
             hint = _after_the_first(found, wanted) if step else _in_the_first(found, wanted)
-            raise AssertionError(_told("gradient norm", step, found.grad_norms, norm) + hint)
+            raise AssertionError(_difference_of("gradient norm", step, found.grad_norms, norm) + hint)
     assert_same_weights(found, wanted, _after_the_first(found, wanted))
 
 
@@ -294,21 +294,21 @@ def _all_zero(state: Mapping[str, Tensors]) -> str:
 def require_same_state(
     what: str, found: Mapping[str, Tensors], wanted: Mapping[str, Tensors], keys: Collection[str] = SAVED
 ) -> None:
-    """Compare whole tensors to the last bit; the first that differs is told with the element that is furthest off."""
+    """Compare whole tensors to the last bit; the first that differs is named, with its element furthest off."""
     wrong = different(found, wanted, keys)
     if not wrong:
         return
     key, _, name = wrong[0].partition(" of ")
     mine, other = found[key][name], wanted[key][name]
     if mine.shape != other.shape or mine.dtype != other.dtype:
-        told = f"is {mine.dtype} {mine.shape}, expected {other.dtype} {other.shape}"
+        text = f"is {mine.dtype} {mine.shape}, expected {other.dtype} {other.shape}"
     else:
         apart = np.nan_to_num(np.abs(mine.astype(np.float64) - other), nan=np.inf)
         at = np.unravel_index(int(apart.argmax()), apart.shape)
-        told = f"has {mine[at]:.9g} at {[int(each) for each in at]}, expected {other[at]:.9g}"
-        told += "; all of it is 0" if not mine.any() else ""
+        text = f"has {mine[at]:.9g} at {[int(each) for each in at]}, expected {other[at]:.9g}"
+        text += "; all of it is 0" if not mine.any() else ""
     number = sum(len(wanted[each]) for each in keys)
-    raise AssertionError(f"{what} differ: {key} of {name} {told}; {len(wrong)} of {number} tensors differ")
+    raise AssertionError(f"{what} differ: {key} of {name} {text}; {len(wrong)} of {number} tensors differ")
 
 
 # No gradient or optimizer has a part in the loss of the first step.
@@ -318,7 +318,7 @@ BEFORE_A_STEP = (
 )
 
 
-def _told(what: str, step: int, found: Sequence[float], wanted: float) -> str:
+def _difference_of(what: str, step: int, found: Sequence[float], wanted: float) -> str:
     return f"the {what} of step {step} is {found[step]}, expected {wanted}"
 
 
@@ -326,8 +326,8 @@ def _after_the_first(found: Trajectory, wanted: Trajectory) -> str:
     """What the state after the first step says of a later difference; "" if it is not known."""
     if not found.first or not wanted.first:
         return ""
-    if told := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"], same_norm=True):
-        return told
+    if text := _of_gradients(found.first["exp_avg"], wanted.first["exp_avg"], same_norm=True):
+        return text
     mine, others, start = found.first["master"], wanted.first["master"], wanted.at_start["master"]
     wrong = [name for name in others if _l2(mine[name] - others[name]) > CLOSE * _l2(others[name] - start[name])]
     if wrong:
@@ -379,9 +379,9 @@ def _of_gradients(found: Tensors, wanted: Tensors, *, same_norm: bool = False) -
                 f"; the gradients of the first step, once clipped, are {by} what they must be in {such}: look at the "
                 "clip, which divides all gradients by one norm, that of the whole model, and only above the limit"
             )
-        told = f"; the gradients of the first step are {by} what they must be in {such}"
+        text = f"; the gradients of the first step are {by} what they must be in {such}"
         only_some = len(wrong) < len(wanted) and not any(known)
-        return told + (": none gets there; look at requires_grad and detach" if only_some else "")
+        return text + (": none gets there; look at requires_grad and detach" if only_some else "")
     return (
         f"; the gradients of the first step differ in {such}: samples or calls may be left out or count more than "
         "once, sums over ranks be missing in these tensors, or ranks clip their own gradients before they are summed"

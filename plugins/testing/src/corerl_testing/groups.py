@@ -29,8 +29,7 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
-from corerl.trainer.group import TrainGroup
-from corerl.trainer.shared import share
+from corerl.trainer.group import TrainGroup, share
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
 from corerl.weights.transport import Address
 from corerl_testing import wrappers
@@ -154,15 +153,15 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
         params=SamplingParams(max_tokens=8, stop_tokens=(2,)),
     )
     answers = fleet.loop.run(fleet.generate(request))
-    tokens, mask, drawn, versions, lengths = [], [], [], [], []
+    tokens, mask, logprobs, versions, lengths = [], [], [], [], []
     for row, prompt in enumerate(prompts):
         start, end = answers.offsets[row : row + 2]
         tokens += [prompt, answers.tokens[start:end]]
         mask += [np.zeros(len(prompt), np.bool_), np.ones(end - start, np.bool_)]
-        drawn += [np.zeros(len(prompt), np.float32), answers.logprobs[start:end]]
+        logprobs += [np.zeros(len(prompt), np.float32), answers.logprobs[start:end]]
         versions += [np.zeros(len(prompt), np.int64), answers.versions[start:end]]
         lengths.append(len(prompt) + int(end - start))
-    column = np.concatenate(drawn).astype(np.float32)
+    column = np.concatenate(logprobs).astype(np.float32)
     loss_mask = np.concatenate(mask)
     advantages = np.repeat(np.array([1.0, -0.5, 0.75, -1.25], np.float32), lengths)
     return SampleBatch(

@@ -113,8 +113,8 @@ def make_samples(
     length. Advantages have both signs and a nonzero mean, so that a loss is not a small difference of large sums.
     """
     rng = np.random.default_rng(seed)
-    drawn = np.repeat(rng.integers(4, 24, (samples + 1) // 2), 2)[:samples]
-    sizes, samples = (np.array(lengths), len(lengths)) if lengths else (drawn, samples)
+    random_sizes = np.repeat(rng.integers(4, 24, (samples + 1) // 2), 2)[:samples]
+    sizes, samples = (np.array(lengths), len(lengths)) if lengths else (random_sizes, samples)
     offsets = offsets_of(sizes)
     prompt = rng.integers(1, 3, samples)
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)

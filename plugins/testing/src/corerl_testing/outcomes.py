@@ -16,7 +16,7 @@ from corerl.plugin.spec import BackendSpec
 from corerl_testing.marks import MARK, Check
 
 SEED = 0
-# What is wrong with the training of a variant would be told again by all of its other checks.
+# What is wrong with the training of a variant would fail all of its other checks too.
 FOUNDATION = "C41"
 SETS = ("backend_name", "backend_variant", "world_size")  # parameters that no other value stands for
 OUTCOMES = ("passed", "failed", "blocked", "unsupported", "expected", "not run")
@@ -204,7 +204,7 @@ def summary(session: Session) -> Iterator[str]:
         yield "  ".join([str(level).ljust(5), *(str(count or "-").rjust(11) for count in counts)])
     for outcome in ("not run", "expected", "failed"):
         seen: set[str] = set()
-        first: dict[str, str] = {}  # reason -> the check that it was told of
+        first: dict[str, str] = {}  # reason -> the check that failed with it first
         for line in lines:
             if line.outcome == outcome and line.label not in seen:
                 seen.add(line.label)

@@ -25,7 +25,6 @@ from corerl.messages import did_you_mean, one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import RANKS_OF_VARIANTS, Variant
-from corerl_testing.causes import usual
 from corerl_testing.marks import LEVELS, MARK, Check, with_variants
 from corerl_testing.outcomes import (
     FOUNDATION,
@@ -40,7 +39,6 @@ from corerl_testing.outcomes import (
     report,
     summary,
 )
-from corerl_testing.pool import RankFailed
 
 pytest.register_assert_rewrite("corerl_testing.compare", "corerl_testing.routing", "corerl_testing.spec_checks")
 pytest_plugins = ["corerl_testing.fixtures"]
@@ -104,7 +102,7 @@ NO_GPU = "level 3 needs a GPU, but torch sees none here; use --level 2, or 4 to 
 
 
 def _require_writable(file: Path) -> None:
-    """That a report cannot be written is told before the checks take minutes."""
+    """That a report cannot be written is reported before the checks take minutes."""
     if not file.parent.is_dir():
         raise pytest.UsageError(f"cannot write the report {file}: there is no directory {file.parent}")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
@@ -311,10 +309,9 @@ def pytest_runtest_makereport(
         outcome, reason = "expected", session.expected[found.check.id]
     elif failed:
         outcome, reason = "failed", one_line(call.excinfo.value) if call.excinfo else ""
-        if compared(call.excinfo) and item.function.__module__.startswith(SUITES):  # type: ignore[attr-defined]
-            causes = usual(found.check.id) + undeclared(found.needs)
-            reason += causes
-            report.sections.append(("what usually causes this", causes.removeprefix("; ")))
+        if hint := undeclared(found.needs):
+            reason += f"; {hint}"
+            report.sections.append(("what may help", hint))
     elif report.when == "call":
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
@@ -344,18 +341,9 @@ def pytest_runtest_makereport(
 
 
 def undeclared(needs: Sequence[Capability]) -> str:
-    """The clause for a check of what the spec does not declare as lacking, though the backend may lack it."""
+    """What to do if the backend lacks what its spec does not declare as lacking."""
     asked = ", ".join(str(each) for each in needs if each not in INHERITED)
-    return f"; if it lacks {asked}, declare that in the spec's capabilities" if asked else ""
-
-
-def compared(failure: pytest.ExceptionInfo[BaseException] | None) -> bool:
-    """Whether the check failed by a comparison, here or in a rank: any other error names its cause itself."""
-    text = "" if failure is None else str(failure.value)
-    return failure is not None and (
-        failure.errisinstance((AssertionError, pytest.fail.Exception))
-        or (failure.errisinstance(RankFailed) and "AssertionError" in text)
-    )
+    return f"if it lacks {asked}, declare that in the spec's capabilities" if asked else ""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -149,8 +149,8 @@ class RankPool:
                 self.close()
                 if dead is not None:  # what the others raise is that they have lost it
                     raise RankFailed(f"{function}: rank {dead} died{ended}")
-            told = (value.strip().splitlines() or ["an error"])[-1]  # first, where a summary shows it
-            raise RankFailed(f"{function}: rank {rank} raised {told}\n{value}")
+            summary = (value.strip().splitlines() or ["an error"])[-1]  # first, where a summary shows it
+            raise RankFailed(f"{function}: rank {rank} raised {summary}\n{value}")
         return value
 
     def _ended(self, rank: int) -> bool:

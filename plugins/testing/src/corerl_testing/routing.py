@@ -47,13 +47,13 @@ def through_experts(
     logprobs, chosen, loss = np.zeros(len(samples.tokens)), [], torch.zeros((), dtype=torch.float64)
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])
-        told = None if experts is None else torch.tensor(experts[start:end].astype(np.int64))
-        with _told(routers, told) as went:
+        given = None if experts is None else torch.tensor(experts[start:end].astype(np.int64))
+        with _using(routers, given) as used:
             logits = model(input_ids=tokens[None]).logits[0, :-1] / samples.temperature
         found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         loss = loss - (torch.tensor(weights[start + 1 : end]) * found).sum()
         logprobs[start + 1 : end] = found.detach().numpy()
-        chosen.append(torch.stack(went, dim=1).numpy())
+        chosen.append(torch.stack(used, dim=1).numpy())
     torch.autograd.backward(loss)
     grads = torch.cat([grad.flatten() for _, grad in _grads(model)])
     return Routed(
@@ -153,14 +153,14 @@ def _grads(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor]]:
-    """Use the experts `told` in the block; yields a list that gets each layer's experts [t, k], in order."""
-    went: list[Tensor] = []
+def _using(routers: list[nn.Module], given: Tensor | None) -> Iterator[list[Tensor]]:
+    """Use the experts `given` in the block; yields a list that gets each layer's experts [t, k], in order."""
+    used: list[Tensor] = []
 
     def hook(router: Any, arguments: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         logits, _, own = output
-        index = own if told is None else torch.where(told[:, len(went)] < 0, own, told[:, len(went)])
-        went.append(index)
+        index = own if given is None else torch.where(given[:, len(used)] < 0, own, given[:, len(used)])
+        used.append(index)
         scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
         scores = scores.gather(1, index)
         if router.norm_topk_prob:
@@ -168,7 +168,7 @@ def _told(routers: list[nn.Module], told: Tensor | None) -> Iterator[list[Tensor
         return logits, scores * getattr(router, "routed_scaling_factor", 1.0), index
 
     handles = [router.register_forward_hook(hook) for router in routers]
-    yield went
+    yield used
     for handle in handles:
         handle.remove()
 
@@ -187,7 +187,7 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     def logprobs(part: str) -> FloatArray:
         return in_order([getattr(rank, part) for rank in ranks], samples, Output.LOGPROBS)
 
-    for part, of, how in (("chosen", own, "as routers choose them"), ("told", wanted, "as they were given")):
+    for part, of, how in (("chosen", own, "as routers choose them"), ("given", wanted, "as they were given")):
         _require_experts(f"the experts of a pass {how}", experts(part), np.sort(of.experts, axis=2))
         require_near(f"log-probs by token, through experts {how},", logprobs(part), of.logprobs, LOGPROBS)
     results = [rank.result for rank in ranks]
@@ -198,9 +198,9 @@ def assert_replays(directory: Path, replay: Callable[[SampleBatch], Sequence[Rep
     for name, grad in wanted.router_grads.items():
         other = np.linalg.norm(grad - own.router_grads[name]) / np.linalg.norm(grad)
         require(other > 1000 * ROUTER_GRADS, f"other experts change the gradient of {name} by {other:.2g}: too little")
-    told = samples.columns[EXPERTS] >= 0
+    given = samples.columns[EXPERTS] >= 0
     what = "the experts that were given, after a step,"
-    _require_experts(what, experts("told_after")[told.any(axis=(1, 2))], experts("told")[told.any(axis=(1, 2))])
+    _require_experts(what, experts("given_after")[given.any(axis=(1, 2))], experts("given")[given.any(axis=(1, 2))])
     require(
         not np.array_equal(experts("chosen_after"), experts("chosen")),
         "routers choose the same experts of all tokens after a large step, expected others: they are not trained",
@@ -228,7 +228,7 @@ def others(own: Array, samples: SampleBatch) -> Array:
     """Random experts in the shape of the routers' `own` [N, layers, k], of 8; -1 for a few tokens and for the last of
     each sample, whose experts an engine does not know."""
     rng = np.random.default_rng(3)
-    told = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=2)[..., : own.shape[2]]
-    told[rng.random(len(told)) < 0.1] = -1
-    told[samples.offsets[1:] - 1] = -1
-    return told.astype(np.int16)
+    given = rng.permuted(np.broadcast_to(np.arange(8), (*own.shape[:2], 8)), axis=2)[..., : own.shape[2]]
+    given[rng.random(len(given)) < 0.1] = -1
+    given[samples.offsets[1:] - 1] = -1
+    return given.astype(np.int16)

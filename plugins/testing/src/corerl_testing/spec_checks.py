@@ -86,14 +86,14 @@ def assert_survives_json(cls: type) -> None:
 
 def assert_refuses_what_is_wrong(cls: type) -> None:
     """An option that is unknown, or of another type."""
-    told = _refusal(cls, "no_such_option", 1)
-    require("no_such_option" in told, f"the unknown option no_such_option = 1 gave {told or 'no error'!r}")
+    text = _refusal(cls, "no_such_option", 1)
+    require("no_such_option" in text, f"the unknown option no_such_option = 1 gave {text or 'no error'!r}")
     for field in attrs.fields(attrs.resolve_types(cls)):
         for value in WRONG.get(field.type, ()):
-            told = _refusal(cls, field.name, value)
+            text = _refusal(cls, field.name, value)
             require(
-                field.name in told,
-                f"{field.name} = {value!r}, of type {type(value).__name__}, gave {told or 'no error'!r}, expected one "
+                field.name in text,
+                f"{field.name} = {value!r}, of type {type(value).__name__}, gave {text or 'no error'!r}, expected one "
                 "that names the option",
             )
         refused = any(_refusal(cls, field.name, value) for value in NEVER)

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _backend(args: argparse.Namespace) -> list[str]:
-    """What pytest is told of the backend. Raises CorerlError if there is none of this name."""
+    """The arguments of pytest for the backend. Raises CorerlError if there is none of this name."""
     from corerl.config.load import config_of
     from corerl.errors import UserError
     from corerl.plan.resolve import resolve_tables
@@ -118,7 +118,7 @@ def _backend(args: argparse.Namespace) -> list[str]:
 
 
 def _algorithm(args: argparse.Namespace) -> list[str]:
-    """What pytest is told of the algorithm. Raises CorerlError if there is none of this name, or a setting is wrong."""
+    """The arguments of pytest for the algorithm. Raises CorerlError if there is none, or a setting is wrong."""
     from corerl.config.load import config_of
     from corerl.plan.resolve import resolve_tables
     from corerl.plugin.registry import Kind, load

@@ -53,13 +53,13 @@ class Asked(Mapping[str, Any]):
     def assert_written(self, by: str, what: str, instead: str) -> None:
         names = self.unwritten()
         assert not names, (
-            f"{by} asks for the {what} {', '.join(map(repr, names))}, which nobody writes; there are "
+            f"{by} asks for the {what} {', '.join(map(repr, names))}, which is never written; there are "
             f"{', '.join(sorted(self.of))}; {instead}"
         )
 
 
 @check("A06", level=1, builds_on=["A05"])
-def test_only_columns_and_rows_that_a_run_has_are_asked_for(trial: Trial) -> None:
+def test_only_existing_columns_and_rows_are_requested(trial: Trial) -> None:
     samples = trial.samples()
     columns, rows = Asked(samples.columns), Asked(samples.rows)
     seen = evolve(samples, columns=columns, rows=rows)
@@ -113,7 +113,7 @@ def assert_unchanged(by: str, before: Mapping[str, Array], after: Mapping[str, A
 
 
 @check("A08", level=1, builds_on=["A06"])
-def test_advantages_are_finite_numbers_at_loss_tokens_and_the_same_twice(trial: Trial) -> None:
+def test_advantages_are_finite_and_deterministic(trial: Trial) -> None:
     cases = {
         "ragged samples": trial.samples(),
         "groups of one": trial.samples((1, 1, 1)),
@@ -157,7 +157,7 @@ def test_what_is_masked_does_not_change_advantages(trial: Trial) -> None:
 
 
 @check("A10", level=1, builds_on=["A08"])
-def test_the_order_of_samples_and_the_numbers_of_prompts_do_not_matter(trial: Trial) -> None:
+def test_neither_the_order_of_samples_nor_prompt_numbers_matter(trial: Trial) -> None:
     samples = trial.samples()
     rewards, token_rewards = trial.rewards(samples), trial.token_rewards(samples)
     wanted = trial.estimate(samples, rewards, token_rewards)
@@ -205,7 +205,7 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(trial: Trial) -> N
 
 
 @check("A18", level=1, builds_on=["A10"])
-def test_advantages_of_a_prompts_samples_alone_are_those_in_the_batch_if_the_spec_says_so(trial: Trial) -> None:
+def test_by_prompt_means_that_other_prompts_do_not_matter(trial: Trial) -> None:
     if not trial.spec.by_prompt:
         pytest.skip("its spec does not say that a prompt's advantages depend on its own samples alone")
     samples = trial.samples()

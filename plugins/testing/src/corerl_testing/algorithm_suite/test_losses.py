@@ -81,7 +81,7 @@ def rewritten(micro: MicroBatch, columns: Sequence[str]) -> MicroBatch:
 
 
 @check("A13", level=1, builds_on=["A12"])
-def test_a_step_is_the_same_however_its_samples_are_divided_and_ordered(trial: Trial) -> None:
+def test_the_division_and_order_of_samples_do_not_matter(trial: Trial) -> None:
     order = np.random.default_rng(5).permutation(len(trial.batch))
     place, _ = rows_at(trial.batch.offsets, order)
     for role in trial.plan.objectives:
@@ -139,13 +139,13 @@ def test_gradients_are_those_of_the_loss_or_of_the_policy(trial: Trial) -> None:
             if not apart.any():
                 continue
             place = np.flatnonzero(apart)[0]
-            told = (
+            message = (
                 f"the gradient of the {role}'s loss with respect to {output} is {gradient[place]:.6g} at token "
                 f"{place}, but the loss changes by {wanted[place]:.6g}"
             )
             policy = trial.spec.roles[role] is RoleKind.POLICY and output is Output.LOGPROBS
-            assert policy, f"{told}; remove detach() and no_grad(), and keep the outputs' dtype"
-            assert_policy_gradient(trial, role, micro, gradient, told)
+            assert policy, f"{message}; remove detach() and no_grad(), and keep the outputs' dtype"
+            assert_policy_gradient(trial, role, micro, gradient, message)
 
 
 def assert_improves(trial: Trial, role: str, micro: MicroBatch) -> None:
@@ -191,7 +191,7 @@ def differences(loss: Callable[[Array], float], micro: MicroBatch, output: Outpu
     return slopes.mean(axis=0), smooth
 
 
-def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient: Array, told: str) -> None:
+def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient: Array, message: str) -> None:
     """`gradient` [T] of log-probs is, where the policy has moved, on the side of the policy gradient; and it is that
     where it has not."""
     columns = {name: torch.from_numpy(column) for name, column in micro.columns.items()}
@@ -214,7 +214,7 @@ def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient:
     own, of_kl = of_policy(micro.columns[name])
     against = (gradient - of_kl) * own < -DIFFERENCES * np.abs(own).max(initial=0.0) ** 2
     assert not against.any(), (
-        f"{told}, and it points away from the policy gradient, {own[against][0]:.6g} at token "
+        f"{message}, and it points away from the policy gradient, {own[against][0]:.6g} at token "
         f"{np.flatnonzero(against)[0]}; a factor that is held fixed must not be negative"
     )
     still = micro.columns["old_logprobs"].astype(np.float64)
@@ -223,7 +223,7 @@ def assert_policy_gradient(trial: Trial, role: str, micro: MicroBatch, gradient:
     own, of_kl = of_policy(still)
     apart = ~(np.abs(found - own - of_kl) <= DIFFERENCES * np.abs(own).max(initial=0.0))
     assert not apart.any(), (
-        f"{told}; nor is it the policy gradient where log-probs equal old_logprobs: {found[apart][0]:.6g} at token "
+        f"{message}; nor is it the policy gradient where log-probs equal old_logprobs: {found[apart][0]:.6g} at token "
         f"{np.flatnonzero(apart)[0]}, expected -weight * advantage = {(own + of_kl)[apart][0]:.6g}; remove detach() "
         "and no_grad(), or hold only factors fixed that are 1 there"
     )

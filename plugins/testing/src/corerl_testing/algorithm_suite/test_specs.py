@@ -8,7 +8,7 @@ from corerl.algorithms.base import Algorithm, ForwardPass, Objective
 from corerl.config.schema import AlgorithmConfig
 from corerl.config.structuring import structure
 from corerl.data.packing import AGGREGATIONS
-from corerl.plan.algorithm import check_algorithm, contradictions
+from corerl.plan.algorithm import against_algorithm, check_algorithm
 from corerl.plan.resolve import plugins_of
 from corerl.plugin.registry import Kind, load_implementation
 from corerl.plugin.spec import ACTOR, RoleKind
@@ -34,7 +34,7 @@ def test_the_algorithms_spec_imports_neither_torch_nor_ray(algorithm_name: str) 
 
 
 @check("A02", level=0)
-def test_the_algorithms_spec_is_for_this_api_and_names_a_complete_class(trial: Trial) -> None:
+def test_the_algorithms_spec_has_this_api_and_a_complete_class(trial: Trial) -> None:
     assert_introduces_itself(trial.loaded)
     cls = load_implementation(Kind.ALGORITHMS, trial.loaded)
     assert isinstance(cls, type) and issubclass(cls, Algorithm), (
@@ -66,7 +66,7 @@ def test_roles_objectives_passes_and_defaults_fit_together(trial: Trial) -> None
             f"the spec's defaults name {name!r}, which is never unset; use some of {', '.join(sorted(UNSET))}"
         )
         structure({name: value}, AlgorithmConfig, path="the spec's defaults")
-    found = list(contradictions(trial.config, plugins_of(trial.config)))
+    found = list(against_algorithm(trial.config, plugins_of(trial.config)))
     assert found == [], "a config of nothing but the algorithm and its roles is refused; change the spec's defaults"
     check_algorithm(trial.config, trial.loaded)
 

@@ -145,7 +145,7 @@ TRAINS_A_FROZEN_ROLE = broken(
     "TrainsAFrozenRole", "a role that is never trained has moments once it has slept", seen_by="C66"
 )
 SCALES_ADAPTERS_TWICE = broken("ScalesAdaptersTwice", "what adapters add is counted twice", seen_by="C72")
-TRAINS_BESIDE_ADAPTERS = broken("TrainsBesideAdapters", "weights beside adapters are trained too", seen_by="C72")
+TRAINS_BESIDE_ADAPTERS = broken("TrainsBesideAdapters", "weights other than adapters are trained too", seen_by="C72")
 SENDS_WITHOUT_ADAPTERS = broken("SendsWithoutAdapters", "engines are sent the weights alone", seen_by="C73")
 PREDICTS_TOO_LITTLE = evolve(
     broken("PredictsTooLittle", "its spec predicts memory without moments", seen_by="C65"), memory=without_moments

@@ -194,11 +194,11 @@ class OwnExperts(PlainBackend):
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
     ) -> GradientResult:
-        untold = (
+        without_experts = (
             evolve(micro, columns={name: micro.columns[name] for name in micro.columns if name != COLUMN})
             for micro in batch.micro_batches
         )
-        return super().forward_backward(evolve(batch, micro_batches=untold), loss, outputs, last)
+        return super().forward_backward(evolve(batch, micro_batches=without_experts), loss, outputs, last)
 
 
 class IgnoresAuxLoss(PlainBackend):
@@ -385,7 +385,7 @@ class PartialCheckpoint(PlainBackend):
         def index_first() -> None:
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                write_index(directory, rank, with_sums(staged.index, staged.tensors, 1))
+                write_index(directory, rank, with_sums(staged.index, staged.tensors))
                 (directory / tensor_file(rank)).write_bytes(serialized(staged.tensors))
             except OSError as error:
                 raise SaveFailed(f"cannot write {directory}: {error}") from error

@@ -16,9 +16,9 @@ from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
 from corerl.config.schema import RoleConfig
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
-from corerl.models.lora import freeze, put_adapters, trained_parameters
+from corerl.models.lora import put_adapters, trained_parameters
 from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
 from corerl.models.parts import parts_of
 from corerl.models.routing import Routed, Routers
@@ -44,7 +44,7 @@ class PlainBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         hf = hf_config(config.model)
         # Refuses what every backend does.
-        choose_layout(look_at(hf, value_head=config.value_head), config.train.layout)
+        choose_layout(meta_model(hf, value_head=config.value_head), config.train.layout)
         self.model = build_on_meta(hf, dtype=torch.float32, attention="eager", value_head=config.value_head)
         self.decoder = parts_of(self.model).decoder
         self.routers = Routers(self.model)
@@ -59,7 +59,6 @@ class PlainBackend(Backend):
             },
         )
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
-        freeze(self.model)
         self.params = dict(self.model.named_parameters())
         self.trained = trained_parameters(self.model)
         shapes = {name: tuple(param.shape) for name, param in self.trained.items()}
@@ -126,13 +125,13 @@ class PlainBackend(Backend):
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
         experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
         tokens = torch.tensor(micro.tokens, device=self.device)
-        told = replayed_experts(self.routers, micro, self.device)
+        given = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for length in np.unique(micro.lengths):
             starts = micro.cu_seqlens[:-1][micro.lengths == length]
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
-            told_here = None if told is None else told[rows].flatten(0, 1)
-            with self.routers.replaying(told_here, keep=routed, record=record is not None):
+            given_here = None if given is None else given[rows].flatten(0, 1)
+            with self.routers.replaying(given_here, keep=routed, record=record is not None):
                 found = self.of_sequences(tokens[rows], temperature)
                 if record is not None:
                     passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)

@@ -43,7 +43,7 @@ class StrictPlainBackend(PlainBackend):
     awake: frozenset[MemoryKind] = frozenset()
     next_step = 0  # the optimizer step that must come next
     skipped = False  # the last step was not applied, and may be repeated
-    begun = complete = False  # gradients wait for their step; no more are to come
+    has_gradients = complete = False  # gradients wait for their step; no more are to come
     next_version = 0  # the smallest version that is allowed next
 
     def init(self, config: RoleConfig, context: Context) -> InitResult:
@@ -61,7 +61,7 @@ class StrictPlainBackend(PlainBackend):
         _owed(not self.complete, "forward_backward was called after the step's last call")
         _owed(batch.count > 0, "forward_backward was called without a micro-batch")
         _owed(self._computes().issuperset(outputs), f"forward_backward was asked for {list(map(str, outputs))}")
-        self.begun, self.complete = True, last
+        self.has_gradients, self.complete = True, last
         left_alone = LeftAlone(batch)
         result = super().forward_backward(evolve(batch, micro_batches=left_alone), loss, outputs, last)
         left_alone.check("forward_backward")
@@ -69,12 +69,12 @@ class StrictPlainBackend(PlainBackend):
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         self._ready("optimizer_step")
-        _owed(self.begun, "optimizer_step was called without gradients")
+        _owed(self.has_gradients, "optimizer_step was called without gradients")
         self._in_step("optimizer_step", step, again=self.skipped)
         _owed(math.isfinite(step.lr) and step.lr >= 0, f"optimizer_step was given the learning rate {step.lr}")
         _owed(math.isfinite(scale) and scale > 0, f"optimizer_step was given the scale {scale}")
         result = super().optimizer_step(step, scale)
-        self.begun = self.complete = False
+        self.has_gradients = self.complete = False
         self.next_step, self.skipped = step.optimizer_step + 1, not result.applied
         return result
 
@@ -100,14 +100,16 @@ class StrictPlainBackend(PlainBackend):
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         self._ready("save")
-        _owed(not self.begun, "save was called while gradients wait for their step")
+        _owed(not self.has_gradients, "save was called while gradients wait for their step")
         self._in_step("save", step)
         return super().save(path, step, background)
 
     def sleep(self, kinds: Set[MemoryKind]) -> SleepResult:
         self._ready("sleep")
         _owed(kinds <= self.awake, f"sleep was given kinds that are already asleep: {_names(kinds - self.awake)}")
-        _owed(not (self.begun and MemoryKind.GRAD in kinds), "sleep was given gradients that wait for their step")
+        _owed(
+            not (self.has_gradients and MemoryKind.GRAD in kinds), "sleep was given gradients that wait for their step"
+        )
         self.awake -= kinds
         return super().sleep(kinds)
 

@@ -9,7 +9,7 @@ from attrs import evolve, frozen
 from corerl.backend.primitives import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import size_of
 from corerl.plugin.registry import Kind, load
 from corerl.types import ForwardResult, MemoryKind, SleepResult
@@ -63,7 +63,7 @@ def freeze(setup: Setup, directory: str) -> Unmoved:
             hf = hf_config(config.model)
             ranks = worker.backend.context.world_size
             cluster = ClusterInfo(device=setup.device, ranks=ranks, model=hf.to_dict(), train=config.train, frozen=True)
-            predicted = memory(config.options, cluster, size_of(look_at(hf))).kinds[MemoryKind.PARAM]
+            predicted = memory(config.options, cluster, size_of(meta_model(hf))).kinds[MemoryKind.PARAM]
         held = alive() - before
     return Unmoved(
         frozen=first,

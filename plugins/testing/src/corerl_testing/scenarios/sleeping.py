@@ -13,7 +13,7 @@ from corerl.backend.primitives import StateKey
 from corerl.config.schema import ClusterInfo
 from corerl.memory.storage import resident_bytes
 from corerl.models.config import hf_config
-from corerl.models.files import look_at
+from corerl.models.files import meta_model
 from corerl.models.parts import size_of
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
@@ -122,7 +122,7 @@ def held_after_a_step(setup: Setup) -> tuple[dict[MemoryKind, int], dict[MemoryK
         )
         memory = load(Kind.BACKENDS, setup.backend).spec.memory
         assert memory is not None  # the check has asked
-        predicted = memory(config.options, cluster, size_of(look_at(hf, lora=config.lora)))
+        predicted = memory(config.options, cluster, size_of(meta_model(hf, lora=config.lora)))
         return {kind: resident(worker, kind) for kind in MemoryKind}, dict(predicted.kinds)
 
 
@@ -201,7 +201,7 @@ ROOM = 2**16  # bytes for buffers of tiny models
 
 @frozen(kw_only=True)
 class Adapted:
-    precisions: set[str]  # of the weights beside adapters
+    precisions: set[str]  # of the weights other than adapters
     held: int  # bytes of all that the role has after a step
     allowed: int
 

@@ -50,7 +50,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
     samples = make_samples(0)
     plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=32)
     share = plan.share(0)
-    told = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
+    with_experts = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 
         def update(transport: str) -> None:
@@ -66,8 +66,8 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
             Capability.SAVE_BACKGROUND: [lambda: worker.save(directory, step_at(0), True)],
             Capability.ROUTING_REPLAY: [
                 lambda: worker.forward(samples, share, (Output.ROUTED_EXPERTS,)),
-                lambda: worker.forward(told, share, (Output.LOGPROBS,), replay=True),
-                lambda: worker.train(told, share, LOSS, step_at(0)),
+                lambda: worker.forward(with_experts, share, (Output.LOGPROBS,), replay=True),
+                lambda: worker.train(with_experts, share, LOSS, step_at(0)),
             ],
             Capability.UPDATE_DISK: [lambda: update("disk")],
             Capability.UPDATE_COLLECTIVE: [lambda: update("collective")],

@@ -109,11 +109,11 @@ def forward_only(setup: Setup, samples: SampleBatch) -> ForwardResult:
 @frozen(kw_only=True)
 class Replayed:
     chosen: ForwardResult  # log-probs and experts, if the routers choose
-    told: ForwardResult  # the same, if the experts are given
+    given: ForwardResult  # the same, if the experts are given
     result: TrainResult  # of a step through the given experts
     state: State  # after that step
     chosen_after: ForwardResult
-    told_after: ForwardResult
+    given_after: ForwardResult
 
 
 def replay_experts(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
@@ -124,16 +124,16 @@ def replay_experts(setup: Setup, samples: SampleBatch, lr: float) -> Replayed:
         def passed(samples: SampleBatch) -> ForwardResult:
             return forward(worker, setup, samples, outputs=(Output.LOGPROBS, Output.ROUTED_EXPERTS))
 
-        chosen, told = passed(free), passed(samples)
+        chosen, given = passed(free), passed(samples)
         batch = packed_for_training(worker, setup, samples)
         result = worker.train_on(batch=batch, loss=LIKELIHOOD, step=evolve(step_at(0), lr=lr))
         return Replayed(
             chosen=chosen,
-            told=told,
+            given=given,
             result=result,
             state=state_of(worker),
             chosen_after=passed(free),
-            told_after=passed(samples),
+            given_after=passed(samples),
         )
 
 

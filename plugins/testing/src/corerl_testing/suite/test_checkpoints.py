@@ -30,7 +30,7 @@ from corerl_testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
 
 @check("C18", level=1, builds_on=["C14"], variants={"kind": "qwen3-tied"})
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
-def test_a_resumed_run_equals_the_uninterrupted_one_to_the_last_bit(subject: Subject, kind: str) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(subject: Subject, kind: str) -> None:
     setup, checkpoint = subject.setup(kind), subject.checkpoint(2)
     uninterrupted = subject.train(setup, range(4), save_after=1, save_to=checkpoint.role)
     resumed = subject.train(setup, range(2, 4), resume=checkpoint.complete())
@@ -95,8 +95,8 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
     ranks = subject.run(saving.save_in_background, subject.setup("qwen3"), checkpoint.role)
     for rank in ranks:
         answers = (rank.complete, rank.while_held, rank.when_released)
-        told = "SaveResult.complete, and saved() while the writer is held and once it is released,"
-        require_equal(told, answers, (False, False, True))
+        what = "SaveResult.complete, and saved() while the writer is held and once it is released,"
+        require_equal(what, answers, (False, False, True))
         require_equal("the list of files that exist while the writer is held", rank.files_while_held, [])
     at_save = whole([rank.at_save for rank in ranks])
     directory = checkpoint.complete()
@@ -108,7 +108,7 @@ def test_a_background_save_holds_what_was_there_when_it_began(subject: Subject) 
 
 
 @check("C20", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18"])
-def test_a_background_save_that_fails_says_so_once_and_the_next_one_is_written(subject: Subject) -> None:
+def test_a_failed_background_save_is_reported_once(subject: Subject) -> None:
     blocked = subject.directory / "blocked"
     blocked.write_text("a file where a directory is needed")
     ranks = subject.run(saving.fail_to_save_in_background, subject.setup("qwen3"), str(blocked))
@@ -122,12 +122,12 @@ def test_a_background_save_that_fails_says_so_once_and_the_next_one_is_written(s
 
 
 @check("C19", level=1, builds_on=["C18"], ranks=[1])
-def test_a_save_that_is_killed_midway_leaves_the_one_before_and_is_taken_for_no_checkpoint(subject: Subject) -> None:
+def test_a_killed_save_leaves_the_previous_checkpoint(subject: Subject) -> None:
     assert_the_one_before_is_left(subject, background=False)
 
 
 @check("C19", level=1, needs=[Capability.SAVE_BACKGROUND], builds_on=["C18", "C20"])
-def test_a_background_save_that_is_killed_midway_leaves_the_one_before_and_is_taken_for_no_checkpoint(
+def test_a_killed_background_save_leaves_the_previous_checkpoint(
     subject: Subject,
 ) -> None:
     assert_the_one_before_is_left(subject, background=True)

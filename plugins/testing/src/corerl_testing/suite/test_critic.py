@@ -90,9 +90,7 @@ def assert_values_as_transformers(subject: Subject, kind: str, setup: Setup, sam
 
 @check("C52", level=1, needs=[Capability.CRITIC], builds_on=["C51"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied"])
-def test_a_head_that_the_model_has_not_is_drawn_by_its_name_and_no_language_head_is_held(
-    subject: Subject, kind: str
-) -> None:
+def test_value_heads_start_by_name_and_replace_language_heads(subject: Subject, kind: str) -> None:
     found = subject.train(critic(subject, kind), []).at_start["master"]
     plain = evolve(subject.runs.setup(PLAIN, kind), value_head=True)
     wanted = subject.runs.trained_as(1, plain, 0).at_start["master"]

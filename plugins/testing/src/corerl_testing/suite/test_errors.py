@@ -29,7 +29,7 @@ def require_error(what: str, error: str, start: str, *parts: str) -> None:
 
 
 @check("C23", level=1, builds_on=["C14"])
-def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subject) -> None:
+def test_a_verb_in_the_wrong_state_changes_nothing(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(states.go_through_states, setup, str(subject.directory / "actor"))
     for rank in ranks:
@@ -41,7 +41,7 @@ def test_a_verb_in_the_wrong_state_is_refused_and_changes_nothing(subject: Subje
 
 
 @check("C24", level=1, builds_on=["C14"])
-def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subject: Subject) -> None:
+def test_training_continues_after_an_error_in_forward(subject: Subject) -> None:
     setup = subject.setup("qwen3", PACKINGS["one by one"])
     ranks = subject.run(states.raise_in_forward, setup)
     for rank in ranks:
@@ -54,7 +54,7 @@ def test_an_error_in_forward_leaves_with_its_traceback_and_training_goes_on(subj
 
 @check("C24", level=1, builds_on=["C14"])
 @pytest.mark.parametrize("exits", [False, True], ids=["raises", "exits"])
-def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(subject: Subject, exits: bool) -> None:
+def test_an_error_in_training_leaves_only_shutdown(subject: Subject, exits: bool) -> None:
     name = "SystemExit" if exits else "Fault"
     for rank in subject.run(states.raise_in_train, subject.setup("qwen3", PACKINGS["one by one"]), exits):
         what = f"forward_backward, whose second micro-batch raises {name}('no such batch'),"
@@ -66,9 +66,7 @@ def test_an_error_in_train_leaves_with_its_traceback_and_only_shutdown_is_left(s
 
 
 @check("C25", level=1, builds_on=["C14"], ranks=[1])
-def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_the_same_process(
-    subject: Subject, loaded: Loaded
-) -> None:
+def test_a_worker_can_follow_another_one_in_the_same_process(subject: Subject, loaded: Loaded) -> None:
     setup = subject.setup("qwen3")
     background = loaded.spec.support(Capability.SAVE_BACKGROUND).full
     lives = states.live_twice(setup, str(subject.directory), background)
@@ -80,7 +78,7 @@ def test_shutdown_may_be_said_twice_leaves_nothing_and_another_worker_lives_in_t
 
 
 @check("C28", level=2, builds_on=["C24"], ranks=[2])
-def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_for_it(subject: Subject) -> None:
+def test_a_rank_that_raises_ends_the_group_with_its_error(subject: Subject) -> None:
     with pytest.raises(
         RankFailed, match=r"rank 1 raised .*forward_backward failed at optimizer step 1: Fault: no such batch"
     ):
@@ -90,7 +88,7 @@ def test_a_rank_that_raises_ends_the_group_with_its_error_while_the_others_wait_
 
 
 @check("C59", level=1, builds_on=["C11", "C44"])
-def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the_declared_reason(
+def test_one_process_refuses_what_the_backend_lacks_with_its_reason(
     loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     require_ranks(loaded.spec, options, 1)
@@ -125,7 +123,7 @@ def test_what_one_process_is_asked_for_and_the_backend_lacks_is_refused_with_the
 
 
 @check("C59", level=2, builds_on=["C11", "C44"])
-def test_what_two_ranks_are_asked_for_and_the_backend_lacks_is_refused_with_the_declared_reason(
+def test_two_ranks_refuse_what_the_backend_lacks_with_its_reason(
     loaded: Loaded, runs: Runs, backend_name: str, options: Mapping[str, Any], tmp_path: Path
 ) -> None:
     setup = evolve(runs.setup(backend_name, "qwen3"), options=options)

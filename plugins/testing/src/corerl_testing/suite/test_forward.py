@@ -68,9 +68,7 @@ def assert_forward_as_transformers(subject: Subject, setup: Setup, samples: Samp
     variants={"kind": "qwen3-tied"},
 )
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
-def test_snapshots_answer_for_the_weights_they_were_made_of_and_leave_the_current_ones_alone(
-    subject: Subject, kind: str
-) -> None:
+def test_snapshots_keep_their_weights_and_leave_the_current_ones_alone(subject: Subject, kind: str) -> None:
     samples, setup = make_samples(11), subject.setup(kind)
     other = subject.runs.other(kind)
     ranks = subject.run(snapshots.use_snapshots, setup, samples, str(other))

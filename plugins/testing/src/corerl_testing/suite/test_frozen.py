@@ -24,10 +24,10 @@ MOST_HELD = 1.5
 
 
 @check("C66", level=1, needs=[Capability.FROZEN, Capability.SLEEP], builds_on=["C43", "C45", "C51"])
-def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_weights(subject: Subject) -> None:
+def test_a_frozen_role_gives_the_same_logprobs_with_weights_alone(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "float32")
-    told = f"log-probs of the frozen role are up to {difference.max():.3g} from those of a trained one with its weights"
-    require(difference.max() <= LOGPROBS.absolute, f"{told}, at most {LOGPROBS.absolute:g} is allowed")
+    text = f"log-probs of the frozen role are up to {difference.max():.3g} from those of a trained one with its weights"
+    require(difference.max() <= LOGPROBS.absolute, f"{text}, at most {LOGPROBS.absolute:g} is allowed")
 
 
 @check(
@@ -35,8 +35,8 @@ def test_a_frozen_role_passes_samples_as_a_trained_one_and_holds_nothing_but_wei
 )
 def test_its_weights_are_in_the_precision_of_its_passes(subject: Subject) -> None:
     difference = frozen_against_trained(subject, "bfloat16")
-    told = f"log-probs of the frozen role are on average {difference.mean():.3g} from those of a trained one"
-    require(difference.mean() <= BFLOAT16_LOGPROBS, f"{told}, at most {BFLOAT16_LOGPROBS:g} is allowed")
+    text = f"log-probs of the frozen role are on average {difference.mean():.3g} from those of a trained one"
+    require(difference.mean() <= BFLOAT16_LOGPROBS, f"{text}, at most {BFLOAT16_LOGPROBS:g} is allowed")
 
 
 def frozen_against_trained(subject: Subject, precision: Precision) -> FloatArray:

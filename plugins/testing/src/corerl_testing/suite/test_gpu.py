@@ -46,7 +46,7 @@ def parameters_of(setup: Setup) -> int:
 
 
 @check("C31", level=3, needs=[Capability.SLEEP], builds_on=["C43"])
-def test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_own(subject: Subject) -> None:
+def test_sleep_frees_most_of_the_memory_that_training_took(subject: Subject) -> None:
     setup = setup_of(subject)
     ranks = subject.run(gpu_scenarios.measure_sleep, setup)
     for rank in ranks:
@@ -78,7 +78,7 @@ def test_sleep_gives_back_most_of_what_init_and_training_took_and_each_kind_its_
 
 
 @check("C32", level=3, needs=[Capability.SLEEP], builds_on=["C31"])
-def test_ten_rounds_of_training_and_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
+def test_ten_rounds_of_sleep_lose_no_bit_and_no_memory(subject: Subject) -> None:
     setup = setup_of(subject)
     ranks = subject.run(gpu_scenarios.cycle, setup, 10, True)
     awake = subject.run(gpu_scenarios.cycle, setup, 10, False)
@@ -135,7 +135,7 @@ def test_training_on_gpus_follows_the_plain_backend_on_a_cpu(subject: Subject, k
 
 
 @check("C62", level=3, needs=[Capability.BFLOAT16], builds_on=["C55"])
-def test_bfloat16_on_gpus_stays_near_the_plain_backend_on_a_cpu(subject: Subject) -> None:
+def test_bfloat16_on_gpus_stays_near_plain_on_a_cpu(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     found = subject.train(evolve(setup, train=evolve(setup.train, precision="bfloat16")), range(STEPS))
     wanted = subject.runs.trained(PLAIN, 1, "qwen3", WHOLE)

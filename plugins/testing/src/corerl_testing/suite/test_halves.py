@@ -48,7 +48,7 @@ def test_the_gradients_of_several_calls_are_those_of_one(subject: Subject, kind:
 
 
 @check("C67", level=1, builds_on=["C41", "C50"], variants={})
-def test_a_step_of_which_one_call_is_not_finite_is_skipped_and_leaves_nothing_to_the_next(subject: Subject) -> None:
+def test_a_step_with_a_nonfinite_call_is_skipped(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.skip_a_step_in_calls, setup)
     for rank in ranks:
@@ -85,7 +85,7 @@ def test_all_but_gradients_may_sleep_between_the_calls(subject: Subject) -> None
 
 
 @check("C69", level=1, needs=[Capability.SLEEP], builds_on=["C67"])
-def test_what_would_lose_gradients_or_come_without_them_is_refused_and_the_step_is_taken(subject: Subject) -> None:
+def test_verbs_that_would_lose_gradients_are_refused(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(halves.refused_between, setup, str(subject.directory / "refused"))
     for refused, _ in ranks:

@@ -32,16 +32,14 @@ from corerl_testing.subject import PLAIN, Subject
 
 @check("C11", level=1, builds_on=["C02", "C04", "C06"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_last_bit(
-    subject: Subject, kind: str
-) -> None:
+def test_init_loads_the_models_weights_to_the_last_bit(subject: Subject, kind: str) -> None:
     ranks = subject.run(training.train_steps, subject.setup(kind), [])
     spec = load(Kind.BACKENDS, subject.backend).spec
     options = structure(dict(subject.options), spec.config, path="options")
     train, model = subject.setup(kind).train, tiny_config(kind).to_dict()
-    told = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
+    cluster = ClusterInfo(device=subject.device, ranks=subject.world_size, model=model, train=train)
     for number, rank in enumerate(ranks):
-        layout, parts = rank.init.layout, spec.data_parallel(options, told)
+        layout, parts = rank.init.layout, spec.data_parallel(options, cluster)
         require(
             layout.dp_size == parts,
             f"ParallelLayout.dp_size is {layout.dp_size} on rank {number} of {subject.world_size}, but the spec's "
@@ -74,7 +72,7 @@ def test_init_tells_where_training_stands_and_loads_the_models_weights_to_the_la
 
 @check("C45", level=1, builds_on=["C11"])
 @pytest.mark.parametrize("kind", ["qwen3-tied", f"qwen3-moe{DEEP}"])  # large beside its largest parameter
-def test_loading_reads_each_ranks_share_once_and_never_holds_the_model(subject: Subject, kind: str) -> None:
+def test_loading_reads_each_ranks_share_once(subject: Subject, kind: str) -> None:
     directory = subject.model(kind)
     total = 4 * sum(math.prod(shape) for shape in files_of(directory).values())
     ranks = subject.run(loading.load_watched, subject.setup(kind), "", False)
@@ -133,11 +131,11 @@ def test_resuming_and_snapshots_hold_no_more_than_each_ranks_share(subject: Subj
 
 @check("C11", level=1, builds_on=["C02", "C04", "C06"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
-def test_random_weights_follow_from_the_seed_and_not_from_the_number_of_ranks(subject: Subject, kind: str) -> None:
+def test_random_weights_depend_on_the_seed_alone(subject: Subject, kind: str) -> None:
     random = Setup(backend=PLAIN, model="", fields=tiny_fields(kind))
     found = subject.train(subject.of(random), [])
     wanted = subject.runs.trained_as(1, random, 0)
-    what = "weights drawn from the seed {}, and plain's on one rank,"
+    what = "random weights of the seed {}, and plain's on one rank,"
     require_same_state(what.format(0), found.at_start, wanted.at_start, ["master"])
     spread = found.at_start["master"]["model.layers.0.self_attn.q_proj.weight"].std()
     require(0.016 < spread < 0.024, f"the standard deviation of q_proj is {spread}, expected 0.02, initializer_range")

@@ -58,7 +58,7 @@ def test_adapters_train_as_the_plain_backends_and_all_else_stays(subject: Subjec
     frozen = [name for name in found.at_start["param"] if not is_adapter(name)]
     after, before = ({"param": {name: of["param"][name] for name in frozen}} for of in (found.state, found.at_start))
     require_same_state(
-        "weights beside adapters, which are not trained, after the steps and before", after, before, ["param"]
+        "weights other than adapters, which are not trained, after the steps and before", after, before, ["param"]
     )
     assert_follows(found, plain)
     assert_same_metrics(found, plain)
@@ -71,8 +71,8 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
     for rank in subject.run(sleeping.adapt, setup):
         require(
             rank.precisions == {"bfloat16"},
-            f"the weights beside adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of the "
-            "passes",
+            f"the weights other than adapters are in {', '.join(sorted(rank.precisions))}, expected bfloat16, that of "
+            "the passes",
         )
         require(
             rank.held <= rank.allowed,
@@ -82,7 +82,7 @@ def test_only_adapters_have_masters_moments_and_gradients(subject: Subject) -> N
 
 
 @check("C75", level=1, needs=[Capability.LORA], builds_on=["C65", "C72"])
-def test_ranks_hold_beside_frozen_weights_what_the_spec_predicts(subject: Subject) -> None:
+def test_ranks_with_frozen_weights_hold_what_the_spec_predicts(subject: Subject) -> None:
     if load(Kind.BACKENDS, subject.backend).spec.memory is None:
         pytest.skip("the backend's spec predicts no memory")
     setup = adapted(subject.setup("qwen3"), evolve(LORA, rank=4))  # which two ranks can divide
@@ -111,7 +111,7 @@ def test_engines_are_sent_the_weights_with_the_adapters_merged(subject: Subject,
 
 
 @check("C74", level=1, needs=[Capability.LORA], builds_on=["C19", "C42", "C72"])
-def test_adapters_go_on_in_the_plain_backend_and_back_and_their_checkpoint_has_nothing_else(subject: Subject) -> None:
+def test_checkpoints_have_adapters_alone_and_continue_in_the_plain_backend(subject: Subject) -> None:
     kind = "qwen3-tied"
     setup, plain = adapted(subject.setup(kind)), adapted(subject.runs.setup(PLAIN, kind, WHOLE))
     first, second = subject.checkpoint(1), Checkpoint(begin(subject.directory, 2), 1)

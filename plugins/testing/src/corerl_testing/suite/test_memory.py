@@ -106,7 +106,7 @@ def held_as_predicted(subject: Subject, setup: Setup) -> None:
 
 
 @check("C58", level=1, needs=[Capability.SLEEP], builds_on=["C43"])
-def test_forward_and_updates_go_on_with_parameters_alone_and_what_needs_more_is_refused(subject: Subject) -> None:
+def test_forward_and_updates_need_parameters_alone(subject: Subject) -> None:
     outputs_with_parameters_alone(subject, "float32")
 
 

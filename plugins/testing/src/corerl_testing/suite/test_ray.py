@@ -24,7 +24,7 @@ from corerl_testing.wrappers import NAMES
 
 
 @check("C36", level=4, builds_on=["C21", "C41"])
-def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_update_by_any_transport(
+def test_an_engine_has_the_trainers_weights_after_each_update(
     subject: Subject, slots: Mapping[str, Any], loaded: Loaded
 ) -> None:
     from corerl_testing import groups
@@ -43,11 +43,11 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
                 # Whole, by the checksum of each bucket.
                 require_equal(f"the answer of the engine to an update by {transport}", arrived, {"engine-0": ""})
                 batch = groups.sampled(fleet, number)
-                drawn = batch.columns["loss_mask"]
-                versions = sorted(set(batch.columns["versions"][drawn].tolist()))
+                sampled = batch.columns["loss_mask"]
+                versions = sorted(set(batch.columns["versions"][sampled].tolist()))
                 require_equal("the list of versions that sampled", versions, [number + 1])
-                found = groups.logprobs(group, setup, batch)[drawn]
-                wanted = batch.columns["rollout_logprobs"][drawn]
+                found = groups.logprobs(group, setup, batch)[sampled]
+                wanted = batch.columns["rollout_logprobs"][sampled]
                 what = f"log-probs of the trainer after an update by {transport}, against the engine's,"
                 require_near(what, found, wanted, Tolerance(0.0, ENGINE_LOGPROBS))
                 result = groups.train(group, setup, number, batch)
@@ -60,9 +60,7 @@ def test_three_steps_with_an_engine_that_has_the_trainers_weights_after_each_upd
 
 
 @check("C37", level=4, builds_on=["C36"], ranks=[1])
-def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says_so(
-    subject: Subject, slots: Mapping[str, Any]
-) -> None:
+def test_a_worker_with_another_version_of_the_backend_says_so(subject: Subject, slots: Mapping[str, Any]) -> None:
     from corerl_testing import groups
 
     plan = groups.plan_of(subject.setup("qwen3"), 1, subject.directory)
@@ -75,7 +73,7 @@ def test_a_worker_that_finds_another_version_of_the_backend_than_the_driver_says
 
 
 @check("C38", level=4, builds_on=["C36"])
-def test_a_rank_that_is_killed_ends_the_group_with_one_error_that_names_it(wrapped: Any, world_size: int) -> None:
+def test_a_killed_rank_ends_the_group_and_is_named(wrapped: Any, world_size: int) -> None:
     last = f"WorkerDied: actor rank {world_size - 1}: its process died during train"
     require_error("the group whose last rank was killed", wrapped.died, last)
     require("\n" not in wrapped.died, f"the error of a killed rank has several lines, expected one: {wrapped.died!r}")
@@ -100,9 +98,7 @@ def test_the_environment_is_set_before_torch_is_imported(
 
 
 @check("C40", level=4, builds_on=["C36"])
-def test_three_wrappers_see_every_call_in_the_configs_order_and_change_nothing(
-    wrapped: Any, subject: Subject, world_size: int
-) -> None:
+def test_three_wrappers_see_every_call_in_the_configs_order(wrapped: Any, subject: Subject, world_size: int) -> None:
     order = [[name, "in"] for name in NAMES] + [[name, "out"] for name in reversed(NAMES)]
     pids = [process["pid"] for process in wrapped.processes]
     require_equal("the list of processes with calls", sorted({call[0] for call in wrapped.calls}), sorted(pids))

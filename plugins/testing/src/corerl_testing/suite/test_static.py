@@ -58,7 +58,7 @@ def test_the_spec_is_for_the_api_that_this_corerl_speaks(loaded: Loaded) -> None
 
 
 @check("C03", level=0, builds_on=["C02"])
-def test_the_config_is_frozen_has_only_defaults_and_explains_each_field(loaded: Loaded) -> None:
+def test_the_config_is_frozen_with_defaults_and_help(loaded: Loaded) -> None:
     assert_frozen_and_explained(loaded.spec.config)
 
 
@@ -68,12 +68,12 @@ def test_the_config_survives_a_trip_through_json(loaded: Loaded) -> None:
 
 
 @check("C05", level=0, builds_on=["C03"])
-def test_an_option_that_is_unknown_or_of_another_type_is_refused(loaded: Loaded) -> None:
+def test_unknown_options_and_wrong_types_are_refused(loaded: Loaded) -> None:
     assert_refuses_what_is_wrong(loaded.spec.config)
 
 
 @check("C06", level=0, builds_on=["C02"])
-def test_every_hook_is_implemented_once_with_arguments_that_are_the_hooks(loaded: Loaded) -> None:
+def test_every_hook_is_implemented_with_its_own_arguments(loaded: Loaded) -> None:
     cls = load_implementation(Kind.BACKENDS, loaded)
     require(
         isinstance(cls, type) and issubclass(cls, BackendBase),
@@ -84,7 +84,7 @@ def test_every_hook_is_implemented_once_with_arguments_that_are_the_hooks(loaded
 
 @check("C07", level=0, builds_on=["C03"])
 @pytest.mark.parametrize("cluster", CLUSTERS, ids=["1 cpu", "2 gpus"])
-def test_what_the_spec_computes_is_the_same_twice_and_changes_nothing(loaded: Loaded, cluster: ClusterInfo) -> None:
+def test_what_the_spec_computes_is_pure(loaded: Loaded, cluster: ClusterInfo) -> None:
     config = loaded.spec.config()
 
     def state() -> list[Any]:
@@ -149,7 +149,7 @@ def test_the_package_asks_for_corerl_with_an_upper_bound(loaded: Loaded) -> None
 
 
 @check("C10", level=0)
-def test_the_package_is_typed_and_says_so_and_the_name_is_one_word(loaded: Loaded) -> None:
+def test_the_package_is_typed_and_its_name_one_word(loaded: Loaded) -> None:
     name = of_a_package(loaded)
     require(
         re.fullmatch("[a-z][a-z0-9-]*", loaded.name),
@@ -170,7 +170,7 @@ def test_the_package_is_typed_and_says_so_and_the_name_is_one_word(loaded: Loade
 
 
 @check("C44", level=0, builds_on=["C02"])
-def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: Loaded) -> None:
+def test_what_is_declared_unsupported_has_a_reason(loaded: Loaded) -> None:
     for capability, support in loaded.spec.capabilities.items():
         require(isinstance(capability, Capability), f"capabilities has {capability!r}, expected members of Capability")
         if support.full:
@@ -181,12 +181,12 @@ def test_what_is_declared_as_lacking_has_a_reason_that_the_driver_tells(loaded: 
         message = caught.value.message
         require(
             support.reason in message and repr(capability.value) in message,
-            f"a run that needs {capability} is told {message!r}, expected the capability and {support.reason!r}",
+            f"a run that needs {capability} gets {message!r}, expected the capability and {support.reason!r}",
         )
 
 
 @check("C71", level=0, builds_on=["C03"])
-def test_each_variant_has_a_name_of_its_own_and_options_that_its_ranks_may_have(loaded: Loaded) -> None:
+def test_each_variant_has_its_own_name_and_valid_options(loaded: Loaded) -> None:
     spec: BackendSpec = loaded.spec
     names = [each.name for each in spec.variants]
     require(

@@ -87,7 +87,7 @@ def test_ranks_without_samples_keep_in_step(subject: Subject, kind: str) -> None
 
 
 @check("C50", level=1, builds_on=["C14"], variants={})
-def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_and_the_next_one_trains(subject: Subject) -> None:
+def test_a_nonfinite_step_is_skipped_on_all_ranks(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     ranks = subject.run(training.skip_a_step, setup)
     for number, rank in enumerate(ranks):
@@ -149,7 +149,7 @@ def test_long_sequences_in_bfloat16_do_not_see_each_other(subject: Subject) -> N
 
 
 @check("C55", level=1, needs=[Capability.BFLOAT16], builds_on=["C41"])
-def test_masters_of_a_model_in_bfloat16_take_steps_that_are_lost_in_it(subject: Subject) -> None:
+def test_masters_take_steps_that_bfloat16_would_lose(subject: Subject) -> None:
     setup = subject.setup("qwen3")
     half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
     ranks, wider = (subject.run(training.train_slowly, each, 5, 1e-6) for each in (half, setup))
@@ -198,7 +198,7 @@ def test_training_on_padded_rows_follows_the_plain_backend(subject: Subject) -> 
 
 
 @check("C12", level=1, builds_on=["C11"])
-def test_a_step_moves_every_weight_and_tells_finite_metrics_of_the_same_names(subject: Subject) -> None:
+def test_a_step_moves_every_weight_and_reports_finite_metrics(subject: Subject) -> None:
     found = subject.trained("qwen3-tied")
     require_equal(f"Backend.adam_step after {STEPS} steps", found.adam_step, STEPS)
     unmoved = [name for name, was in found.at_start["master"].items() if same_bits(was, found.state["master"][name])]
@@ -223,7 +223,7 @@ def test_a_step_moves_every_weight_and_tells_finite_metrics_of_the_same_names(su
 
 
 @check("C13", level=1, builds_on=["C14", "C51"], ranks=[1])
-def test_twenty_steps_on_one_batch_learn_it_by_heart_with_a_loss_of_the_users(subject: Subject) -> None:
+def test_twenty_steps_with_a_user_defined_loss_memorize_one_batch(subject: Subject) -> None:
     samples = make_samples(21, samples=4)
     ranks = subject.run(training.overfit, subject.setup("qwen3", WHOLE), samples, 20, 2e-2)
     before, after = (
@@ -242,7 +242,7 @@ def test_twenty_steps_on_one_batch_learn_it_by_heart_with_a_loss_of_the_users(su
 
 
 @check("C14", level=1, builds_on=["C12"])
-def test_the_same_seed_gives_the_same_run_to_the_last_bit(subject: Subject) -> None:
+def test_the_same_seed_gives_the_same_run(subject: Subject) -> None:
     first, second = subject.trained("qwen3-tied"), subject.train(subject.setup("qwen3-tied"), range(STEPS))
     require_equal("the list of losses of the second run", second.losses, first.losses)
     require_equal("the list of gradient norms of the second run", second.grad_norms, first.grad_norms)

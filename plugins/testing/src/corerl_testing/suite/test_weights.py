@@ -102,7 +102,7 @@ def test_an_update_holds_a_few_buckets_and_never_the_model(subject: Subject, kin
 
 
 @check("C47", level=1, builds_on=["C21"])
-def test_an_engine_that_fails_is_an_entry_and_training_goes_on(subject: Subject) -> None:
+def test_a_failed_engine_is_reported_and_training_continues(subject: Subject) -> None:
     ranks = subject.run(updates.push_to_a_failing_engine, subject.setup("qwen3"))
     failed, then = ranks[0].result.engines, ranks[0].then.engines
     require_equal("UpdateResult.engines of an update to an engine that fails", failed, {"engine-0": "out of memory"})
@@ -111,7 +111,7 @@ def test_an_engine_that_fails_is_an_entry_and_training_goes_on(subject: Subject)
 
 
 @check("C22", level=1, builds_on=["C21"])
-def test_a_version_that_is_not_above_all_earlier_ones_is_refused_before_any_byte_moves(subject: Subject) -> None:
+def test_an_update_with_an_old_version_is_refused(subject: Subject) -> None:
     for rank in subject.run(updates.push_weights, subject.setup("qwen3"), False):
         message = "WeightUpdateError: weights version 1 was refused"
         require_error("sending version 1 a second time", rank.refused, message)
@@ -119,7 +119,7 @@ def test_a_version_that_is_not_above_all_earlier_ones_is_refused_before_any_byte
 
 
 @check("C22", level=1, builds_on=["C18", "C21"])
-def test_a_resumed_run_goes_on_with_the_versions_it_had_reached(subject: Subject) -> None:
+def test_a_resumed_run_continues_its_weight_versions(subject: Subject) -> None:
     ranks = subject.run(updates.version_after_resume, subject.setup("qwen3"), str(subject.directory / "actor"))
     for version, refused in ranks:
         require_equal("InitResult.weights_version after a resume from a checkpoint of version 7", version, 7)
@@ -133,7 +133,7 @@ def test_a_resumed_run_goes_on_with_the_versions_it_had_reached(subject: Subject
     needs=[Capability.MOE, Capability.BUFFERS],
     builds_on=["C15", "C18", "C19", "C21", "C27", "C41", "C51"],
 )
-def test_weights_in_buffers_are_loaded_sent_and_saved_as_they_are_and_no_step_changes_them(subject: Subject) -> None:
+def test_weights_in_buffers_are_loaded_sent_and_saved_unchanged(subject: Subject) -> None:
     setup, checkpoint = subject.setup(BUFFERS), subject.checkpoint(1)
     model: Any = AutoModelForCausalLM.from_pretrained(subject.model(BUFFERS), dtype=torch.float32)
     held = {name: buffer.numpy() for name, buffer in stored_buffers(model).items()}

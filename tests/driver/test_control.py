@@ -6,26 +6,19 @@ import threading
 
 import pytest
 
-from corerl.driver.stop import StopRequest
+from corerl.driver.control import StopRequest
 
 
-@pytest.mark.parametrize(
-    ("number", "mode", "text"),
-    [
-        (signal.SIGINT, "train", "finishing this step, then saving; repeat to stop at once without saving"),
-        (signal.SIGTERM, "rollout-only", "finishing this batch; repeat to stop at once without it"),
-        (signal.SIGTERM, "eval", "finishing the evaluation; repeat to stop at once without scores"),
-    ],
-)
-def test_the_second_signal_stops_at_once(number: signal.Signals, mode: str, text: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
     told: list[str] = []
-    with StopRequest(told.append, mode) as stop:
+    with StopRequest(told.append) as stop:
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert told == [f"{number.name}: {text}"]
+    assert told == [f"{number.name}: stopping after this step; repeat to stop at once, without saving"]
 
 
 def test_a_signal_waits_for_no_observers_lock() -> None:
@@ -36,7 +29,7 @@ def test_a_signal_waits_for_no_observers_lock() -> None:
         with display:
             told.append(text)
 
-    with StopRequest(notify, "train") as stop:
+    with StopRequest(notify) as stop:
         with display:
             os.kill(os.getpid(), signal.SIGINT)
             assert (stop.requested, told) == (True, [])
@@ -48,7 +41,7 @@ def test_in_another_thread_signals_are_left_to_the_main_one() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def run() -> None:
-        with StopRequest(lambda text: None, "train") as stop:
+        with StopRequest(lambda text: None) as stop:
             found.append(stop.requested or signal.getsignal(signal.SIGINT) is not before)
 
     thread = threading.Thread(target=run)
@@ -62,7 +55,7 @@ def test_afterwards_signals_do_what_they_did_before() -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:
         interrupt = signal.getsignal(signal.SIGINT)
-        with StopRequest(lambda text: None, "train") as stop:
+        with StopRequest(lambda text: None) as stop:
             assert signal.getsignal(signal.SIGINT) != interrupt
         assert signal.getsignal(signal.SIGINT) == interrupt
         os.kill(os.getpid(), signal.SIGTERM)

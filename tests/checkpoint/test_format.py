@@ -5,10 +5,10 @@ import zlib
 import pytest
 import torch
 
-from corerl.checkpoint import sums
-from corerl.checkpoint.sums import checksum, checksums
+from corerl.checkpoint import format as layout
+from corerl.checkpoint.format import checksum, checksums
 
-PIECE = sums.PIECE // 4  # values
+PIECE = layout.PIECE // 4  # values
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (PIECE,), (PIECE + 1,), (2, PIECE - 3)])
@@ -32,9 +32,12 @@ def test_the_largest_float_is_finite_and_no_other_dtype_is_asked() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_each_tensor_has_its_own_answer_whatever_the_number_of_threads(threads: int) -> None:
+def test_each_tensor_has_its_own_answer_whatever_the_number_of_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     tensors = {str(size): torch.full((size,), float(size)) for size in (1, PIECE + 5, 7, 0, 300)}
     tensors["7"][3] = torch.nan
-    found = checksums(tensors, threads)
+    found = checksums(tensors)
     assert list(found) == list(tensors)
     assert found == {name: (zlib.crc32(tensor.numpy().tobytes()), name != "7") for name, tensor in tensors.items()}

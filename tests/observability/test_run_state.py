@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from corerl.observability.text import duration, number, rough_duration
+from corerl.observability.run_state import duration, number, rough_duration
 
 
 @pytest.mark.parametrize(

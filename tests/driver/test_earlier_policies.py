@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from corerl.config.schema import AlgorithmConfig
-from corerl.driver.snapshots import Snapshots
+from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.types import SampleBatch
+from tests.driver.fakes import Ears, progress, told
 from tests.end_to_end.command import metrics, numbers
 from tests.in_process import execute_here, small
 
@@ -39,9 +40,9 @@ def test_the_reference_may_be_another_model(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert divergences(tmp_path / "a", "run.steps=2")[0] < 1e-9
-    monkeypatch.setattr("tests.driver.test_snapshots.SEEN", [])
+    monkeypatch.setattr("tests.driver.test_earlier_policies.SEEN", [])
     others = f"algorithm.reference={tmp_path}/a/run/model"
-    after = "algorithm.postprocess=tests.driver.test_snapshots:halved"
+    after = "algorithm.postprocess=tests.driver.test_earlier_policies:halved"
     found = divergences(tmp_path / "b", "run.steps=2", others, after)
     assert found[0] > 1e-9  # the same initial weights, compared with trained ones
     assert len(SEEN) == 2 and all("ref_logprobs" in samples.columns for samples in SEEN)
@@ -91,7 +92,10 @@ def halved(samples: SampleBatch) -> SampleBatch:
 
 def test_a_resumed_run_is_told_that_its_checkpoint_has_no_old_weights() -> None:
     nobody: Any = None  # no reference is asked for, so that no rank is
-    snapshots = Snapshots(group=nobody, tags={"old"}, settings=AlgorithmConfig())
-    assert snapshots.begin(0, resumed=False) == []
-    (notice,) = snapshots.begin(4, resumed=True)
-    assert notice == "until the second update, the old weights are those of the checkpoint, which has no others"
+    policies = EarlierPolicies(
+        group=nobody, tags={"old"}, settings=AlgorithmConfig(), progress=progress(ears := Ears(), step=4)
+    )
+    policies.begin(resumed=False)
+    assert told(ears) == []
+    policies.begin(resumed=True)
+    assert told(ears) == ["until the second update, the old weights are those of the checkpoint, which has no others"]

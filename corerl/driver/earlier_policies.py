@@ -1,4 +1,4 @@
-"""Keep the actor's weights of earlier times, which forward passes ask for by their tags."""
+"""Keep earlier weights of the actor, such as the reference policy's, for forward passes."""
 
 from __future__ import annotations
 
@@ -8,42 +8,45 @@ from attrs import define
 
 from corerl.algorithms.base import OLD, REFERENCE, ROLLOUT
 from corerl.config.schema import AlgorithmConfig
+from corerl.driver.progress import Progress
 from corerl.trainer.group import TrainGroup
 
 TURNS = ("update-0", "update-1")  # snapshots of the last two updates, made in turns
 
 
 @define(kw_only=True)
-class Snapshots:
+class EarlierPolicies:
     """Those of the `tags` that are wanted, in the host memory of the ranks of `group`. Its verbs are called while the
     actor's parameters are resident."""
 
     group: TrainGroup
     tags: Collection[str]
     settings: AlgorithmConfig
+    progress: Progress
     _made: int = 0  # updates that were kept
 
-    def begin(self, step: int, *, resumed: bool) -> list[str]:
-        """Load the reference policy, before rollout step `step`. Returns a notice for each of the weights that an
-        uninterrupted run would have, and a resumed one lacks."""
-        notices = [self._load_reference(step, resumed=resumed)] if REFERENCE in self.tags else []
+    def begin(self, *, resumed: bool) -> None:
+        """Make those that ranks which have just started lack. A notice says which weights an uninterrupted run would
+        have, and a resumed one lacks."""
+        self._made = 0
+        if REFERENCE in self.tags:
+            self._load_reference(self.progress.step, resumed=resumed)
         if resumed and OLD in self.tags:
-            notices.append("until the second update, the old weights are those of the checkpoint, which has no others")
-        return [notice for notice in notices if notice]
+            self.progress.notice(
+                "until the second update, the old weights are those of the checkpoint, which has no others"
+            )
 
-    def _load_reference(self, step: int, *, resumed: bool) -> str:
+    def _load_reference(self, step: int, *, resumed: bool) -> None:
         reference, every = self.group.snapshot(REFERENCE), self.settings.reference_every
         if not (resumed and every):
             reference.load(self.settings.reference).result()
-            return ""
+            return
         reference.create().result()  # from the checkpoint's weights, which are the reference at every such step
-        late = step % every
-        if not late:
-            return ""
-        return (
-            f"the reference policy is the actor of step {step}, not of step {step - late}, whose weights no checkpoint "
-            "has"
-        )
+        if late := step % every:
+            self.progress.notice(
+                f"the reference policy is the actor of step {step}, not of step {step - late}, whose weights no "
+                "checkpoint has"
+            )
 
     def renews(self, steps: int) -> bool:
         """Whether the reference policy is to be renewed after so many rollout steps."""

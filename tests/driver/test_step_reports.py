@@ -1,0 +1,98 @@
+"""What the samples of a step show, and is reported once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.config.schema import AlgorithmConfig
+from corerl.driver.step_reports import StepNotices
+from corerl.plan.algorithm import AlgorithmPlan
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.scored import ScoredRollout
+from corerl.types import SampleBatch
+from tests.rollout.scored import scored
+
+
+def notices(*, compares: bool = True, algorithm: Any = None, **more: Any) -> StepNotices:
+    plan = AlgorithmPlan(
+        settings=AlgorithmConfig(**algorithm or {}),
+        estimate=None,  # type: ignore[arg-type]  # no step is computed
+        passes=(),
+        objectives={},
+        postprocess=None,
+        compares=compares,
+        credits_turns=False,
+    )
+    return StepNotices(algorithm=plan, **more)
+
+
+def said(of: StepNotices, *steps: ScoredRollout) -> list[str]:
+    return [line for each in steps for line in of.of(each)]
+
+
+def test_failed_samples_are_counted_with_the_first_failure() -> None:
+    failed = evolve(scored(), failures={"raised": 2, "late": 1}, first_failure="reward 'mine' raised")
+    assert said(notices(), failed, scored()) == ["step 0: 3 samples failed; the first: reward 'mine' raised"]
+
+
+def test_special_tokens_that_the_reward_misses_are_reported_once() -> None:
+    batch = scored().rollout.batch
+    generated = int(batch.tokens[batch.columns["loss_mask"]][0])
+    of = notices(unseen={generated: "<think>", -1: "<none>"})
+    (line,) = said(of, scored(), scored())
+    assert line.startswith("samples contain special tokens, such as '<think>', which the reward's text leaves out; set")
+    assert said(notices(unseen={-1: "<none>"}), scored()) == []
+
+
+def test_parts_that_dynamic_sampling_adds_up_are_reported_once() -> None:
+    several = evolve(scored(), parts={"right": (1.0, 4), "length": (0.5, 4)})
+    line = (
+        "the reward has the parts 'right', 'length'; groups are equal where the sums of all parts are; name the part "
+        "that decides in algorithm.dynamic_sampling_on, if one does"
+    )
+    assert said(notices(algorithm={"dynamic_sampling": 2}), scored(), several, several) == [line]
+    assert said(notices(), several) == []
+    assert said(notices(algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"}), several) == []
+
+
+def with_rewards(*groups: str) -> ScoredRollout:
+    """One group for each word, of a sample for each letter."""
+    rewards = np.array([float(letter) for word in groups for letter in word], np.float32) / 4
+    number = np.repeat(np.arange(len(groups)), [len(word) for word in groups])
+    size = len(rewards)
+    batch = SampleBatch(
+        tokens=np.arange(size),
+        offsets=np.arange(size + 1),
+        columns={"loss_mask": np.ones(size, np.bool_)},
+        rows={"group": number, "sample": np.zeros(size, np.int64)},
+    )
+    rollout = Rollout(batch=batch, prompts=(), texts=[""] * size)
+    return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
+
+
+SAME = with_rewards(*["11"] * 10)
+EACH_ITS_OWN = with_rewards(*["11", "22"] * 5)
+NEARLY = with_rewards("12", *["11", "22", "33"] * 3)  # 9 of 10
+FEWER = with_rewards("12", "12", *["11", "22"] * 4)  # 8 of 10
+
+
+@pytest.mark.parametrize(
+    ("steps", "compares", "counts"),
+    [
+        ([SAME] * 7, True, "10 of 10"),
+        ([SAME, EACH_ITS_OWN, NEARLY], True, "9 of 10"),
+        ([*[NEARLY] * 2, FEWER, *[NEARLY] * 3], True, "9 of 10"),
+        ([SAME] * 3, False, "10 of 10"),
+        ([*[NEARLY] * 2, FEWER, *[NEARLY] * 2], True, ""),
+        ([EACH_ITS_OWN] * 5, False, ""),
+    ],
+)
+def test_equal_rewards_are_reported_once(steps: list[ScoredRollout], compares: bool, counts: str) -> None:
+    lines = said(notices(compares=compares), *steps)
+    assert [line.partition(":")[0] for line in lines] == [
+        f"nearly all groups had equal rewards, 3 steps in a row, now {counts}"
+    ] * bool(counts)
