@@ -96,9 +96,12 @@ class _Saved:
 
     directory: Path
     role: str
-    config: Config  # of the run
     model: ModelConfig
     lora: LoraConfig | None
+    precision: str  # it was trained in
+    seed: int  # of the run
+    tokens: ModelConfig  # whose tokenizer the run had
+    template: Mapping[str, Any]  # options of the chat template
     hf: PreTrainedConfig
     source: CheckpointSource
     shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors that the checkpoint has
@@ -115,9 +118,12 @@ class _Saved:
         return cls(
             directory=checkpoint / role,
             role=role,
-            config=config,
             model=model,
             lora=lora,
+            precision=config.train_of(role).settled("cpu").precision,
+            seed=config.run.seed,
+            tokens=config.model,
+            template=config.data.chat_template_options,
             hf=hf,
             source=source,
             shapes=shapes,
@@ -131,11 +137,11 @@ class _Saved:
         _export_adapters(directory, self.hf, self.lora, _read(self.source, adapters, dtype), base=self.model.path)
 
     def write_model(self, directory: Path, dtype: str) -> None:
-        model, hf, tokens = self.model, self.hf, self.config.model
+        model, hf, tokens = self.model, self.hf, self.tokens
         tokenizer = load_tokenizer(tokenizer=tokens.tokenizer, path=tokens.path)
         exported = _with_special_tokens(hf, tokenizer)
         if isinstance(tokenizer.chat_template, str):
-            tokenizer.chat_template = with_defaults(tokenizer.chat_template, self.config.data.chat_template_options)
+            tokenizer.chat_template = with_defaults(tokenizer.chat_template, self.template)
         export_directory(
             directory,
             config=exported,
@@ -151,19 +157,18 @@ class _Saved:
 
     def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, adapters merged, in `dtype` but for buffers, which keep their precision."""
-        precision = self.config.train_of(self.role).settled("cpu").precision  # it was trained in
-        chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else precision)]
+        chosen = DTYPES[dtype or ("bfloat16" if _came_in_bfloat16(self.hf, self.model) else self.precision)]
         precise = names_of_buffers(meta_model(self.hf))
         if self.lora is None:
             return _read(self.source, self.shapes, chosen, precise)
         wholes = saved_shapes(self.hf, value_head=VALUE_HEAD_WEIGHT in self.source.shapes, lora=None)
-        base = initial_source(self.model, self.hf, wholes, seed=self.config.run.seed)
+        base = initial_source(self.model, self.hf, wholes, seed=self.seed)
         merged = _merged(
             self.source,
             FirstOf(self.source, base),
             wholes,
             self.lora.scale,
-            held=DTYPES[precision],
+            held=DTYPES[self.precision],
             base_digest=str(read_extra(self.directory, 0).get("frozen_weights")),
         )
         return ((name, tensor if name in precise else tensor.to(chosen)) for name, tensor in merged)
