@@ -111,15 +111,6 @@ async def _named(work: Coroutine[Any, Any, T], name: str) -> T:
     return await work
 
 
-def in_coroutine() -> bool:
-    """Whether the caller is one, or is called by one: it must not wait."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 async def _cancelled(tasks: Collection[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()

@@ -99,7 +99,12 @@ class Run(command.Command):
 
     def resize(self) -> None:
         with contextlib.suppress(ConfigError):  # the run has ended before
-            ask(self.run_dir, ["roles.actor.ranks=1"], runs=lambda: self.process.poll() is None, told=lambda line: None)
+            ask(
+                self.run_dir,
+                ["roles.actor.ranks=1"],
+                runs=lambda: self.process.poll() is None,
+                notify=lambda line: None,
+            )
 
     def status(self, steps: int = STEPS + 1) -> int | None:
         """Wait until the run has done these steps or ended; its exit status. None if it has not within the bound."""

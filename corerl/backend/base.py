@@ -22,7 +22,7 @@ from corerl.models.config import hf_config
 from corerl.models.files import meta_model
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.hooks import Context
-from corerl.types import InitResult, MemoryKind, ParallelLayout
+from corerl.types import InitResult, ParallelLayout
 
 
 class Backend(TrainingState, WeightStream, DeviceMemory):
@@ -42,7 +42,7 @@ class Backend(TrainingState, WeightStream, DeviceMemory):
                 "expected ParallelLayout; return this rank's layout"
             )
         if config.sleeps:  # in the background; the first sleep waits for whatever is not ready by then
-            self._sleeper.reserve(self.sleeping_bytes(map(MemoryKind, config.sleeps)), self.group)
+            self._sleeper.reserve(self.sleeping_bytes(config.sleeps), self.group)
         self.phase = "load"
         saved = self._saved()
         optimizer_step = self._load_initial() if saved is None else self._resume(saved)

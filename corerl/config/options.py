@@ -9,8 +9,6 @@ from typing import Any
 
 from attrs import Attribute, field, frozen
 
-from corerl.messages import did_you_mean
-
 
 @frozen(kw_only=True)
 class Need:
@@ -73,21 +71,7 @@ def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
     return check
 
 
-def some_of(known: Sequence[str]) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator of options: one or several of these names, each once."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Sequence[str]) -> None:
-        for name in value:
-            if name not in known:
-                advice = did_you_mean(name, known) or f"; known: {', '.join(known)}"
-                raise ValueError(f"unknown {name!r}{advice}")
-        if not value or len(set(value)) < len(value):
-            raise ValueError(f"must name one or several of {', '.join(known)}, each once, got {list(value)}")
-
-    return check
-
-
-def filled(_: Any, attribute: Attribute[Any], value: str) -> None:
+def filled(_: Any, attribute: Attribute[Any], value: Sequence[Any]) -> None:
     if not value:
         raise ValueError("must not be empty")
 

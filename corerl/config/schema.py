@@ -26,7 +26,6 @@ from corerl.config.options import (
     finite_values,
     option,
     share,
-    some_of,
     variables,
     zero_or_several,
 )
@@ -38,7 +37,6 @@ Aggregation = Literal["token-mean", "sequence-mean", "constant-length"]
 KL_ESTIMATOR = {"loss": "k3", "reward": "k1"}  # that of algorithm.kl_in, where the config names none
 Precision = Literal["float32", "bfloat16", "float16"]
 ALL_LINEAR = "all-linear"  # of lora.targets
-KINDS = tuple(kind.value for kind in MemoryKind)
 MOST_SAMPLES = 2**20  # of a step, which the driver holds at once: more are a slip of the hand
 MOST = 16_384  # processes of one kind: more are a slip of the hand, and planning them would take hours
 
@@ -86,11 +84,11 @@ class ClusterConfig:
         "shown that memory suffices for both",
         default="auto",
     )
-    offload_kinds: tuple[str, ...] = option(
+    offload_kinds: tuple[MemoryKind, ...] = option(
         "what of their memory these ranks put to sleep; kinds that are left out stay on the device: param (what passes "
         "read), master (float32 copies, where a backend keeps separate ones), grad, optimizer (moments)",
-        default=KINDS,
-        validator=some_of(KINDS),
+        default=tuple(MemoryKind),
+        validator=filled,
         needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
     )
     timeout: float = option(
@@ -974,7 +972,7 @@ class RoleConfig:
     lora: LoraConfig | None = None
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
-    sleeps: tuple[str, ...] = ()  # kinds of memory that the run puts to sleep: host memory is reserved at the start
+    sleeps: tuple[MemoryKind, ...] = ()  # what the run puts to sleep: host memory is reserved at the start
 
 
 @frozen(kw_only=True)

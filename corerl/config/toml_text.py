@@ -55,7 +55,7 @@ def spell(kind: Any) -> str:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         return f"array of {len(arguments)}"
     if arguments:
-        return f"array of {spell(arguments[0])}s"
+        return f"array of {', '.join(map(repr, choices(arguments[0]))) or spell(arguments[0]) + 's'}"
     return getattr(kind, "__name__", str(kind))
 
 

@@ -15,7 +15,7 @@ from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
 from corerl.errors import InsufficientResources
 from corerl.plan.plan import Plan
-from corerl.plugin.hooks import Failure
+from corerl.plugin.hooks import ProcessFailure
 from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -70,7 +70,7 @@ class Control:
     progress: Progress
     stop: StopRequest
     _save: Callable[[], Path] | None = field(default=None, init=False)  # while extensions are asked between steps
-    _failure: Failure | None = field(default=None, init=False)  # while extensions are asked about it
+    _failure: ProcessFailure | None = field(default=None, init=False)  # while extensions are asked about it
 
     # ---- for extensions ---------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Control:
         self.groups.room.poll()
         if not ranks:
             self.groups.require_ranks()
-        self._failure = Failure(message=message, ranks=ranks, lost=self.groups.lost)
+        self._failure = ProcessFailure(message=message, ranks=ranks, lost=self.groups.lost)
         try:
             self.progress.observers.ask("ranks_failed", run=self, failure=self._failure)
         finally:

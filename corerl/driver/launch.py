@@ -35,7 +35,6 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, CorerlError, EngineFailed, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
-from corerl.kinds import MemoryKind
 from corerl.messages import one_line
 from corerl.observability.jsonl import NoticeFile
 from corerl.observability.timing import Spans
@@ -235,7 +234,7 @@ def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None,
             sharing,
             passed={each.role for each in plan.algorithm.passes},
             frozen={name for name, role in roles.items() if role.loss is None},
-            sleeps=[MemoryKind(kind) for kind in plan.cluster.offload_kinds],
+            sleeps=plan.cluster.offload_kinds,
         ),
         groups={name: roles[name].group for name in sharing},
         fleet=fleet,

@@ -70,18 +70,18 @@ class Role:
         rollout_step: int,
         loss: LossSpec,
         *,
-        begun: float | None = None,
+        scale: float | None = None,
     ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
-        without loss tokens are skipped: momentum and decay would move the weights without a gradient. `begun`: the
-        scale of the first step's gradients, where ranks have them already."""
+        without loss tokens are skipped: momentum and decay would move the weights without a gradient. `scale`: that of
+        the first step's gradients, where ranks have them already."""
         started = []
         for number, plan in enumerate(plans):
             if not plan.scales.any():
                 continue
             step = self.step(rollout_step)
-            if begun is not None and not number:
-                started.append(self.group.optimizer_step(step, scale=begun))
+            if scale is not None and not number:
+                started.append(self.group.optimizer_step(step, scale=scale))
             else:
                 started.append(self.group.train(shared, plan, loss, step))
             self.optimizer_step += 1

@@ -284,8 +284,8 @@ class Run:
         for name in names:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.step)
-            begun = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), begun=begun)
+            scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
+            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), scale=scale)
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),

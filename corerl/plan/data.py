@@ -21,7 +21,7 @@ from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens
 from corerl.plan.resolve import check_spec
-from corerl.plugin.registry import Kind, Loaded, load_implementation, options_of
+from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
@@ -113,13 +113,12 @@ def names_prompts(data: DataConfig) -> bool:
 
 
 def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
-    """The rows that a sampler brings, if it does. Raises ConfigError for wrong options, PluginBroken if the sampler
-    fails with an error that is none of CoreRL's."""
+    """The rows that a sampler brings, if it does. Raises PluginBroken if it fails with an error that is none of
+    CoreRL's."""
     if sampler.spec.prompts is None:
         return None
-    options = options_of(sampler, config.samplers.get(sampler.name, {}), path=f"samplers.{sampler.name}")
     try:
-        rows = sampler.spec.prompts(options)
+        rows = sampler.spec.prompts(config.samplers[sampler.name])
         count = len(rows)
     except CorerlError:
         raise

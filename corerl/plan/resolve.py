@@ -216,8 +216,8 @@ def _algorithm(config: Config) -> Loaded:
 def resolve_tables(config: Config) -> Config:
     """The same config, with the options of every selected plugin as an instance of its config class. Idempotent.
 
-    Tables of unselected plugins stay as they are, and are checked if the plugin is installed. If it is not, but its
-    name is close to a known one, that is a problem too: a likely typo. Raises all that is wrong together.
+    Tables of unselected plugins stay as they are. One of a plugin that is not installed, but whose name is close to a
+    known one, is a likely typo. Raises all that is wrong together.
     """
     problems = Problems()
 
@@ -242,10 +242,8 @@ def resolve_tables(config: Config) -> Config:
         if choice.options is not None:
             backend = load(Kind.BACKENDS, backend_name(config, role))
             roles[role] = evolve(choice, options=own(choice.options, backend, f"roles.{role}.options"))
-    for kind, name, plugin in _unselected(config):
-        if isinstance(plugin, Loaded):
-            own(tables[kind][name], plugin, _table(kind, name))
-        elif not plugin and (meant := _meant(config, kind, name)):
+    for kind, name in _unknown(config):
+        if meant := _meant(config, kind, name):
             problems.add(
                 f"{_table(kind, name)}: no {kind.noun} {name!r} is installed; did you mean {meant!r}? Otherwise "
                 "install it or remove the table"
@@ -256,15 +254,14 @@ def resolve_tables(config: Config) -> Config:
 
 
 def ignored_tables(config: Config) -> list[str]:
-    """One line for each table that could not be checked: its plugin is neither selected nor loadable. Likely typos are
-    left out, since `resolve_tables` reports them."""
+    """One line for each table of a plugin that is not installed, but for likely typos, which `resolve_tables`
+    reports."""
     found = []
-    for kind, name, plugin in _unselected(config):
-        if isinstance(plugin, Loaded) or (not plugin and _meant(config, kind, name)):
-            continue
-        hint = INSTALL_HINTS[kind].get(name, "")
-        absent = f"no {kind.noun} {name!r} is installed" + f"; {hint}" * bool(hint)
-        found.append(f"{_table(kind, name)} is ignored: {plugin or absent}")
+    for kind, name in _unknown(config):
+        if not _meant(config, kind, name):
+            hint = INSTALL_HINTS[kind].get(name, "")
+            more = f"; {hint}" if hint else ""
+            found.append(f"{_table(kind, name)} is ignored: no {kind.noun} {name!r} is installed{more}")
     return found
 
 
@@ -320,22 +317,13 @@ def _kind_of(loaded: Loaded) -> Kind:
     return next(kind for kind in Kind if isinstance(loaded.spec, kind.spec))
 
 
-def _unselected(config: Config) -> Iterator[tuple[Kind, str, Loaded | str]]:
-    """Each table that nothing selects, with its plugin, or the reason there is none ("" if it is not installed)."""
+def _unknown(config: Config) -> Iterator[tuple[Kind, str]]:
+    """Each table of a plugin that is neither selected nor installed."""
     for kind in TABLES:
-        given, known = getattr(config, kind.value), installed_names(kind)
+        given = getattr(config, kind.value)
         names = [each.name for each in selected(config) if each.kind is kind]
         chosen = {name if name in given else name.rpartition(":")[2] for name in names}
-        for name in given:
-            if name in chosen:
-                continue
-            if name not in known:
-                yield kind, name, ""
-                continue
-            try:
-                yield kind, name, load(kind, name)
-            except PluginError as error:
-                yield kind, name, error.message
+        yield from ((kind, name) for name in given if name not in chosen and name not in installed_names(kind))
 
 
 def _meant(config: Config, kind: Kind, name: str) -> str:

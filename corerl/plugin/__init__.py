@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from corerl.plugin.helpers import slow_attention as slow_attention
     from corerl.plugin.helpers import version_numbers as version_numbers
     from corerl.plugin.hooks import Context as Context
-    from corerl.plugin.hooks import Failure as Failure
+    from corerl.plugin.hooks import ProcessFailure as ProcessFailure
     from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import installed_names as installed_names

@@ -48,7 +48,7 @@ class Context:
 
 
 @frozen(kw_only=True)
-class Failure:
+class ProcessFailure:
     """Processes that have ended, and are about to be replaced."""
 
     message: str  # which process, and why
@@ -161,7 +161,7 @@ class Hooks(Protocol):
         Called in the order of the config's list. An error ends the run, with the extension's name; a WorkerDied of
         `run.apply` is to be let pass."""
 
-    def ranks_failed(self, run: RunControl, failure: Failure) -> None:
+    def ranks_failed(self, run: RunControl, failure: ProcessFailure) -> None:
         """Called where processes have ended, before others are started in their place: all ranks, or engines alone.
         May decide with `run.apply` by which plan they start. Where a machine is gone (`failure.lost`) somebody must:
         without a plan for the devices that are left, the run ends. An error ends it too, with the extension's name."""

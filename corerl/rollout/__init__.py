@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.event_loop import EventLoop as EventLoop
-    from corerl.event_loop import in_coroutine as in_coroutine
     from corerl.event_loop import in_thread as in_thread
     from corerl.event_loop import start_user_coroutine as start_user_coroutine
     from corerl.rollout.encoding import Rejected as Rejected

@@ -137,33 +137,29 @@ class Reward:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            if (reward := number(value)) is None:
-                raise NoNumber(f"returned {short_repr(value)}, wanted a finite number,")
-            if self.weights:
-                raise NoNumber(
-                    f"returned {short_repr(value)}, but its weights are of numbers by name; return a dict of these, "
-                    "or remove the weights,"
-                )
+            reward = number(value)
+            if reward is None or self.weights:
+                raise NoNumber(f"returned {short_repr(value)}, wanted {self._wanted(by_name=bool(self.weights))},")
             return Judged(reward=reward)
         value = {name: each for name, each in value.items() if each is not None}
         if not value:
             return None
         parts = {str(name): part for name, each in value.items() if (part := number(each)) is not None}
-        if self.weights and (unknown := parts.keys() - self.weights.keys()):
-            raise NoNumber(
-                f"returned the part {short_repr(min(unknown))}, but its weights list only "
-                f"{', '.join(map(repr, self.weights))}; add it there, with 0 to leave it out of the reward,"
-            )
+        unknown = parts.keys() - self.weights.keys() if self.weights else ()
         reward = number(sum(self.weights.get(name, 1.0) * part for name, part in parts.items()))
-        if len(parts) < len(value) or reward is None:
-            raise NoNumber(f"returned {short_repr(value)}, wanted finite numbers by name,")
+        if unknown or len(parts) < len(value) or reward is None:
+            raise NoNumber(f"returned {short_repr(value)}, wanted {self._wanted(by_name=True)},")
         return Judged(reward=reward, parts=parts)
+
+    def _wanted(self, *, by_name: bool) -> str:
+        named = f"finite numbers by name{', of ' if self.weights else ''}{', '.join(self.weights)}"
+        return named if by_name else "a finite number"
 
     def _judged(self, value: Any, sample: Sample) -> Outcome:
         try:
             if (judged := self.judged(value)) is None:
-                by_name = "finite numbers by name" if isinstance(value, Mapping) else "a finite number"
-                raise NoNumber(f"returned {short_repr(value)}, wanted {by_name},")
+                wanted = self._wanted(by_name=isinstance(value, Mapping))
+                raise NoNumber(f"returned {short_repr(value)}, wanted {wanted},")
             return judged
         except NoNumber as error:
             return self.failure("no-number", str(error), sample)

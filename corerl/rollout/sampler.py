@@ -1,5 +1,5 @@
-"""Draw G samples for each of P prompts, and lay them out as one ragged batch for training: what a sampler is, and the
-one that comes with CoreRL, whose samples are single responses."""
+"""Generate G samples for each of P prompts, and lay them out as one ragged batch for training: what a sampler is, and
+the one that comes with CoreRL, whose samples are single responses."""
 
 from __future__ import annotations
 

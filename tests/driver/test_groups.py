@@ -29,7 +29,7 @@ from corerl.errors import (
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.plan.roles import RolePlan
-from corerl.plugin.hooks import Failure
+from corerl.plugin.hooks import ProcessFailure
 from corerl.plugin.observers import Observers
 from corerl.types import InitResult, ParallelLayout
 from tests.driver.fakes import Ears, Group, told
@@ -354,9 +354,9 @@ class Deciding:
     """An extension that notes failures, and plans again with these overrides."""
 
     overrides: Sequence[str] = ()
-    heard: list[Failure] = field(factory=list)
+    heard: list[ProcessFailure] = field(factory=list)
 
-    def ranks_failed(self, run: Control, failure: Failure) -> None:
+    def ranks_failed(self, run: Control, failure: ProcessFailure) -> None:
         self.heard.append(failure)
         if self.overrides:
             run.apply(run.replan(self.overrides))
@@ -369,7 +369,7 @@ def test_ranks_start_by_the_plan_of_an_extension(tmp_path: Path) -> None:
     case.room.gone = {0}
     case.control.failed("actor rank 0 has died", ranks=True)
     lost = {"actor": 1, "critic": 1, "engines": 1}
-    assert fewer.heard == [Failure(message="actor rank 0 has died", ranks=True, lost=lost)]
+    assert fewer.heard == [ProcessFailure(message="actor rank 0 has died", ranks=True, lost=lost)]
     assert told(case.ears) == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
     assert case.engines.resized_to is not None and case.engines.names == ("engine-0",)

@@ -16,6 +16,7 @@ from corerl.data.files import Rows
 from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.plan.data import _rows_of
 from corerl.plan.make import make_plan
+from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem, SamplerSpec
 from tests.driver.saved import config_in
@@ -60,7 +61,7 @@ def config(**tables: Any) -> Config:
 
 def rows_of(name: str, **options: Any) -> Rows | None:
     sampler = load(Kind.SAMPLERS, name)
-    return _rows_of(sampler, config(rollout={"sampler": name}, samplers={sampler.name: options}))
+    return _rows_of(sampler, resolve_tables(config(rollout={"sampler": name}, samplers={sampler.name: options})))
 
 
 def test_a_sampler_may_bring_prompts() -> None:

@@ -340,7 +340,7 @@ def ask(run: Changing, run_dir: Path, *overrides: str) -> scaling.Answer:
         run.end_step(3)
         return True
 
-    return scaling.ask(run_dir, overrides, runs=runs, told=lambda line: None)
+    return scaling.ask(run_dir, overrides, runs=runs, notify=lambda line: None)
 
 
 def test_a_request_is_answered_with_what_was_changed_or_why_nothing_was(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_request_is_answered_with_what_was_changed_or_why_nothing_was(tmp_path
             died.append(error)
         return not died
 
-    found = scaling.ask(tmp_path, ["roles.actor.ranks=1"], runs=dies, told=lambda line: None)
+    found = scaling.ask(tmp_path, ["roles.actor.ranks=1"], runs=dies, notify=lambda line: None)
     assert found == scaling.Answer(changed=(), error="gone") and died == [run.error]
 
 

@@ -70,7 +70,7 @@ def test_a_request_is_taken_and_answered_once(tmp_path: Path) -> None:
 
     assert asked(tmp_path) is None
     found = ask(
-        tmp_path, ["roles.actor.ranks=2", "rollout.replicas=1"], runs=steps(take, reply, list), told=told.append
+        tmp_path, ["roles.actor.ranks=2", "rollout.replicas=1"], runs=steps(take, reply, list), notify=told.append
     )
     assert found == DONE
     assert taken[0] is not None and taken[0].overrides == ("roles.actor.ranks=2", "rollout.replicas=1")
@@ -86,7 +86,7 @@ def test_an_answer_is_found_though_the_run_ends_right_after_it(tmp_path: Path) -
         answer(tmp_path, request, Answer(changed=(), error="no room"))
         return False
 
-    assert ask(tmp_path, [], runs=runs, told=[].append) == Answer(changed=(), error="no room")
+    assert ask(tmp_path, [], runs=runs, notify=[].append) == Answer(changed=(), error="no room")
 
 
 def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Path) -> None:
@@ -97,13 +97,13 @@ def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Pat
         assert request is not None
         answer(tmp_path, request, DONE)
 
-    assert ask(tmp_path, [], runs=steps(list, list, reply, list), told=[].append) == DONE
+    assert ask(tmp_path, [], runs=steps(list, list, reply, list), notify=[].append) == DONE
 
 
 def test_a_second_request_is_refused_while_one_waits_which_stays(tmp_path: Path) -> None:
     (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, ["rollout.replicas=2"], runs=lambda: True, told=[].append)
+        ask(tmp_path, ["rollout.replicas=2"], runs=lambda: True, notify=[].append)
     assert caught.value.message == (
         f"{tmp_path}/{REQUEST}: another request waits for the end of a step; wait for it, or remove the file"
     )
@@ -114,7 +114,7 @@ def test_a_run_that_ends_unanswered_leaves_no_request(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path, ["rollout.replicas=2"], runs=steps(list, list), told=[].append)
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(list, list), notify=[].append)
     assert caught.value.message == f"{tmp_path}: the run has ended before it could change its sizes"
     assert asked(tmp_path) is None
 
@@ -124,7 +124,7 @@ def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ask(tmp_path, ["rollout.replicas=2"], runs=steps(interrupt), told=[].append)
+        ask(tmp_path, ["rollout.replicas=2"], runs=steps(interrupt), notify=[].append)
     assert asked(tmp_path) is None
 
     def another_comes() -> None:
@@ -133,7 +133,7 @@ def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path:
         (tmp_path / REQUEST).write_text(json.dumps({"id": "next", "overrides": []}))
         answer(tmp_path, taken, DONE)
 
-    assert ask(tmp_path, [], runs=steps(another_comes, list), told=[].append) == DONE
+    assert ask(tmp_path, [], runs=steps(another_comes, list), notify=[].append) == DONE
     assert asked(tmp_path) == Request("next", ())
 
 
@@ -146,7 +146,7 @@ def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        ask(tmp_path / "gone", [], runs=lambda: True, told=[].append)
+        ask(tmp_path / "gone", [], runs=lambda: True, notify=[].append)
     assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
 
 
@@ -394,22 +394,18 @@ def courses() -> Iterator[tuple[str, Callable[[int, int, int], float], tuple[int
 
 @pytest.mark.parametrize(("seconds", "ends"), [course[1:] for course in courses()], ids=[c[0] for c in courses()])
 def test_a_run_comes_to_rest(seconds: Callable[[int, int, int], float], ends: tuple[int, int]) -> None:
-    visited = course(of(4, 4), seconds, {})
+    visited = course(of(4, 4), seconds)
     assert visited[-1] == ends and len(visited) <= 5
 
 
-def course(
-    sizes: dict[str, int], seconds: Callable[[int, int, int], float], lost: Mapping[int, dict[str, int]]
-) -> list[tuple[int, int]]:
-    """(ranks, replicas) of a run that `balance` decides for, one after the other; before some steps it has lost others
-    than that."""
+def course(sizes: dict[str, int], seconds: Callable[[int, int, int], float]) -> list[tuple[int, int]]:
+    """(ranks, replicas) of a run that `balance` decides for, one after the other."""
     made = Scaling(name="balance", scaler=balance)
     visited = [(sizes["roles.actor.ranks"], sizes["rollout.replicas"])]
     for step in range(100):
         wanted = made.wanted(step, sizes, NONE_MORE)
         before = sizes
         sizes = sizes | {key: int(value) for key, value in (each.split("=") for each in wanted)}
-        sizes = lost.get(step, sizes)
         ranks, replicas = sizes["roles.actor.ranks"], sizes["rollout.replicas"]
         if sizes != before:
             visited.append((ranks, replicas))

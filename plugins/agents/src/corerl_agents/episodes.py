@@ -21,7 +21,6 @@ from corerl.rollout import (
     Judged,
     Outcome,
     described,
-    in_coroutine,
     in_thread,
     number,
     short,
@@ -50,7 +49,7 @@ class Episode:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client
         library, and this process HTTP. Raises RuntimeError with the server's message if the request is refused, and in
         a coroutine."""
-        if in_coroutine():
+        if _in_coroutine():
             raise RuntimeError(
                 "episode.chat would block the event loop that all async functions share; in a coroutine, use `await "
                 "episode.chat_async(...)`"
@@ -68,6 +67,15 @@ class Episode:
 
     def _ask(self, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> Future[dict[str, Any]]:
         return self._server.ask(self.base_url, {"model": self.model, "messages": messages, **parameters})
+
+
+def _in_coroutine() -> bool:
+    """Whether the caller is one, or is called by one: it must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _choice(answer: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from corerl.errors import ConfigError, CorerlError, InsufficientResources, Resiz
 from corerl.messages import message_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
-from corerl.plugin import Event, Failure, PlanAnswer, RunControl, RunStarted, StepFinished
+from corerl.plugin import Event, PlanAnswer, ProcessFailure, RunControl, RunStarted, StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.fewer import fewer
@@ -99,7 +99,7 @@ class Elastic:
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    def ranks_failed(self, run: Control, failure: Failure) -> None:
+    def ranks_failed(self, run: Control, failure: ProcessFailure) -> None:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if
         they are to make room for engines. Raises InsufficientResources if a group cannot be

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     runs = functools.partial(is_occupied, run_dir)
     if not runs():
         raise ConfigError(f"{run_dir}: no run is running there; set its sizes when you start it")
-    answer = ask(run_dir, args.overrides, runs=runs, told=lambda line: print(line, file=sys.stderr))
+    answer = ask(run_dir, args.overrides, runs=runs, notify=lambda line: print(line, file=sys.stderr))
     for line in answer.changed:
         print(line)
     if answer.error:

@@ -66,13 +66,13 @@ def answer(run_dir: Path, request: Request, answer: Answer) -> None:
     _write(run_dir / ANSWER, {"id": request.id, "changed": list(answer.changed), "error": answer.error})
 
 
-def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], told: Callable[[str], None]) -> Answer:
-    """Ask a running run for other sizes and wait for its answer, which comes after a step; `told` gets a line about
+def ask(run_dir: Path, overrides: Sequence[str], *, runs: Callable[[], bool], notify: Callable[[str], None]) -> Answer:
+    """Ask a running run for other sizes and wait for its answer, which comes after a step; `notify` gets a line about
     that. Raises ConfigError if another request waits already, or the run ends (`runs`) without an answer."""
     request = Request(uuid.uuid4().hex, tuple(overrides))
     path = run_dir / REQUEST
     _write(path, {"id": request.id, "overrides": list(overrides)}, replace=False)
-    told("the resize takes effect after the current step")
+    notify("the resize takes effect after the current step")
     try:
         while True:
             alive = runs()
@@ -228,7 +228,7 @@ class Scaling:
         self._changing = True
 
     def _see(self, sizes: Mapping[str, int]) -> None:
-        """Begin anew if the sizes are others now, whether somebody wanted that or a machine is gone."""
+        """Start over if the sizes are others now, whether somebody asked for that or a machine is gone."""
         if self._at and self._at != sizes:
             self._earlier.append((self._at, self._spent))
             self._refused.clear()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def beside(error: BaseException) -> Iterator[None]:
+def noting_failures(error: BaseException) -> Iterator[None]:
     """Run a block that records details of `error`. If it fails, add a note to `error` instead of raising."""
     try:
         yield

@@ -14,7 +14,7 @@ from attrs import evolve
 from corerl.config import RoleConfig
 from corerl.plugin import Context
 from corerl.types import GradientResult, InitResult, Metric, Reduction, Step, StepResult
-from corerl_observe.errors import beside
+from corerl_observe.errors import noting_failures
 from corerl_observe.specs import MemoryOptions
 from corerl_observe.step_ranges import step_ranges
 
@@ -139,7 +139,7 @@ class MemoryRecorder:
         try:
             result = yield
         except BaseException as raised:
-            with beside(raised):
+            with noting_failures(raised):
                 self._write(hook, step, type(raised).__name__)
                 if isinstance(raised, torch.OutOfMemoryError) and self._cuda and self._options.on_out_of_memory:
                     self._dump(f"{hook}-out-of-memory")

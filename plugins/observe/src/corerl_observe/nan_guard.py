@@ -28,7 +28,7 @@ from corerl.types import (
     Step,
     StepResult,
 )
-from corerl_observe.errors import beside
+from corerl_observe.errors import noting_failures
 from corerl_observe.specs import NanGuardOptions
 
 FINDINGS_DIR = "nan-guard"
@@ -59,7 +59,7 @@ class NanGuard:
         try:
             result = yield
         except BaseException as raised:
-            with beside(raised):
+            with noting_failures(raised):
                 self._tell("forward_backward", self._found)  # these may be the cause
             raise
         finally:
@@ -73,7 +73,7 @@ class NanGuard:
         try:
             result = yield
         except BaseException as raised:
-            with beside(raised):
+            with noting_failures(raised):
                 self._tell("optimizer_step", found, step)
             raise
         found += [*in_metrics(result.metrics), *in_norm(result, scales_loss=self._scales_loss)]
