@@ -46,6 +46,7 @@ from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.source import Policies
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
 
@@ -184,7 +185,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             address_of=processes.update_address,
             separate_adapters=plan.processes.separate_adapters,
-            version=inits[ACTOR].weights_version,
+            # The first weights are sent as the version that they had.
+            policies=Policies(version=inits[ACTOR].weights_version - 1),
             residency=residency,
             control=control,
             progress=progress,

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
@@ -191,9 +190,7 @@ class Run:
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
-            versions = self.updates.weights_of(np.append(samples.columns["versions"], self.updates.version - 1))
-            staleness = staleness_metrics(samples.with_columns(versions=versions[:-1]), int(versions[-1]))
-            batch = evolve(batch, metrics={**staleness, **batch.metrics})
+            batch = evolve(batch, metrics={**staleness_metrics(samples, self.updates.policies), **batch.metrics})
         if settings.kl_target and batch.kl is not None:
             self.kl_coef = adapted_coefficient(
                 self.kl_coef,
@@ -321,7 +318,7 @@ class Run:
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
-            self.sampling.source.renumber(self.updates.version - point.version)
+            self.sampling.source.renumber(self.updates.policies.version + 1 - point.version)
             self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
@@ -349,12 +346,12 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push(self.sampling.source)
         new = self._pushed_at != self.actor.optimizer_step
+        self.updates.push(self.sampling.source, new=new)
         if new:
             self.earlier.updated()
         if self.logprob_check is not None:
-            self.logprob_check.pushed(self.updates.version - 1, new=new)
+            self.logprob_check.pushed(self.updates.policies.version, new=new)
         self._pushed_at = self.actor.optimizer_step
 
     def ensure_serving(self, *, force: bool = False) -> None:

@@ -32,6 +32,7 @@ from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
+from corerl.rollout.source import Policies
 from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import (
     LossSpec,
@@ -280,7 +281,7 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
         "address_of": lambda: Address(transport="ipc", engines=fleet.names),
-        "version": 0,
+        "policies": Policies(version=parts.pop("version", 0) - 1),
         "residency": staying(),
         "control": SimpleNamespace(failed=lambda message, ranks: None),
         "progress": progress(ears),

@@ -415,12 +415,21 @@ def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[.
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.with_advantages(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
-    assert run.updates is not None
-    run.updates._again = [4]  # the weights of 3, sent again as an engine had failed
-    metrics = run.with_advantages(scored()).metrics
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
     assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
+
+
+def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
+    fleet = Group()
+    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet, version=3))
+    run.push_weights()  # 3
+    fleet.dead = True
+    run.ensure_serving()  # 4 sends the same to the engine that replaces a dead one
+    fleet.hold_all = False
+    run.push_weights()  # 5 sends it to one that was added
+    assert fleet.log[-1] == "receive 5"
+    metrics = run.with_advantages(scored()).metrics  # tokens of 2 and 3
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
 
 
 def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
