@@ -62,16 +62,16 @@ class FakeRun:
         self.log.append(f"evaluate {self.progress.step}")
 
     @contextlib.contextmanager
-    def recovery(self) -> Iterator[None]:
+    def rewinding_if_ranks_die(self) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
+    def using_ranks(self) -> Iterator[None]:
         self.log.append("enter")
         yield
         self.log.append("leave")
 
-    def with_advantages(self, scored: str) -> FakeBatch:
+    def prepare(self, scored: str) -> FakeBatch:
         return FakeBatch(samples=f"samples of {scored}")
 
     def optimize(self, batch: FakeBatch) -> str:

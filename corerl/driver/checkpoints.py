@@ -19,7 +19,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.errors import DataError, ResizeFailed, SaveFailed
-from corerl.plan.residency import REST, saving
+from corerl.plan.residency import REST, save_stage
 from corerl.plugin.events import CheckpointSaved
 
 
@@ -208,4 +208,4 @@ class Saves:
 
     def _start(self, saves: Checkpoints, driver: Callable[[], DriverPart], *, background: bool) -> None:
         step = saves.progress.step
-        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(saving(role)))
+        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(save_stage(role)))

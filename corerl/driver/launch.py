@@ -213,7 +213,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        restarts=Recovery(control=control, updates=updates, saves=saves, start=start),
+        recovery=Recovery(control=control, updates=updates, saves=saves, start=start),
         control=control,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",

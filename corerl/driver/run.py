@@ -59,7 +59,7 @@ class Summary:
 class Run:
     """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
-    plan: Plan
+    plan: Plan  # as the run started: after a resize, `control.plan` has other processes
     progress: Progress
     reports: StepReports
     roles: Mapping[str, Role]
@@ -70,7 +70,7 @@ class Run:
     sampling: Sampling
     evaluations: Evaluations
     saves: Saves
-    restarts: Recovery
+    recovery: Recovery
     control: Control
 
     # algorithm.kl_coef, as adapted so far
@@ -95,6 +95,10 @@ class Run:
         return fresh and (not every or step % every == 0)
 
     @property
+    def run_dir(self) -> Path:
+        return self.plan.start.run_dir
+
+    @property
     def actor(self) -> Role:
         return self.roles[ACTOR]
 
@@ -111,27 +115,28 @@ class Run:
         rollout = self.plan.rollout
         while True:
             scored = None
-            with self.recovery() as deaths:
-                scored = self._next()
+            with self.rewinding_if_ranks_die() as deaths:
+                scored = self._next_or_accumulate()
             if deaths:
                 continue
             if scored is None:
                 return
             if rollout.settings.save or self.plan.run.mode == "rollout-only":
-                write_rollout(self.plan.start.run_dir / ROLLOUTS, scored)
+                write_rollout(self.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored
 
-    def _next(self) -> ScoredRollout | None:
-        """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+    def _next_or_accumulate(self) -> ScoredRollout | None:
+        """The next rollout step. If its prompts come one by one, the ranks have already accumulated gradients of the
+        first ones."""
         self._streamed = None  # that of the step before
         while arrived := self._served(self.sampling.source.arrived()):
             if self._streamed is None:
                 trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
                 self._streamed = StreamedStep(
                     step=self.progress.step,
-                    training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                    trained=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
                     with_logprobs=self.with_logprobs,
                     with_advantages=self.advantages_of,
                     progress=self.progress,
@@ -163,9 +168,16 @@ class Run:
             return
         with self.progress.phase("compare"):
             samples = self._served(self.logprob_check.sample())
-        with self.training():
+        with self.using_ranks():
             self._compare(self.logprob_check, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
+
+    def _check_due_logprobs(self, samples: SampleBatch) -> None:
+        """If a check is due, and the trainer still has the weights that engines hold, compare these samples; others if
+        all of these are older."""
+        if self.logprob_check is not None and self.logprob_check.due and self._pushed_at == self.actor.optimizer_step:
+            fresh = self.logprob_check.choose(samples)
+            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
@@ -178,28 +190,27 @@ class Run:
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def with_advantages(self, scored: ScoredRollout) -> TrainBatch:
-        """Add everything the losses read, computed by the models before the batch's first optimizer step."""
+    def prepare(self, scored: ScoredRollout) -> TrainBatch:
+        """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
+        LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        settings = algorithm.settings
-        if self.logprob_check is not None and self.logprob_check.due and self._pushed_at == self.actor.optimizer_step:
-            fresh = self.logprob_check.choose(samples)
-            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
-        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.whole(samples)
+        self._check_due_logprobs(samples)
+        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
             batch = evolve(batch, metrics={**staleness_metrics(samples, self.updates.policies), **batch.metrics})
-        if settings.kl_target and batch.kl is not None:
-            self.kl_coef = adapted_coefficient(
-                self.kl_coef,
-                batch.kl,
-                target=settings.kl_target,
-                horizon=settings.kl_horizon,
-                samples=len(samples.episodes[0]),
-            )
+        self._adapt_kl(batch.kl, episodes=len(samples.episodes[0]))
         return batch
+
+    def _adapt_kl(self, kl: float | None, *, episodes: int) -> None:
+        """Change the coefficient of the KL term, for the next batch, by the KL of this one."""
+        settings = self.plan.algorithm.settings
+        if settings.kl_target and kl is not None:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, samples=episodes
+            )
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
         """The samples with all columns that advantages are computed from."""
@@ -255,11 +266,11 @@ class Run:
             self._renew_reference()
             return {}
         shared = share(samples)
-        training = [
+        trained = [
             name for name, role in self.roles.items() if role.loss is not None and self.progress.step >= role.first_step
         ]
-        results: dict[str, list[TrainResult]] = {name: [] for name in training}
-        for stage, names in self.residency.turns(training).items():
+        results: dict[str, list[TrainResult]] = {name: [] for name in trained}
+        for stage, names in self.residency.turns(trained).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
                 steps = self._start_training(names, shared, batch)
@@ -303,10 +314,11 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    def recovery(self) -> AbstractContextManager[Sequence[WorkerDied]]:
-        """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
-        repeated. Yields the deaths so far."""
-        return self.restarts.around(self._restore)
+    def rewinding_if_ranks_die(self) -> AbstractContextManager[Sequence[WorkerDied]]:
+        """A context in which ranks may die: the error ends the block, all ranks restart from the newest checkpoint, and
+        the steps since then are repeated: `progress` and the source of samples go back to it. Yields the deaths so
+        far."""
+        return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
@@ -358,7 +370,7 @@ class Run:
         """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
         also where none has died."""
         if force or (self.updates is not None and self.updates.fleet.dead):
-            with self.training():
+            with self.using_ranks():
                 self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
@@ -370,7 +382,7 @@ class Run:
         return due and self._pushed_at != self.actor.optimizer_step
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
+    def using_ranks(self) -> Iterator[None]:
         """A context for all verbs that use ranks. If ranks and engines share devices, ranks sleep outside of it;
         inside, each verb wakes what it reads, and the engines' weights sleep until new ones are pushed."""
         yield
@@ -382,10 +394,10 @@ class Run:
         self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
     ) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
-        require_there(self.plan.start.run_dir)
+        require_there(self.run_dir)
         if self.updates is not None:
             self.updates.fleet.step_completed()
-        self.restarts.step_done()
+        self.recovery.step_done()
         self.reports.report(scored, batch, results)
 
     def evaluate(self, *, always: bool = False) -> None:
@@ -414,18 +426,18 @@ class Run:
 
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
-        require_there(self.plan.start.run_dir)
+        require_there(self.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.control.stop.requested and not done else "finished"
-        artifacts = {"run directory": str(self.plan.start.run_dir)}
+        artifacts = {"run directory": str(self.run_dir)}
         if self.plan.run.mode == "rollout-only":
-            artifacts["rollouts"] = str(self.plan.start.run_dir / "rollouts")
+            artifacts["rollouts"] = str(self.run_dir / ROLLOUTS)
         if self.plan.run.trains:
             artifacts |= self._finish_training(export=self.plan.checkpoint.export and reason == "finished")
         if reason == "interrupted" and self.plan.run.trains:
             artifacts["to go on"] = (
-                f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
+                f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
             )
         self.progress.emit(
             RunFinished(
@@ -439,7 +451,7 @@ class Run:
         )
         return Summary(
             reason=reason,
-            run_dir=self.plan.start.run_dir,
+            run_dir=self.run_dir,
             steps_done=self.progress.step,
             evaluation=self.evaluations.metrics,
         )
@@ -455,6 +467,6 @@ class Run:
             from corerl.driver.export import export as write_model
 
             self.progress.begin("exporting")
-            target = self.plan.start.run_dir / EXPORT
+            target = self.run_dir / EXPORT
             artifacts["model"] = str(write_model(newest, target, replace=True, notify=self.progress.notice))
         return artifacts

@@ -120,7 +120,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": roles,
                 "residency": residency,
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
-                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
+                "recovery": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
                 **parts,
             }
         )
@@ -193,7 +193,7 @@ def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> 
 
 
 def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
-    samples = make_run(make_config()).with_advantages(scored()).samples
+    samples = make_run(make_config()).prepare(scored()).samples
     np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
     assert "ref_logprobs" not in samples.columns
     # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
@@ -203,7 +203,7 @@ def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Call
 
 def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
     config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
-    columns = make_run(config).with_advantages(scored()).samples.columns
+    columns = make_run(config).prepare(scored()).samples.columns
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
     assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
@@ -218,7 +218,7 @@ def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.with_advantages(with_experts()).samples.columns
+    columns = run.prepare(with_experts()).samples.columns
     assert actor.passes == [((Output.LOGPROBS, EXPERTS), "", False), ((Output.LOGPROBS,), REFERENCE, False)]
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN)  # and not the engine's
     assert columns["routed_experts"].dtype == np.int16
@@ -229,7 +229,7 @@ def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Call
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "engine", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.with_advantages(with_experts()).samples.columns
+    columns = run.prepare(with_experts()).samples.columns
     assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
 
@@ -237,14 +237,14 @@ def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Call
 def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(algorithm={"routing_replay": "engine"}))
     with pytest.raises(DataError, match="'engine', and the engine 'fake' came without 'routed_experts'; set it to"):
-        run.with_advantages(scored())
+        run.prepare(scored())
 
 
 def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
     ppo = {"algorithm": {"name": "ppo"}, "algorithms": {"ppo": {"whiten": False}}}
     config = make_config(**ppo, roles={"critic": {}})
     roles = {"actor": role("actor"), "critic": role("critic")}
-    columns = make_run(config, roles=roles).with_advantages(scored()).samples.columns
+    columns = make_run(config, roles=roles).prepare(scored()).samples.columns
     assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
     # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
     assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
@@ -255,7 +255,7 @@ def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
     actor = Group()
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    trained_on = run.with_advantages(scored())
+    trained_on = run.prepare(scored())
     # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
     # 2 samples / 20.
     assert trained_on.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
@@ -264,7 +264,7 @@ def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]
     run.optimize(trained_on)  # under the coefficient of this step; the adapted one is the next step's
     assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
     run.kl_coef = 0.75
-    run.optimize(run.with_advantages(scored()))
+    run.optimize(run.prepare(scored()))
     assert actor.losses[1].params["kl_coef"] == 0.75
 
 
@@ -272,7 +272,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
     cut = batch().with_rows(truncated=np.array([True, True]))
-    trained_on = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
+    trained_on = run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
     assert run.optimize(trained_on) == {} and actor.losses == []
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
@@ -282,7 +282,7 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_rows(truncated=np.array([False, True]), group=np.array([0, 1]))
-    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
+    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
     assert actor.optimizer_step == 3
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
@@ -293,7 +293,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     two = batch().with_rows(group=np.array([0, 1]))
-    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
+    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
     assert len(results["actor"]) == actor.optimizer_step == 4
     assert told(ears) == [
         "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
@@ -320,7 +320,7 @@ def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) ->
     config = make_config(train={"epochs": 3})
     roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
-    results = run.optimize(run.with_advantages(scored()))
+    results = run.optimize(run.prepare(scored()))
     assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
         "actor": [0.0, 1.0, 2.0],
         "critic": [10.0, 11.0, 12.0],
@@ -333,7 +333,7 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
     run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
-    trained_on = run.with_advantages(scored())
+    trained_on = run.prepare(scored())
     for run.progress.step in range(4):
         trained = list(run.optimize(trained_on))
         assert trained == (["critic"] if run.progress.step < 2 else ["actor", "critic"])
@@ -346,7 +346,7 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
     ears, teacher = Ears(), Group()
     roles = {"actor": role("actor"), "teacher": role("teacher", teacher, loss=None)}
     run = make_run(make_config(**TEACHER), roles=roles, ears=ears)
-    trained_on = run.with_advantages(scored())
+    trained_on = run.prepare(scored())
     assert list(run.optimize(trained_on)) == ["actor"]
     assert teacher.passes == [((Output.LOGPROBS,), "", False)] and teacher.log == []
     for _ in range(3):
@@ -413,10 +413,10 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
 
 def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
-    metrics = run.with_advantages(scored()).metrics
+    metrics = run.prepare(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
-    assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
+    assert not any("staleness" in name for name in read.prepare(scored()).metrics)
 
 
 def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
@@ -428,7 +428,7 @@ def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callab
     fleet.hold_all = False
     run.push_weights()  # 5 sends it to one that was added
     assert fleet.log[-1] == "receive 5"
-    metrics = run.with_advantages(scored()).metrics  # tokens of 2 and 3
+    metrics = run.prepare(scored()).metrics  # tokens of 2 and 3
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
 
 
@@ -484,8 +484,8 @@ def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., R
     )
     residency.enter(SAMPLE)
     both.log.clear()
-    with run.training():
-        trained_on = run.with_advantages(scored())
+    with run.using_ranks():
+        trained_on = run.prepare(scored())
         run.optimize(trained_on)
         run.push_weights()
         run.save()
@@ -532,12 +532,10 @@ def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run
     some, none = batch(), batch().take(np.zeros(0, np.int64))
     for chosen in (some, none):
         check = Judging(chosen)
-        make_run(make_config(), logprob_check=check, pushed_at=0).with_advantages(scored())
+        make_run(make_config(), logprob_check=check, pushed_at=0).prepare(scored())
         (judged,) = check.judged
         assert judged.rows["group"].tolist() == (some if len(chosen) else check.sampled).rows["group"].tolist()
-        make_run(make_config(), logprob_check=check, pushed_at=3).with_advantages(
-            scored()
-        )  # engines hold other weights
+        make_run(make_config(), logprob_check=check, pushed_at=3).prepare(scored())  # engines hold other weights
         assert len(check.judged) == 1
 
 
