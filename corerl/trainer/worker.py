@@ -200,7 +200,7 @@ class Worker:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self, adapters: bool = False) -> Manifest:
-        return self.backend.stream_of(adapters=adapters)
+        return self.backend.stream(adapters=adapters).sent
 
     def update_weights(
         self, address: Address, version: int, verify: bool = False, adapters: bool = False

@@ -25,7 +25,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "`with Backend.using(weights)` in `forward`": "core puts the snapshot in place before `forward`",
         "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
-        "Backend.stream": "Backend.stream_of(adapters=False)",
+        "Backend.stream": "Backend.stream(adapters=False).sent",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
         "corerl.backend.passes:StepLosses": (
