@@ -329,8 +329,8 @@ class TrainGroup:
         address = evolve(address, token=secrets.token_hex(16))
         if not transport_named(address.transport).joins or not address.engines:
             return address
-        host, port, listening = self.processes.listen(0)
-        return evolve(address, host=host, port=port, listening=listening)
+        host, port, listen_fd = self.processes.listen(0)
+        return evolve(address, host=host, port=port, listen_fd=listen_fd)
 
     def update_weights(
         self, address: Address, version: int, *, verify: bool = False, adapters: bool = False

@@ -47,7 +47,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.receiving": "corerl.engines: Receiving",
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
-        "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
+        "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
         "the argument `told` of an engine's `generate`": "`on_finished`",
