@@ -26,7 +26,7 @@ def training(run: Run) -> None:
             with run.using_ranks():
                 batch = run.prepare(scored)
                 results = run.optimize(batch)
-                run.progress.step += 1
+                run.progress.steps_done += 1
                 run.push_weights()
                 run.report(scored, batch, results)
                 run.save()
@@ -43,7 +43,7 @@ def sampling(run: Run) -> None:
     run.check_logprobs()
     run.evaluate()
     for scored in run.batches():  # written to disk
-        run.progress.step += 1
+        run.progress.steps_done += 1
         run.report(scored, None, {})
         run.ensure_serving()
         if run.stopping:

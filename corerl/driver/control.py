@@ -76,7 +76,7 @@ class Control:
 
     @property
     def step(self) -> int:
-        return self.progress.step
+        return self.progress.steps_done
 
     @property
     def plan(self) -> Plan:

@@ -30,7 +30,7 @@ class EarlierPolicies:
         uninterrupted one would have, a notice says so."""
         self._made = 0
         if REFERENCE in self.tags:
-            self._load_reference(self.progress.step, resumed=resumed)
+            self._load_reference(self.progress.steps_done, resumed=resumed)
         if resumed and OLD in self.tags:
             self.progress.notice(
                 "until the second update, the old weights are those of the checkpoint, which has no others"

@@ -93,7 +93,7 @@ class Groups:
             starting[name] = role.group.restart(saved, plans[name], self.room[name])
         started = wait_all(starting)
         for name, init in started.items():
-            self.roles[name].optimizer_step = init.optimizer_step
+            self.roles[name].next_optimizer_step = init.optimizer_step
         self.residency.ranks_changed(self.roles)
         return started[ACTOR].weights_version
 

@@ -88,7 +88,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
                 RunStarted(
                     run_dir=str(start.run_dir),
                     steps=plan.run.steps,
-                    first_step=progress.step,
+                    first_step=progress.steps_done,
                     title=plan.title,
                     mode=plan.run.mode,
                     same_run=start.same_run,
@@ -117,7 +117,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
 def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
     """Let observers know that the run has failed, or starts again from an older checkpoint."""
     if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
-        error.add_note(f"the run ended in step {progress.step + 1}")
+        error.add_note(f"the run ended in step {progress.steps_done + 1}")
     falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
     if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
         progress.observers.shutdown("restarted")
@@ -126,7 +126,7 @@ def _end_observers(progress: Progress, start: Start, error: BaseException, damag
     progress.emit(
         RunFinished(
             reason=reason,
-            steps_done=progress.step,
+            steps_done=progress.steps_done,
             seconds=progress.elapsed,
             artifacts={"run directory": str(start.run_dir)},
         )
@@ -196,7 +196,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         config=plan.checkpoint,
         roles=trained,
         newest=start.resume,
-        last_step=progress.step if start.state else -1,
+        last_step=progress.steps_done if start.state else -1,
         progress=progress,
     )
     in_memory = plan.checkpoint.memory and trains

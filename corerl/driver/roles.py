@@ -22,7 +22,7 @@ from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBa
 
 @define(kw_only=True)
 class Role:
-    """One role. `optimizer_step` advances as steps are started; each role counts its own."""
+    """One role. `next_optimizer_step` advances as steps are started; each role counts its own."""
 
     name: str
     group: TrainGroup
@@ -31,7 +31,7 @@ class Role:
     seed: int
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
-    optimizer_step: int  # the next step
+    next_optimizer_step: int
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
@@ -50,7 +50,9 @@ class Role:
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
-        return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
+        return Step(
+            optimizer_step=self.next_optimizer_step, rollout_step=rollout_step, lr=self.lr(self.next_optimizer_step)
+        )
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
@@ -84,7 +86,7 @@ class Role:
                 started.append(self.group.optimizer_step(step, scale=scale))
             else:
                 started.append(self.group.train(shared, plan, loss, step))
-            self.optimizer_step += 1
+            self.next_optimizer_step += 1
         return started
 
     def start_forward(
@@ -124,7 +126,7 @@ def roles_of(
             seed=plan.run.seed,
             first_step=objective.first_step if objective else 0,
             rollout_steps=train.schedule.steps or plan.run.steps,
-            optimizer_step=inits[name].optimizer_step,
+            next_optimizer_step=inits[name].optimizer_step,
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]
@@ -145,7 +147,7 @@ def changed_rates(state: Mapping[str, Any], roles: Collection[Role]) -> Iterator
             continue
         train = old.train_of(role.name)
         before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
-        was, now = before.lr(role.optimizer_step), role.lr(role.optimizer_step)
+        was, now = before.lr(role.next_optimizer_step), role.lr(role.next_optimizer_step)
         if not math.isclose(was, now, rel_tol=1e-6):
             yield (
                 f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}; its schedule spans "

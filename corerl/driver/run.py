@@ -90,7 +90,7 @@ class Run:
     def _resumable(self) -> bool:
         """Whether engines have just got new weights, and the reference policy is renewed, as both are when a run
         resumes."""
-        step, every = self.progress.step, self.plan.algorithm.settings.reference_every
+        step, every = self.progress.steps_done, self.plan.algorithm.settings.reference_every
         fresh = not self.plan.run.samples or step % self.plan.weights.every == 0
         return fresh and (not every or step % every == 0)
 
@@ -133,9 +133,9 @@ class Run:
         self._streamed = None  # that of the step before
         while arrived := self._served(self.sampling.source.arrived()):
             if self._streamed is None:
-                trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+                trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
                 self._streamed = StreamedStep(
-                    step=self.progress.step,
+                    step=self.progress.steps_done,
                     trained=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
                     with_logprobs=self.with_logprobs,
                     with_advantages=self.advantages_of,
@@ -175,7 +175,11 @@ class Run:
     def _check_due_logprobs(self, samples: SampleBatch) -> None:
         """If a check is due, and the trainer still has the weights that engines hold, compare these samples; others if
         all of these are older."""
-        if self.logprob_check is not None and self.logprob_check.due and self._pushed_at == self.actor.optimizer_step:
+        if (
+            self.logprob_check is not None
+            and self.logprob_check.due
+            and self._pushed_at == self.actor.next_optimizer_step
+        ):
             fresh = self.logprob_check.choose(samples)
             self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
 
@@ -262,12 +266,14 @@ class Run:
         train concurrently, unless they take turns in device memory."""
         samples = batch.samples
         if not samples.columns["loss_mask"].any():
-            self.progress.notice(f"step {self.progress.step} is skipped: none of its samples has a loss token")
+            self.progress.notice(f"step {self.progress.steps_done} is skipped: none of its samples has a loss token")
             self._renew_reference()
             return {}
         shared = share(samples)
         trained = [
-            name for name, role in self.roles.items() if role.loss is not None and self.progress.step >= role.first_step
+            name
+            for name, role in self.roles.items()
+            if role.loss is not None and self.progress.steps_done >= role.first_step
         ]
         results: dict[str, list[TrainResult]] = {name: [] for name in trained}
         for stage, names in self.residency.turns(trained).items():
@@ -280,7 +286,7 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.earlier.renews(self.progress.step + 1):
+        if self.earlier.renews(self.progress.steps_done + 1):
             self.residency.enter(FORWARD)
             self.earlier.renew()
 
@@ -291,15 +297,17 @@ class Run:
         steps: dict[tuple[str, int], Future[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
-            plans = role.plan(batch.samples, self.progress.step)
+            plans = role.plan(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), scale=scale)
+            started = role.start(
+                shared, plans, self.progress.steps_done, self.loss_of(role, batch.kl_coef), scale=scale
+            )
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
             ):
                 if left_out:
-                    text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are skipped: {why}"
+                    text = f"step {self.progress.steps_done}: {left_out} optimizer steps of {name} are skipped: {why}"
                     self.progress.notice(text)
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
@@ -324,7 +332,7 @@ class Run:
         """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
         self._streamed, self._pushed_at = None, None
-        self.progress.step = point.step
+        self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
         self.earlier.begin(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
@@ -339,7 +347,7 @@ class Run:
 
     def between_steps(self) -> None:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
-        if self.stopping or self.progress.step >= self.plan.run.steps or not self._resumable:
+        if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumable:
             return
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
@@ -358,13 +366,13 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        new = self._pushed_at != self.actor.optimizer_step
+        new = self._pushed_at != self.actor.next_optimizer_step
         self.updates.push(self.sampling.source, new=new)
         if new:
             self.earlier.updated()
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.updates.policies.version, new=new)
-        self._pushed_at = self.actor.optimizer_step
+        self._pushed_at = self.actor.next_optimizer_step
 
     def ensure_serving(self, *, force: bool = False) -> None:
         """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
@@ -378,8 +386,8 @@ class Run:
         if self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or self.evaluations.any_due
-        return due and self._pushed_at != self.actor.optimizer_step
+        due = self.progress.steps_done % every == 0 or self.evaluations.any_due
+        return due and self._pushed_at != self.actor.next_optimizer_step
 
     @contextlib.contextmanager
     def using_ranks(self) -> Iterator[None]:
@@ -408,12 +416,14 @@ class Run:
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
-            last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
+            last = (
+                self.progress.steps_done >= self.plan.run.steps or self.stopping
+            )  # while a rank that dies is replaced
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:
         state = {
-            "rollout_step": self.progress.step,
+            "rollout_step": self.progress.steps_done,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             "source": self.sampling.source.position,
@@ -428,7 +438,7 @@ class Run:
         """Save what is not saved yet, export, and report how the run ended."""
         require_there(self.run_dir)
         # A stop request during the last step has nothing left to stop.
-        done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
+        done = self.progress.steps_done >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.control.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
         if self.plan.run.mode == "rollout-only":
@@ -442,7 +452,7 @@ class Run:
         self.progress.emit(
             RunFinished(
                 reason=reason,
-                steps_done=self.progress.step,
+                steps_done=self.progress.steps_done,
                 seconds=self.progress.elapsed,
                 before=self.evaluations.before,
                 after=self.evaluations.after,
@@ -452,7 +462,7 @@ class Run:
         return Summary(
             reason=reason,
             run_dir=self.run_dir,
-            steps_done=self.progress.step,
+            steps_done=self.progress.steps_done,
             evaluation=self.evaluations.metrics,
         )
 

@@ -205,7 +205,7 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
     config, group = config or make_config(), group or Group()
     group.plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
-    given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
+    given = {"loss": LOSS, "next_optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
         group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used

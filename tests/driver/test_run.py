@@ -169,13 +169,13 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     run = make_run(config, ears=ears, rollout_step=5)
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
     trained_on = TrainBatch(samples=batch(), metrics={"correction/mean": 0.75})
-    run.actor.optimizer_step = 30
+    run.actor.next_optimizer_step = 30
     run.report(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
     assert event.metrics["correction/mean"] == 0.75
-    run.actor.optimizer_step = 1
+    run.actor.next_optimizer_step = 1
     run.report(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
@@ -183,7 +183,7 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
 def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
-    run.actor.optimizer_step = 3
+    run.actor.next_optimizer_step = 3
     steps = [TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5, compilations=count) for count in (1, 0, 2)]
     run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
     assert ears.steps[0].metrics["perf/compilations"] == 3.0
@@ -284,7 +284,7 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     cut = batch().with_rows(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
-    assert actor.optimizer_step == 3
+    assert actor.next_optimizer_step == 3
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
@@ -294,7 +294,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
     run = make_run(config, roles={"actor": actor}, ears=ears)
     two = batch().with_rows(group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
-    assert len(results["actor"]) == actor.optimizer_step == 4
+    assert len(results["actor"]) == actor.next_optimizer_step == 4
     assert told(ears) == [
         "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
     ]
@@ -302,15 +302,15 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
 
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
+    assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
     run.control.stop = Stop(False)  # type: ignore[assignment]
     assert not run.stopping
     follows = {"kl_coef": 0.1, "reference_every": 2}
     run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.step, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
+    assert [step for run.progress.steps_done, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
     saved = {"every": 3}
     without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
-    assert all(without.stopping for without.progress.step in range(4))  # there are no engines
+    assert all(without.stopping for without.progress.steps_done in range(4))  # there are no engines
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
@@ -318,14 +318,14 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
 
 def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
     config = make_config(train={"epochs": 3})
-    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
+    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, next_optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
     results = run.optimize(run.prepare(scored()))
     assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
         "actor": [0.0, 1.0, 2.0],
         "critic": [10.0, 11.0, 12.0],
     }
-    assert [each.optimizer_step for each in roles.values()] == [3, 13]
+    assert [each.next_optimizer_step for each in roles.values()] == [3, 13]
 
 
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
@@ -334,9 +334,9 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
     trained_on = run.prepare(scored())
-    for run.progress.step in range(4):
+    for run.progress.steps_done in range(4):
         trained = list(run.optimize(trained_on))
-        assert trained == (["critic"] if run.progress.step < 2 else ["actor", "critic"])
+        assert trained == (["critic"] if run.progress.steps_done < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
@@ -439,11 +439,11 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
         updates = make_updates(config, actor, Group())
         run = make_run(config, actor=actor, updates=updates, rollout_step=1, held_out=held_out)  # engines hold nothing
         pushed = []
-        for run.progress.step in range(1, 8):
+        for run.progress.steps_done in range(1, 8):
             before = len(actor.log)
             run.push_weights()
-            pushed += [run.progress.step] if len(actor.log) > before else []
-            run.actor.optimizer_step += 1
+            pushed += [run.progress.steps_done] if len(actor.log) > before else []
+            run.actor.next_optimizer_step += 1
         assert pushed == expected
 
 
@@ -553,7 +553,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
     async def evaluate(sampler: Any, held_out: EvalSet, reward: Any) -> Evaluation:
-        name, step = held_out.name, run.progress.step
+        name, step = held_out.name, run.progress.steps_done
         shown = (SampleShown(prompt=name, response="", answer="", reward=0.0),)
         told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
         return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
@@ -563,7 +563,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
     monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
     run = make_run(make_config(run={"steps": 7}, eval={"at_start": at_start}), held_out=sets)
-    for run.progress.step in range(8):
+    for run.progress.steps_done in range(8):
         run.evaluate()
     evaluated = [event for event in heard if isinstance(event, Evaluated)]
     wanted = {**({0: "abd"} if at_start else {}), 2: "a", 3: "b", 4: "a", 6: "ab", 7: "abd"}
@@ -733,14 +733,14 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changed: list[str]
 ) -> None:
     done: list[tuple[str, int]] = []
-    monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.step)))
+    monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.steps_done)))
     monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.step)))
+    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
     run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), updates=updates)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
-        run.progress.step = step
+        run.progress.steps_done = step
         run.between_steps()
     assert len(asking.saved) == 2
     after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]
