@@ -22,7 +22,9 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "Backend.optimizer_step(step, scale), which scales and clips them and takes the step"
         ),
         "counting applied steps in `Backend.adam_step`": "core counts them",
-        "`with Backend.using(weights)` in `forward`": "core puts the snapshot in place before `forward`",
+        "`with Backend.using(weights)` in `forward`": (
+            "core puts the snapshot in place before `forward`, which has no argument `weights`"
+        ),
         "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
         "Backend.stream": "Backend.stream(adapters=False).sent",

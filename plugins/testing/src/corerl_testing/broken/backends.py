@@ -143,8 +143,8 @@ class ForgetsTemperature(PlainBackend):
 
 
 class SamplesBackwards(PlainBackend):
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        result = super().forward(batch, outputs, weights)
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
+        result = super().forward(batch, outputs)
         return evolve(result, outputs={name: values[::-1] for name, values in result.outputs.items()})
 
 
@@ -269,10 +269,10 @@ class IgnoresScale(PlainBackend):
 
 
 class ClearsTooEarly(PlainBackend):
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         if not self.config.frozen:  # which has no optimizer
             self.optimizer.zero_grad()
-        return super().forward(batch, outputs, weights)
+        return super().forward(batch, outputs)
 
 
 class ReturnsOutputsOfOneMicroBatch(PlainBackend):
