@@ -16,17 +16,17 @@ from corerl.plan.make import make_plan
 
 
 def training(run: Run) -> None:
-    with run.recovery():
-        with run.training():
+    with run.rewinding_if_ranks_die():
+        with run.using_ranks():
             run.push_weights()
         run.check_logprobs()
         run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
-        with run.recovery():  # if ranks die, the steps since the last checkpoint come again
-            with run.training():
-                batch = run.with_advantages(scored)
+        with run.rewinding_if_ranks_die():  # then the steps since the last checkpoint come again
+            with run.using_ranks():
+                batch = run.prepare(scored)
                 results = run.optimize(batch)
-                run.progress.step += 1
+                run.progress.steps_done += 1
                 run.push_weights()
                 run.report(scored, batch, results)
                 run.save()
@@ -38,12 +38,12 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    with run.training():
+    with run.using_ranks():
         run.push_weights()
     run.check_logprobs()
     run.evaluate()
     for scored in run.batches():  # written to disk
-        run.progress.step += 1
+        run.progress.steps_done += 1
         run.report(scored, None, {})
         run.ensure_serving()
         if run.stopping:
@@ -53,7 +53,7 @@ def sampling(run: Run) -> None:
 
 def scoring(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
-    with run.training():
+    with run.using_ranks():
         run.push_weights()
     run.evaluate(always=True)
 

@@ -59,38 +59,38 @@ class FakeRun:
         self.log.append("check")
 
     def evaluate(self) -> None:
-        self.log.append(f"evaluate {self.progress.step}")
+        self.log.append(f"evaluate {self.progress.steps_done}")
 
     @contextlib.contextmanager
-    def recovery(self) -> Iterator[None]:
+    def rewinding_if_ranks_die(self) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
+    def using_ranks(self) -> Iterator[None]:
         self.log.append("enter")
         yield
         self.log.append("leave")
 
-    def with_advantages(self, scored: str) -> FakeBatch:
+    def prepare(self, scored: str) -> FakeBatch:
         return FakeBatch(samples=f"samples of {scored}")
 
     def optimize(self, batch: FakeBatch) -> str:
-        self.log.append(f"train on {batch.samples} at {self.progress.step}")
-        self.stopping = self.stopping or self.progress.step == self.stop_in
+        self.log.append(f"train on {batch.samples} at {self.progress.steps_done}")
+        self.stopping = self.stopping or self.progress.steps_done == self.stop_in
         return f"results of {batch.samples}"
 
     def report(self, scored: str, batch: FakeBatch, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:
-        self.log.append(f"save {self.progress.step}")
+        self.log.append(f"save {self.progress.steps_done}")
 
     def between_steps(self) -> None:
         self.log.append("between steps")
 
     def finish(self) -> Summary:
         self.log.append("finish")
-        return Summary(reason="finished", run_dir=Path(), steps_done=self.progress.step)
+        return Summary(reason="finished", run_dir=Path(), steps_done=self.progress.steps_done)
 
 
 def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:

@@ -89,8 +89,8 @@ class Primitives(BackendBase, ABC):
         all ranks alike if the gradient is not finite. No gradient is left then."""
 
     @abstractmethod
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        """Compute outputs without gradients. The snapshot `weights`, if it is not "", is in place of the weights."""
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
+        """Compute outputs without gradients. A snapshot may be in place of the weights."""
 
     @abstractmethod
     def local_state(self, key: StateKey) -> Sequence[Chunk]:

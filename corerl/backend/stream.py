@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from attrs import frozen
 
 from corerl.backend.primitives import Primitives
 from corerl.errors import Unsupported
@@ -18,6 +19,18 @@ from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl.weights.transport import WeightSender
+
+
+@frozen
+class Stream:
+    """What one kind of update sends."""
+
+    gathered: Manifest
+    converted: Manifest | None = None  # the same buckets, with quantized tensors or more precise buffers
+
+    @property
+    def sent(self) -> Manifest:
+        return self.converted or self.gathered
 
 
 class WeightStream(Primitives):
@@ -33,27 +46,52 @@ class WeightStream(Primitives):
         )
         adapters = [each for each in shapes if is_adapter(each[0])]
         separate = weights.lora == "adapter"
-        self._alone = cut(adapters) if adapters and separate else None
-        # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
-        merges = adapters and not separate
-        merged = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize) if merges else None
-        self._merged = () if merged is None else merged.buckets
-        self.manifest: Manifest = cut([each for each in shapes if separate or not is_adapter(each[0])])
+        self._adapter_stream = Stream(cut(adapters)) if adapters and separate else None
+        self._adapter_bucket: Bucket | None = None  # of adapters to merge
+        if adapters and not separate:
+            # One bucket: they are small, and whoever merges a weight needs both of its adapter's matrices.
+            (self._adapter_bucket,) = build_manifest(adapters, dtype="float32", bucket_bytes=sys.maxsize).buckets
+        self._stream = self._stream_of(cut([each for each in shapes if separate or not is_adapter(each[0])]))
+
+    def _stream_of(self, gathered: Manifest) -> Stream:
+        """Weights of this manifest, in the form that engines get."""
+        weights = self.config.weights
+        left_out = weights.unquantized if weights.quantize == "fp8" else None
+        buffers = self._precise_buffers(gathered)
+        precise = {name: str(view.dtype).removeprefix("torch.") for name, view in buffers.items()}
+        converts = left_out is not None or precise
+        return Stream(gathered, quantized(gathered, left_out, precise=precise) if converts else None)
+
+    def stream(self, *, adapters: bool) -> Stream:
+        """What an update of all weights sends, or one of adapters alone. Raises Unsupported if these are merged, or
+        there are none."""
+        if not adapters:
+            return self._stream
+        if self._adapter_stream is None:
+            raise Unsupported(
+                f"the {self.context.role} sends no separate adapters; set [lora] and weights.lora='adapter', or "
+                "send all weights"
+            )
+        return self._adapter_stream
 
     def update_weights(self, sender: WeightSender, version: int, adapters: bool) -> UpdateResult:
         started = time.perf_counter()
-        gathered, stream = self._manifest_of(adapters=adapters), self.stream_of(adapters=adapters)
-        roots = [sender.sender_of(bucket) for bucket in gathered.buckets]
+        stream = self.stream(adapters=adapters)
+        roots = [sender.sender_of(bucket) for bucket in stream.gathered.buckets]
         sends = None in roots or self.layout.rank in roots
         sent = 0
         chunks = self.weights  # before meeting the engines, which get ready meanwhile
         try:
-            merged = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
+            to_merge = self._gather_adapters(chunks, root=roots[0] if len(set(roots)) == 1 else None)
             if sends:
                 with self.span("meet engines"):
-                    sender.open(stream, version)
-            for bucket, root in zip(gathered.buckets, roots, strict=True):
-                sent += self._send(sender, bucket, gathered, stream, chunks=chunks, root=root, merged=merged)
+                    sender.open(stream.sent, version)
+            precise = self._precise_buffers(stream.gathered)
+            for bucket, root in zip(stream.gathered.buckets, roots, strict=True):
+                out = self._gathered(sender, bucket, stream, chunks=chunks, root=root)
+                if out is not None:
+                    sent += self._send(sender, bucket, out, stream, to_merge=to_merge, precise=precise)
+                del out  # the sender's memory
         finally:
             self._gather_plan.release()
         engines: Mapping[str, str] = {}
@@ -67,80 +105,65 @@ class WeightStream(Primitives):
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         """Fill `out` [bucket.numel] with the bucket's full HF tensors on rank `root`, or on all ranks if it is None.
         `out` is None on ranks that do not need it; `chunks` are this rank's parameters, on the device or not."""
-        dtype = getattr(torch, self.manifest.dtype)
+        dtype = getattr(torch, self._stream.gathered.dtype)
         # Buckets travel between devices, even if a rank's chunks are in host memory.
         where = torch.empty(0, device=self.device) if out is None else out
         self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=dtype)
 
-    def stream_of(self, *, adapters: bool) -> Manifest:
-        """The manifest of what engines are sent: that of the gathered weights, or one in which tensors are quantized,
-        and buffers more precise than the manifest's dtype stay so. With `adapters`, of these alone; raises Unsupported
-        if they are merged, or there are none."""
-        weights, gathered = self.config.weights, self._manifest_of(adapters=adapters)
-        left_out = weights.unquantized if weights.quantize == "fp8" else None
-        precise = {name: str(view.dtype).removeprefix("torch.") for name, view in self._precise().items()}
-        if adapters or (left_out is None and not precise):
-            return gathered
-        return quantized(gathered, left_out, precise=precise)
-
-    def _manifest_of(self, *, adapters: bool) -> Manifest:
-        if not adapters:
-            return self.manifest
-        if self._alone is None:
-            raise Unsupported(
-                f"the {self.context.role} sends no separate adapters; set [lora] and weights.lora='adapter', or "
-                "send all weights"
-            )
-        return self._alone
-
-    def _precise(self) -> dict[str, torch.Tensor]:
+    def _precise_buffers(self, gathered: Manifest) -> dict[str, torch.Tensor]:
         """The buffers that the manifest's dtype would round: such as decide which experts a token goes to."""
-        sent = getattr(torch, self.manifest.dtype)
+        dtype = getattr(torch, gathered.dtype)
         return {
-            chunk.name: chunk.view for chunk in self.buffers() if torch.promote_types(chunk.view.dtype, sent) != sent
+            chunk.name: chunk.view for chunk in self.buffers() if torch.promote_types(chunk.view.dtype, dtype) != dtype
         }
 
     def _gather_adapters(self, chunks: Sequence[Chunk], *, root: int | None) -> Adapters | None:
         """The whole adapters to merge, on rank `root`, or on all ranks if it is None; None elsewhere, and if there are
         none."""
-        lora, found = self.config.lora, None
-        for bucket in self._merged:
-            numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
-            where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)
-            found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
-        return None if lora is None or found is None else Adapters(self._merged[0].views(found), lora.scale)
+        lora, bucket = self.config.lora, self._adapter_bucket
+        if lora is None or bucket is None:
+            return None
+        numel = bucket.numel if root in (None, self.layout.rank) else 0  # only where they are needed
+        where = self._gather_plan.memory("adapters", numel, torch.float32, self.device)
+        found = self._gather_plan.gather(bucket, where, chunks=chunks, root=root, dtype=torch.float32)
+        return None if found is None else Adapters(bucket.views(found), lora.scale)
+
+    def _gathered(
+        self, sender: WeightSender, bucket: Bucket, stream: Stream, *, chunks: Sequence[Chunk], root: int | None
+    ) -> torch.Tensor | None:
+        """Gather a bucket on every rank; returns it [bucket.numel] if `root` is this rank or None."""
+        out: torch.Tensor | None = None
+        if root in (None, self.layout.rank):
+            # Converting is into the sender's memory.
+            direct, manifest = stream.converted is None, stream.gathered
+            out = self._room(sender, bucket, manifest) if direct else self._memory(bucket, manifest)
+        with self.span("gather"):
+            self.gather(bucket, out, chunks=chunks, root=root)
+        return out
 
     def _send(
         self,
         sender: WeightSender,
         bucket: Bucket,
-        gathered: Manifest,
-        stream: Manifest,
+        out: torch.Tensor,
+        stream: Stream,
         *,
-        chunks: Sequence[Chunk],
-        root: int | None,
-        merged: Adapters | None,
+        to_merge: Adapters | None,
+        precise: Mapping[str, torch.Tensor],
     ) -> int:
-        """Gather a bucket on every rank and, if `root` is this rank or None, send it in the form of `stream`, with the
-        adapters `merged`. Returns the bytes sent. Keeps no reference to the sender's memory."""
-        holds, direct = root in (None, self.layout.rank), stream is gathered
-        out: torch.Tensor | None = None
-        if holds:
-            out = self._room(sender, bucket, gathered) if direct else self._memory(bucket, gathered)
-        with self.span("gather"):
-            self.gather(bucket, out, chunks=chunks, root=root)
-        if out is None:
-            return 0
-        if merged is not None:
+        """Send a gathered bucket in the form that engines get. Returns the bytes sent. Keeps no reference to the
+        sender's memory."""
+        if to_merge is not None:
             with self.span("merge"):
-                merged.merge(bucket.views(out))
-        as_sent = stream.buckets[bucket.index]
-        if not direct:
-            flat, out = out, self._room(sender, as_sent, stream)
+                to_merge.merge(bucket.views(out))
+        if stream.converted is not None:
+            flat, bucket_sent = out, stream.converted.buckets[bucket.index]
+            out = self._room(sender, bucket_sent, stream.converted)
             with self.span("quantize"):
-                quantize(bucket, flat, as_sent, out, self._precise())
+                quantize(bucket, flat, bucket_sent, out, precise)
+            bucket = bucket_sent
         with self.span("send"):
-            sender.send(as_sent, out)
+            sender.send(bucket, out)
         return out.nbytes
 
     def _room(self, sender: WeightSender, bucket: Bucket, manifest: Manifest) -> torch.Tensor:

@@ -23,6 +23,7 @@ import ray
 from attrs import define, field, frozen
 from ray.exceptions import RayError
 
+from corerl.config.schema import ClusterConfig
 from corerl.messages import note, one_line
 from corerl.plugin.events import Span
 
@@ -271,6 +272,21 @@ class Watching:
     start_timeout: float = 0.0  # of work until it has started, after which it is ended
     # Called once per answer (name, calls, result); if set, the processes record what they do in their calls.
     on_answer: Callable[[str, Pending, Any], None] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        cluster: ClusterConfig,
+        notify: Callable[[str], None],
+        on_answer: Callable[[str, Pending, Any], None] | None = None,
+    ) -> Watching:
+        return cls(
+            notify=notify,
+            watchdog=cluster.watchdog,
+            health_timeout=cluster.health_timeout,
+            start_timeout=cluster.start_timeout,
+            on_answer=on_answer,
+        )
 
     @property
     def period(self) -> float:

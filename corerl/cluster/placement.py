@@ -22,6 +22,7 @@ from corerl.errors import CorerlError
 from corerl.messages import first_line
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FREE_WITHIN = 60.0  # seconds for a cluster to free what is asked for
 PROBED_WITHIN = 120.0  # seconds for a process to start and see its GPU
 
 
@@ -319,16 +320,16 @@ def _no_room(bundle: Mapping[str, float], count: int) -> CorerlError:
 
 
 @contextlib.contextmanager
-def reserved(placement: Placement, *, timeout: float, release: bool = True) -> Iterator[ResourcePool]:
+def reserved(placement: Placement, *, timeout: float = FREE_WITHIN, release: bool = True) -> Iterator[ResourcePool]:
     """Reserve the bundles and yield the slots of each group; releases the bundles at the end, unless Ray itself ends
     then. `timeout`: seconds to wait until the cluster has them free. Raises like `ResourcePool.arrange`."""
-    room = ResourcePool(timeout=timeout)
+    pool = ResourcePool(timeout=timeout)
     try:
-        room.take(room.arrange(placement))
-        yield room
+        pool.take(pool.arrange(placement))
+        yield pool
     finally:
         if release:
-            room.release()
+            pool.release()
 
 
 def physical_order(nodes: Mapping[int, str], gpus: Mapping[int, Gpu]) -> list[int]:

@@ -19,7 +19,7 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.errors import DataError, ResizeFailed, SaveFailed
-from corerl.plan.residency import REST, saving
+from corerl.plan.residency import REST, save_stage
 from corerl.plugin.events import CheckpointSaved
 
 
@@ -161,7 +161,7 @@ class Saves:
     def after_step(self, driver: Callable[[], DriverPart], *, last: bool, resumable: bool) -> None:
         """Commit what has been written, and start what is due: on disk every so many steps and after the last one, in
         memory after each `resumable` one."""
-        step = self.disk.progress.step
+        step = self.disk.progress.steps_done
         self.disk.complete(wait=False)
         if last or self.disk.due(step):
             self._start(self.disk, driver, background=self.disk.config.background and not last)
@@ -174,7 +174,7 @@ class Saves:
         self.disk.complete(wait=True)  # ranks that are about to end write it
         self._save_in_memory(driver, background=False)
         saves = self.memory or self.disk
-        if saves.last_step != saves.progress.step:
+        if saves.last_step != saves.progress.steps_done:
             try:
                 self._start(saves, driver, background=False)
             except SaveFailed as error:
@@ -186,7 +186,7 @@ class Saves:
 
     def finish(self, driver: Callable[[], DriverPart]) -> Path | None:
         """Complete a checkpoint of the last step on disk; returns the newest one."""
-        if self.disk.last_step != self.disk.progress.step:
+        if self.disk.last_step != self.disk.progress.steps_done:
             self.residency.enter(REST)
             self._start(self.disk, driver, background=False)
         self.disk.complete(wait=True)
@@ -198,7 +198,7 @@ class Saves:
         if memory is None:
             return
         try:
-            if memory.last_step != memory.progress.step:
+            if memory.last_step != memory.progress.steps_done:
                 self._start(memory, driver, background=background)
             memory.complete(wait=not background)
         except SaveFailed as error:
@@ -207,5 +207,5 @@ class Saves:
             memory.give_up()
 
     def _start(self, saves: Checkpoints, driver: Callable[[], DriverPart], *, background: bool) -> None:
-        step = saves.progress.step
-        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(saving(role)))
+        step = saves.progress.steps_done
+        saves.start(step, driver(), background=background, enter=lambda role: self.residency.enter(save_stage(role)))

@@ -76,7 +76,7 @@ class Control:
 
     @property
     def step(self) -> int:
-        return self.progress.step
+        return self.progress.steps_done
 
     @property
     def plan(self) -> Plan:
@@ -120,7 +120,7 @@ class Control:
     def failed(self, message: str, *, ranks: bool) -> None:
         """Ask the extensions how to go on after all ranks, or engines alone, have ended. Raises InsufficientResources
         if a lost machine cannot be replaced, and WorkerDied if ranks have to end too."""
-        self.groups.room.poll()
+        self.groups.pool.poll()
         if not ranks:
             self.groups.require_ranks()
         self._failure = ProcessFailure(message=message, ranks=ranks, lost=self.groups.lost)

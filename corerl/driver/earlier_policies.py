@@ -16,8 +16,8 @@ TURNS = ("update-0", "update-1")  # snapshots of the last two updates, made in t
 
 @define(kw_only=True)
 class EarlierPolicies:
-    """Those of the `tags` that are wanted, in the host memory of the ranks of `group`. Its verbs are called while the
-    actor's parameters are resident."""
+    """Snapshots of the actor's weights, one for each of the `tags`, in the host memory of the ranks of `group`. Its
+    verbs are called while the actor's parameters are resident."""
 
     group: TrainGroup
     tags: Collection[str]
@@ -26,11 +26,11 @@ class EarlierPolicies:
     _made: int = 0  # updates that were kept
 
     def begin(self, *, resumed: bool) -> None:
-        """Make those that ranks which have just started lack. A notice says which weights an uninterrupted run would
-        have, and a resumed one lacks."""
+        """Recreate the snapshots that newly started ranks do not have. Where a resumed run cannot recreate what an
+        uninterrupted one would have, a notice says so."""
         self._made = 0
         if REFERENCE in self.tags:
-            self._load_reference(self.progress.step, resumed=resumed)
+            self._load_reference(self.progress.steps_done, resumed=resumed)
         if resumed and OLD in self.tags:
             self.progress.notice(
                 "until the second update, the old weights are those of the checkpoint, which has no others"

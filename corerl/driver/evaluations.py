@@ -64,7 +64,7 @@ class Evaluations:
         self.metrics = {name: value for each in found for name, value in each.metrics.items()}
         self.progress.emit(
             Evaluated(
-                step=self.progress.step,
+                step=self.progress.steps_done,
                 metrics=self.metrics,
                 shown=shown,
                 samples=[sample for each in found for sample in each.samples],
@@ -74,7 +74,7 @@ class Evaluations:
     def _due(self, held_out: EvalSet) -> bool:
         if not held_out.every or self.sampling.sampler is None:
             return False
-        step = self.progress.step
+        step = self.progress.steps_done
         if step == 0:
             return self.plan.eval.at_start
         return step % held_out.every == 0 or step >= self.plan.run.steps

@@ -34,7 +34,7 @@ class Groups:
     """The ranks of a run's roles and its engines: their plan, and their places."""
 
     plan: Plan  # of the groups as they are
-    room: ResourcePool
+    pool: ResourcePool
     roles: Mapping[str, Role]
     fleet: EngineFleet | None  # None if nothing is sampled
     residency: Residency
@@ -75,7 +75,7 @@ class Groups:
     def elsewhere(self) -> bool:
         """Whether ranks that are trained have their places on other machines than this one."""
         trained = [name for name, role in self.roles.items() if role.loss is not None]
-        return bool(nodes.elsewhere(slot.node for name in trained for slot in self.room[name]))
+        return bool(nodes.elsewhere(slot.node for name in trained for slot in self.pool[name]))
 
     def end_ranks(self) -> None:
         """End all ranks, and let engines on their devices sleep, so that others find room to load."""
@@ -90,10 +90,10 @@ class Groups:
         starting = {}
         for name, role in self.roles.items():
             saved = "" if checkpoint is None or role.loss is None else str(checkpoint / name)
-            starting[name] = role.group.restart(saved, plans[name], self.room[name])
+            starting[name] = role.group.restart(saved, plans[name], self.pool[name])
         started = wait_all(starting)
         for name, init in started.items():
-            self.roles[name].optimizer_step = init.optimizer_step
+            self.roles[name].next_optimizer_step = init.optimizer_step
         self.residency.ranks_changed(self.roles)
         return started[ACTOR].weights_version
 
@@ -105,12 +105,12 @@ class Groups:
 
         Raises UserError or ResizeFailed if not all groups could be changed, once they are as before."""
         require_same_surroundings(self.plan.processes, plan.processes)
-        before, places, began = self.plan, dict(self.room), time.monotonic()
+        before, places, began = self.plan, dict(self.pool), time.monotonic()
         restarts = any(_differ(role, plan.processes.roles[name]) for name, role in before.processes.roles.items())
         replicas = _replicas(before.processes), _replicas(plan.processes)
         if not restarts and replicas[0] == replicas[1]:
             return []
-        staying = {} if restarts else {name: len(self.room[name]) for name in self.roles}
+        staying = {} if restarts else {name: len(self.pool[name]) for name in self.roles}
         if replicas[1]:
             staying[ENGINES] = min(replicas)
         try:
@@ -125,7 +125,7 @@ class Groups:
                     raise
                 raise ResizeFailed(f"the new ranks did not start: {error.message}; all groups are as before") from error
         finally:
-            self.room.take({})  # gives back what was reserved for processes that have ended, or did not come
+            self.pool.take({})  # gives back what was reserved for processes that have ended, or did not come
         self._write_config()
         seconds = time.monotonic() - began
         return [f"{line}, {seconds:.1f} s" for line in _changes(before.processes, plan.processes)]
@@ -141,7 +141,7 @@ class Groups:
                     if not role.group.processes.ended:
                         role.group.shutdown("resized")
                 self.end_ranks()
-                self.room.take({name: slots[name] for name in self.roles}, give_back=False)
+                self.pool.take({name: slots[name] for name in self.roles}, give_back=False)
                 self.plan = plan
                 self.start_ranks(checkpoint)
             self._resize_engines(plan, slots, smaller=False)
@@ -158,7 +158,7 @@ class Groups:
         if not smaller:
             self.residency.enter(REST)  # new engines load where ranks may be
         self.fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
-        self.room.take({ENGINES: slots[ENGINES]}, give_back=False)
+        self.pool.take({ENGINES: slots[ENGINES]}, give_back=False)
         self.residency.engines_changed()
 
     # ---- where processes have ended ---------------------------------------------------------------------------------
@@ -166,14 +166,14 @@ class Groups:
     @property
     def lost(self) -> dict[str, int]:
         """How many processes of each group were on a machine that is gone, for groups that lost any."""
-        counts = {name: sum(slot.lost for slot in slots) for name, slots in self.room.items()}
+        counts = {name: sum(slot.lost for slot in slots) for name, slots in self.pool.items()}
         return {name: count for name, count in counts.items() if count}
 
     def require_ranks(self) -> None:
         """While engines are replaced and ranks go on: raise WorkerDied if the machine of one is gone, once the ranks of
         its role are ended."""
         for name, role in self.roles.items():
-            for rank, (slot, node) in enumerate(zip(self.room[name], role.group.processes.nodes, strict=True)):
+            for rank, (slot, node) in enumerate(zip(self.pool[name], role.group.processes.nodes, strict=True)):
                 if slot.lost or slot.node != node:
                     role.group.processes.kill()
                     raise WorkerDied(f"{name} rank {rank}: its machine is gone")
@@ -184,9 +184,9 @@ class Groups:
         before, after = self.plan.processes, plan.processes
         require_same_surroundings(before, after)
         engines = [ENGINES] if self.fleet is not None else []
-        found = self.room.replace_lost(after.placement, [*staying, *engines])
+        found = self.pool.replace_lost(after.placement, [*staying, *engines])
         placed = _with_senders(after, found)
-        self.room.take(found)
+        self.pool.take(found)
         self.plan, self._placed = plan, placed
         self._write_config()
         self.seat_engines()
@@ -195,7 +195,7 @@ class Groups:
     def seat_engines(self) -> None:
         """Let engines that are about to be replaced start where their places are by now."""
         if self.fleet is not None and (engine := self.plan.processes.engine) is not None:
-            slots = self.room[ENGINES]
+            slots = self.pool[ENGINES]
             self.fleet.reassign(with_devices(engine, slots), slots)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Groups:
 
     def _arranged(self, after: ProcessPlan, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
         try:
-            return self.room.arrange(after.placement, staying)
+            return self.pool.arrange(after.placement, staying)
         except CorerlError as error:  # no room, a machine that does not fit, or a GPU that does not answer
             raise ResizeFailed(error.message) from error
 

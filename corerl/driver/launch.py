@@ -46,10 +46,9 @@ from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished, RunFinished, RunStarted
 from corerl.plugin.observers import load_observers, traced
 from corerl.plugin.spec import ACTOR
+from corerl.rollout.source import Policies
 from corerl.trainer.group import TrainGroup
 from corerl.types import InitResult
-
-RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a run asks for
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
                 RunStarted(
                     run_dir=str(start.run_dir),
                     steps=plan.run.steps,
-                    first_step=progress.step,
+                    first_step=progress.steps_done,
                     title=plan.title,
                     mode=plan.run.mode,
                     same_run=start.same_run,
@@ -116,7 +115,7 @@ def _launched(plan: Plan, damaged: dict[Path, str], began: float) -> Iterator[Ru
 def _end_observers(progress: Progress, start: Start, error: BaseException, damaged: Faults) -> None:
     """Let observers know that the run has failed, or starts again from an older checkpoint."""
     if isinstance(error, WorkerDied):  # calls of engines do not say at which step they are
-        error.add_note(f"the run ended in step {progress.step + 1}")
+        error.add_note(f"the run ended in step {progress.steps_done + 1}")
     falls_back = start.resumed if isinstance(error, CheckpointDamaged) and start.resume in damaged else None
     if falls_back is not None and latest(falls_back, damaged=damaged) is not None:
         progress.observers.shutdown("restarted")
@@ -125,7 +124,7 @@ def _end_observers(progress: Progress, start: Start, error: BaseException, damag
     progress.emit(
         RunFinished(
             reason=reason,
-            steps_done=progress.step,
+            steps_done=progress.steps_done,
             seconds=progress.elapsed,
             artifacts={"run directory": str(start.run_dir)},
         )
@@ -165,7 +164,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     loop = EventLoop("rollout")
     stack.callback(loop.close)
     rewards = start_rewards(plan, loop, progress, stack)  # first: their processes start while Ray does
-    groups, fleet, inits, room = _start_processes(plan, loop, progress, stack)
+    groups, fleet, inits, pool = _start_processes(plan, loop, progress, stack)
     roles = roles_of(plan, groups, inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     tags = plan.algorithm.snapshots(ACTOR) if trains else ()
@@ -174,7 +173,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
-    processes = Groups(plan=plan, room=room, roles=roles, fleet=fleet, residency=residency, progress=progress)
+    processes = Groups(plan=plan, pool=pool, roles=roles, fleet=fleet, residency=residency, progress=progress)
     control = Control(groups=processes, progress=progress, stop=stop)
     updates = None
     if fleet is not None:
@@ -184,7 +183,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             address_of=processes.update_address,
             separate_adapters=plan.processes.separate_adapters,
-            version=inits[ACTOR].weights_version,
+            # The first weights are sent as the version that they had.
+            policies=Policies(version=inits[ACTOR].weights_version - 1),
             residency=residency,
             control=control,
             progress=progress,
@@ -194,7 +194,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         config=plan.checkpoint,
         roles=trained,
         newest=start.resume,
-        last_step=progress.step if start.state else -1,
+        last_step=progress.steps_done if start.state else -1,
         progress=progress,
     )
     in_memory = plan.checkpoint.memory and trains
@@ -211,7 +211,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        restarts=Recovery(control=control, updates=updates, saves=saves, start=start),
+        recovery=Recovery(control=control, updates=updates, saves=saves, start=start),
         control=control,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",
@@ -246,34 +246,29 @@ def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None,
 def _start_processes(
     plan: Plan, loop: EventLoop, progress: Progress, stack: contextlib.ExitStack
 ) -> tuple[dict[str, TrainGroup], EngineFleet | None, dict[str, InitResult], ResourcePool]:
-    """Start the ranks of each role and the engines, in a room of bundles; returns when all are ready. `stack`
+    """Start the ranks of each role and the engines, on a pool of bundles; returns when all are ready. `stack`
     ends them."""
     processes, engine = plan.processes, plan.processes.engine
     progress.begin("starting Ray")
     cpus = max(processes.placement.cpus, CPUS)
-    ends = stack.enter_context(ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()))
-    room = stack.enter_context(reserved(processes.placement, timeout=RESERVED_WITHIN, release=not ends))
+    owns_ray = stack.enter_context(ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()))
+    pool = stack.enter_context(reserved(processes.placement, release=not owns_ray))
     progress.begin("starting ranks and engines" if engine is not None else "starting ranks")
-    watching = Watching(
-        notify=progress.notice,
-        watchdog=plan.cluster.watchdog,
-        health_timeout=plan.cluster.health_timeout,
-        start_timeout=plan.cluster.start_timeout,
-        on_answer=functools.partial(emit_call, progress) if traced(plan.extensions) else None,
-    )
+    on_answer = functools.partial(emit_call, progress) if traced(plan.extensions) else None
+    watching = Watching.of(plan.cluster, progress.notice, on_answer)
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
-        groups[name] = TrainGroup.launch(role, room[name], watching=watching)
+        groups[name] = TrainGroup.launch(role, pool[name], watching=watching)
         stack.callback(functools.partial(_end, groups[name]))
     fleet: EngineFleet | None = None
     if engine is not None:
-        fleet = make_fleet(engine, room[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
+        fleet = make_fleet(engine, pool[ENGINES], watching, loop, plan.rollout.settings, progress.spans)
         stack.callback(loop.close)  # after its engines have ended, before Ray does
         stack.callback(fleet.end)
     restarts = processes.roles[ACTOR].train.restarts
     in_turns = bool(processes.sharing)
     started = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
-    return groups, fleet, started, room
+    return groups, fleet, started, pool
 
 
 def _end(group: TrainGroup) -> None:

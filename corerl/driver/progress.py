@@ -36,7 +36,7 @@ class Progress:
     """Shared by all parts of a run on the driver."""
 
     observers: Observers
-    step: int  # rollout steps done
+    steps_done: int  # rollout steps; also the index of the one that comes next
     seconds: Phases = field(factory=Phases)  # of the current step, by phase
     spans: Spans = field(factory=Spans)  # of phases, and of what else is done meanwhile
     clock: Callable[[], float] = time.monotonic
@@ -56,12 +56,12 @@ class Progress:
 
     def notice(self, text: str) -> None:
         """Report a sentence that the user should read."""
-        self.emit(Notice(text=text, step=self.step))
+        self.emit(Notice(text=text, step=self.steps_done))
 
     def begin(self, name: str) -> None:
         """Announce the start of something that takes a while."""
         self._current = Current(name, began=self.clock())
-        self.emit(PhaseStarted(name=name, step=self.step))
+        self.emit(PhaseStarted(name=name, step=self.steps_done))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Progress:
         self.emit(
             PhaseProgress(
                 name=current.name,
-                step=self.step,
+                step=self.steps_done,
                 seconds=self.clock() - current.began,
                 unit=current.unit,
                 done=current.done,

@@ -11,7 +11,7 @@ from attrs import define, field
 from corerl.driver.progress import Progress
 from corerl.engines.fleet import EngineFleet
 from corerl.kinds import ALL_KINDS, MemoryKind
-from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, training
+from corerl.plan.residency import REST, SAMPLE, TRAIN, EngineMemory, Stage, train_stage
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
 
@@ -54,7 +54,7 @@ class Residency:
         if not taking:
             return {TRAIN: separate}
         first, *others = taking
-        return {training(first): [first, *separate], **{training(role): [role] for role in others}}
+        return {train_stage(first): [first, *separate], **{train_stage(role): [role] for role in others}}
 
     def enter(self, name: str) -> None:
         """Make exactly the stage's memory resident. What goes to sleep does so before anything wakes up."""
@@ -138,7 +138,7 @@ class Residency:
                 for note in slept.notes:
                     self.progress.notice(f"{role} rank {rank}: {note}")
             # One that is trained has its gradients and moments in no stage but that.
-            self._seen[role] += self._stage == training(role) or training(role) not in self.plan
+            self._seen[role] += self._stage == train_stage(role) or train_stage(role) not in self.plan
         if self._engines > engines:
             self._lay_down_engines()
 

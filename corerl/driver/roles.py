@@ -31,7 +31,7 @@ class DecayStart:
 
 @define(kw_only=True)
 class Role:
-    """One role. `optimizer_step` advances as steps are started; each role counts its own."""
+    """One role. `next_optimizer_step` advances as steps are started; each role counts its own."""
 
     name: str
     group: TrainGroup
@@ -40,7 +40,7 @@ class Role:
     seed: int
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
-    optimizer_step: int  # the next step
+    next_optimizer_step: int
     decay_start: DecayStart | None = None
 
     def lr(self, optimizer_step: int) -> float:
@@ -68,11 +68,11 @@ class Role:
         """Let the next step have the learning rate that it had with the mini-batches and epochs of `before`, which the
         first rollout steps had."""
         earlier = evolve(self, train=evolve(self.train, mini_batches=before.mini_batches, epochs=before.epochs))
-        if earlier.steps_of_batch != self.steps_of_batch and self.optimizer_step:
+        if earlier.steps_of_batch != self.steps_of_batch and self.next_optimizer_step:
             self.decay_start = DecayStart(
-                optimizer_step=self.optimizer_step,
+                optimizer_step=self.next_optimizer_step,
                 rollout_step=rollout_step,
-                progress=decayed(**earlier._place(self.optimizer_step)),
+                progress=decayed(**earlier._place(self.next_optimizer_step)),
             )
 
     @property
@@ -81,7 +81,9 @@ class Role:
 
     def step(self, rollout_step: int) -> Step:
         """The next optimizer step."""
-        return Step(optimizer_step=self.optimizer_step, rollout_step=rollout_step, lr=self.lr(self.optimizer_step))
+        return Step(
+            optimizer_step=self.next_optimizer_step, rollout_step=rollout_step, lr=self.lr(self.next_optimizer_step)
+        )
 
     def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
@@ -115,7 +117,7 @@ class Role:
                 started.append(self.group.optimizer_step(step, scale=scale))
             else:
                 started.append(self.group.train(shared, plan, loss, step))
-            self.optimizer_step += 1
+            self.next_optimizer_step += 1
         return started
 
     def start_forward(
@@ -156,7 +158,7 @@ def roles_of(
             seed=plan.run.seed,
             first_step=objective.first_step if objective else 0,
             rollout_steps=train.schedule.steps or plan.run.steps,
-            optimizer_step=inits[name].optimizer_step,
+            next_optimizer_step=inits[name].optimizer_step,
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]
@@ -182,7 +184,7 @@ def continue_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> lis
         train = old.train_of(role.name)
         before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
         role.keep_rate(train, state["rollout_step"])
-        was, now = before.lr(role.optimizer_step), role.lr(role.optimizer_step)
+        was, now = before.lr(role.next_optimizer_step), role.lr(role.next_optimizer_step)
         if not math.isclose(was, now, rel_tol=1e-6):
             line = f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}"
             if role.rollout_steps != before.rollout_steps:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from attrs import Factory, asdict, define, evolve, field, frozen
 
 from corerl.algorithms.kl import adapted_coefficient
@@ -60,7 +59,7 @@ class Summary:
 class Run:
     """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
-    plan: Plan
+    plan: Plan  # as the run started: after a resize, `control.plan` has other processes
     progress: Progress
     reports: StepReports
     roles: Mapping[str, Role]
@@ -71,7 +70,7 @@ class Run:
     sampling: Sampling
     evaluations: Evaluations
     saves: Saves
-    restarts: Recovery
+    recovery: Recovery
     control: Control
 
     # algorithm.kl_coef, as adapted so far
@@ -91,9 +90,13 @@ class Run:
     def _resumable(self) -> bool:
         """Whether engines have just got new weights, and the reference policy is renewed, as both are when a run
         resumes."""
-        step, every = self.progress.step, self.plan.algorithm.settings.reference_every
+        step, every = self.progress.steps_done, self.plan.algorithm.settings.reference_every
         fresh = not self.plan.run.samples or step % self.plan.weights.every == 0
         return fresh and (not every or step % every == 0)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.plan.start.run_dir
 
     @property
     def actor(self) -> Role:
@@ -112,27 +115,28 @@ class Run:
         rollout = self.plan.rollout
         while True:
             scored = None
-            with self.recovery() as deaths:
-                scored = self._next()
+            with self.rewinding_if_ranks_die() as deaths:
+                scored = self._next_or_accumulate()
             if deaths:
                 continue
             if scored is None:
                 return
             if rollout.settings.save or self.plan.run.mode == "rollout-only":
-                write_rollout(self.plan.start.run_dir / ROLLOUTS, scored)
+                write_rollout(self.run_dir / ROLLOUTS, scored)
             if rollout.postprocess is not None:
                 scored = postprocessed(scored, rollout.postprocess, name=rollout.settings.postprocess)
             yield scored
 
-    def _next(self) -> ScoredRollout | None:
-        """The next rollout step; training has begun with those of its prompts that came first, if they come singly."""
+    def _next_or_accumulate(self) -> ScoredRollout | None:
+        """The next rollout step. If its prompts come one by one, the ranks have already accumulated gradients of the
+        first ones."""
         self._streamed = None  # that of the step before
         while arrived := self._served(self.sampling.source.arrived()):
             if self._streamed is None:
-                trains = self.actor.loss is not None and self.progress.step >= self.actor.first_step
+                trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
                 self._streamed = StreamedStep(
-                    step=self.progress.step,
-                    training=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                    step=self.progress.steps_done,
+                    trained=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
                     with_logprobs=self.with_logprobs,
                     with_advantages=self.advantages_of,
                     progress=self.progress,
@@ -164,9 +168,20 @@ class Run:
             return
         with self.progress.phase("compare"):
             samples = self._served(self.logprob_check.sample())
-        with self.training():
+        with self.using_ranks():
             self._compare(self.logprob_check, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
+
+    def _check_due_logprobs(self, samples: SampleBatch) -> None:
+        """If a check is due, and the trainer still has the weights that engines hold, compare these samples; others if
+        all of these are older."""
+        if (
+            self.logprob_check is not None
+            and self.logprob_check.due
+            and self._pushed_at == self.actor.next_optimizer_step
+        ):
+            fresh = self.logprob_check.choose(samples)
+            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
@@ -179,30 +194,27 @@ class Run:
 
     # ---- from samples to optimizer steps ----------------------------------------------------------------------------
 
-    def with_advantages(self, scored: ScoredRollout) -> TrainBatch:
-        """Add everything the losses read, computed by the models before the batch's first optimizer step."""
+    def prepare(self, scored: ScoredRollout) -> TrainBatch:
+        """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
+        LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        settings = algorithm.settings
-        if self.logprob_check is not None and self.logprob_check.due and self._pushed_at == self.actor.optimizer_step:
-            fresh = self.logprob_check.choose(samples)
-            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
-        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.whole(samples)
+        self._check_due_logprobs(samples)
+        samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.updates is not None:
-            versions = self.updates.weights_of(np.append(samples.columns["versions"], self.updates.version - 1))
-            staleness = staleness_metrics(samples.with_columns(versions=versions[:-1]), int(versions[-1]))
-            batch = evolve(batch, metrics={**staleness, **batch.metrics})
-        if settings.kl_target and batch.kl is not None:
-            self.kl_coef = adapted_coefficient(
-                self.kl_coef,
-                batch.kl,
-                target=settings.kl_target,
-                horizon=settings.kl_horizon,
-                samples=len(samples.episodes[0]),
-            )
+            batch = evolve(batch, metrics={**staleness_metrics(samples, self.updates.policies), **batch.metrics})
+        self._adapt_kl(batch.kl, episodes=len(samples.episodes[0]))
         return batch
+
+    def _adapt_kl(self, kl: float | None, *, episodes: int) -> None:
+        """Change the coefficient of the KL term, for the next batch, by the KL of this one."""
+        settings = self.plan.algorithm.settings
+        if settings.kl_target and kl is not None:
+            self.kl_coef = adapted_coefficient(
+                self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, samples=episodes
+            )
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
         """The samples with all columns that advantages are computed from."""
@@ -254,15 +266,17 @@ class Run:
         train concurrently, unless they take turns in device memory."""
         samples = batch.samples
         if not samples.columns["loss_mask"].any():
-            self.progress.notice(f"step {self.progress.step} is skipped: none of its samples has a loss token")
+            self.progress.notice(f"step {self.progress.steps_done} is skipped: none of its samples has a loss token")
             self._renew_reference()
             return {}
         shared = share(samples)
-        training = [
-            name for name, role in self.roles.items() if role.loss is not None and self.progress.step >= role.first_step
+        trained = [
+            name
+            for name, role in self.roles.items()
+            if role.loss is not None and self.progress.steps_done >= role.first_step
         ]
-        results: dict[str, list[TrainResult]] = {name: [] for name in training}
-        for stage, names in self.residency.turns(training).items():
+        results: dict[str, list[TrainResult]] = {name: [] for name in trained}
+        for stage, names in self.residency.turns(trained).items():
             self.residency.enter(stage)
             with self.progress.phase("train"):
                 steps = self._start_training(names, shared, batch)
@@ -272,7 +286,7 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.earlier.renews(self.progress.step + 1):
+        if self.earlier.renews(self.progress.steps_done + 1):
             self.residency.enter(FORWARD)
             self.earlier.renew()
 
@@ -283,15 +297,17 @@ class Run:
         steps: dict[tuple[str, int], Future[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
-            plans = role.plan(batch.samples, self.progress.step)
+            plans = role.plan(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start(shared, plans, self.progress.step, self.loss_of(role, batch.kl_coef), scale=scale)
+            started = role.start(
+                shared, plans, self.progress.steps_done, self.loss_of(role, batch.kl_coef), scale=scale
+            )
             for left_out, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
             ):
                 if left_out:
-                    text = f"step {self.progress.step}: {left_out} optimizer steps of {name} are skipped: {why}"
+                    text = f"step {self.progress.steps_done}: {left_out} optimizer steps of {name} are skipped: {why}"
                     self.progress.notice(text)
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
@@ -306,22 +322,23 @@ class Run:
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
-    def recovery(self) -> AbstractContextManager[Sequence[WorkerDied]]:
-        """A context in which ranks may die: then others start from the newest checkpoint, and the steps since then are
-        repeated. Yields the deaths so far."""
-        return self.restarts.around(self._restore)
+    def rewinding_if_ranks_die(self) -> AbstractContextManager[Sequence[WorkerDied]]:
+        """A context in which ranks may die: the error ends the block, all ranks restart from the newest checkpoint, and
+        the steps since then are repeated: `progress` and the source of samples go back to it. Yields the deaths so
+        far."""
+        return self.recovery.around(self._restore)
 
     def _restore(self, point: RestartPoint) -> None:
         """Go on from a checkpoint, with which the ranks have restarted."""
         self.sampling.source.close()
         self._streamed, self._pushed_at = None, None
-        self.progress.step = point.step
+        self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
         self.earlier.begin(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
         if self.updates is not None:
-            self.sampling.source.renumber(self.updates.version - point.version)
+            self.sampling.source.renumber(self.updates.policies.version + 1 - point.version)
             self.sampling.loop.run(self.updates.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
@@ -330,7 +347,7 @@ class Run:
 
     def between_steps(self) -> None:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
-        if self.stopping or self.progress.step >= self.plan.run.steps or not self._resumable:
+        if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumable:
             return
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
@@ -349,19 +366,19 @@ class Run:
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
         if self.updates is None or not self._push_due(self.updates.fleet):
             return
-        self.updates.push(self.sampling.source)
-        new = self._pushed_at != self.actor.optimizer_step
+        new = self._pushed_at != self.actor.next_optimizer_step
+        self.updates.push(self.sampling.source, new=new)
         if new:
             self.earlier.updated()
         if self.logprob_check is not None:
-            self.logprob_check.pushed(self.updates.version - 1, new=new)
-        self._pushed_at = self.actor.optimizer_step
+            self.logprob_check.pushed(self.updates.policies.version, new=new)
+        self._pushed_at = self.actor.next_optimizer_step
 
     def ensure_serving(self, *, force: bool = False) -> None:
         """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
         also where none has died."""
         if force or (self.updates is not None and self.updates.fleet.dead):
-            with self.training():
+            with self.using_ranks():
                 self.push_weights()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
@@ -369,11 +386,11 @@ class Run:
         if self._pushed_at is None or not fleet.all_serve:
             return True
         every = self.plan.weights.every
-        due = self.progress.step % every == 0 or self.evaluations.any_due
-        return due and self._pushed_at != self.actor.optimizer_step
+        due = self.progress.steps_done % every == 0 or self.evaluations.any_due
+        return due and self._pushed_at != self.actor.next_optimizer_step
 
     @contextlib.contextmanager
-    def training(self) -> Iterator[None]:
+    def using_ranks(self) -> Iterator[None]:
         """A context for all verbs that use ranks. If ranks and engines share devices, ranks sleep outside of it;
         inside, each verb wakes what it reads, and the engines' weights sleep until new ones are pushed."""
         yield
@@ -385,10 +402,10 @@ class Run:
         self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
     ) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
-        require_there(self.plan.start.run_dir)
+        require_there(self.run_dir)
         if self.updates is not None:
             self.updates.fleet.step_completed()
-        self.restarts.step_done()
+        self.recovery.step_done()
         self.reports.report(scored, batch, results)
 
     def evaluate(self, *, always: bool = False) -> None:
@@ -399,13 +416,15 @@ class Run:
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
-            last = self.progress.step >= self.plan.run.steps or self.stopping  # while a rank that dies is replaced
+            last = (
+                self.progress.steps_done >= self.plan.run.steps or self.stopping
+            )  # while a rank that dies is replaced
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:
         schedules = {name: asdict(role.decay_start) for name, role in self.roles.items() if role.decay_start}
         state = {
-            "rollout_step": self.progress.step,
+            "rollout_step": self.progress.steps_done,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             **({"schedules": schedules} if schedules else {}),
@@ -419,23 +438,23 @@ class Run:
 
     def finish(self) -> Summary:
         """Save what is not saved yet, export, and report how the run ended."""
-        require_there(self.plan.start.run_dir)
+        require_there(self.run_dir)
         # A stop request during the last step has nothing left to stop.
-        done = self.progress.step >= self.plan.run.steps or self.plan.run.mode == "eval"
+        done = self.progress.steps_done >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.control.stop.requested and not done else "finished"
-        artifacts = {"run directory": str(self.plan.start.run_dir)}
+        artifacts = {"run directory": str(self.run_dir)}
         if self.plan.run.mode == "rollout-only":
-            artifacts["rollouts"] = str(self.plan.start.run_dir / "rollouts")
+            artifacts["rollouts"] = str(self.run_dir / ROLLOUTS)
         if self.plan.run.trains:
             artifacts |= self._finish_training(export=self.plan.checkpoint.export and reason == "finished")
         if reason == "interrupted" and self.plan.run.trains:
             artifacts["to go on"] = (
-                f"the same command with {shlex.quote(f'run.dir={self.plan.start.run_dir}')} checkpoint.resume=auto"
+                f"the same command with {shlex.quote(f'run.dir={self.run_dir}')} checkpoint.resume=auto"
             )
         self.progress.emit(
             RunFinished(
                 reason=reason,
-                steps_done=self.progress.step,
+                steps_done=self.progress.steps_done,
                 seconds=self.progress.elapsed,
                 before=self.evaluations.before,
                 after=self.evaluations.after,
@@ -444,8 +463,8 @@ class Run:
         )
         return Summary(
             reason=reason,
-            run_dir=self.plan.start.run_dir,
-            steps_done=self.progress.step,
+            run_dir=self.run_dir,
+            steps_done=self.progress.steps_done,
             evaluation=self.evaluations.metrics,
         )
 
@@ -460,6 +479,6 @@ class Run:
             from corerl.driver.export import export as write_model
 
             self.progress.begin("exporting")
-            target = self.plan.start.run_dir / EXPORT
+            target = self.run_dir / EXPORT
             artifacts["model"] = str(write_model(newest, target, replace=True, notify=self.progress.notice))
         return artifacts

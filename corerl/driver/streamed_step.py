@@ -22,7 +22,7 @@ class StreamedStep:
     the first optimizer step their gradients. Later optimizer steps need the first one's weights, and wait for it."""
 
     step: int  # the rollout step
-    training: tuple[Role, LossSpec] | None  # None if no role is trained in it
+    trained: tuple[Role, LossSpec] | None  # None if no role is trained in it
     with_logprobs: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
     with_advantages: Callable[[SampleBatch, FloatArray], TrainBatch]
     progress: Progress
@@ -42,9 +42,9 @@ class StreamedStep:
         """Returns once the ranks are done with these: prompts that come meanwhile are passed together."""
         samples = self.with_logprobs(arrived.batch)
         self._arrived.append(evolve(arrived, batch=samples))
-        if self.training is None:
+        if self.trained is None:
             return
-        role, loss = self.training
+        role, loss = self.trained
         first = role.groups_of_first_step(arrived.of, self.step)
         groups = np.flatnonzero(np.isin(arrived.prompts, first))
         if len(groups):
@@ -52,7 +52,7 @@ class StreamedStep:
             batch = self.with_advantages(samples.take_rows(rows), arrived.rewards[rows])
             self._add_gradients(role.group, batch.samples, loss, share=len(groups) / len(first))
 
-    def whole(self, samples: SampleBatch) -> SampleBatch:
+    def completed(self, samples: SampleBatch) -> SampleBatch:
         """The step's samples, all of which have been added, with the columns of their passes."""
         joined = SampleBatch.concatenate([each.batch for each in self._arrived])
         prompts = np.concatenate([each.prompts for each in self._arrived])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 
-import numpy as np
 from attrs import define, field, frozen
 
 from corerl.calls import POLL_SECONDS
@@ -22,9 +21,9 @@ from corerl.engines.fleet import EngineFleet
 from corerl.errors import CorerlError, InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.plan.residency import REST, UPDATE
 from corerl.plugin.transports import abandon
-from corerl.rollout.source import Source
+from corerl.rollout.source import Policies, Source
 from corerl.trainer.group import TrainGroup
-from corerl.types import IntArray, UpdateResult
+from corerl.types import UpdateResult
 from corerl.weights.checksums import difference
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
@@ -48,52 +47,47 @@ class WeightUpdates:
     fleet: EngineFleet
     address_of: Callable[[], Address]  # of updates from the ranks to the engines as they are, without a rendezvous
     separate_adapters: bool = False  # whether adapters travel alone to engines that hold all other weights
-    version: int  # of the next update
+    policies: Policies  # up to the version that was sent last
     residency: Residency
     control: Control  # asks extensions where engines are to start
     progress: Progress
 
     _rendezvous: _Rendezvous | None = None  # None: the next update makes one
     _updates: int = 0  # that reached all engines
-    _again: list[int] = field(factory=list)  # versions of weights that the version before had already, ascending
     _unverified: bool = False  # the engines cannot report `weight_sums`
     _served: set[str] = field(factory=set)  # engines whose current process has taken an update
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def push(self, source: Source) -> None:
-        """Update all engines to the actor's weights, replacing those that miss the update. Raises WeightUpdateError, or
-        the cause of an engine's death, if replacing does not help."""
-        first = self.version
-        while failed := self._attempt(source):
+    def push(self, source: Source, *, new: bool = True) -> None:
+        """Update all engines to the actor's weights, which are `new` if they have changed since the last update, and
+        replace engines that miss the update. Raises WeightUpdateError, or the cause of an engine's death, if replacing
+        does not help."""
+        before = self.policies.version
+        while failed := self._attempt(source, self.policies.next(new=new and self.policies.version == before)):
             self._replace(failed)
-        self._again += range(first + 1, self.version)
         self._updates += 1
 
-    def weights_of(self, versions: IntArray) -> IntArray:
-        """The versions, without counting those that only sent the same weights again because an engine had failed."""
-        again: IntArray = np.searchsorted(self._again, versions, side="right").astype(np.int64)
-        return versions - again
-
-    def _attempt(self, source: Source) -> dict[str, CorerlError]:
-        """Run one update; returns the engines to replace, which now serve nothing, and why."""
+    def _attempt(self, source: Source, policies: Policies) -> dict[str, CorerlError]:
+        """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
+        why."""
         with contextlib.ExitStack() as stack:
             if source.overlaps:
                 with self.progress.phase("hold"):
-                    stack.enter_context(source.updating(self.version))
+                    stack.enter_context(source.updating(policies))
             if self.fleet.dead:
                 return self.fleet.died
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
-                failed = self._update()
+                failed = self._update(policies)
             # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
             # with a failed device fails again.
             self.fleet.leave_out(failed)
             return failed
 
-    def _update(self) -> dict[str, CorerlError]:
-        # Used up even if no engine takes it: engines refuse a version that they have.
-        version, self.version = self.version, self.version + 1
+    def _update(self, policies: Policies) -> dict[str, CorerlError]:
+        # The version is used up even if no engine takes it: engines refuse a version that they have.
+        self.policies, version = policies, policies.version
         group, fleet, every = self.group, self.fleet, self.config.verify_every
         verify = every > 0 and self._updates % every == 0
         meeting = self._rendezvous = self._rendezvous or self._meet()
@@ -151,7 +145,7 @@ class WeightUpdates:
         errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
         if not gone and (never := sorted(errors.keys() - self._served)):
             reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
-            raise WeightUpdateError(f"weights version {self.version - 1} did not reach every engine: {reasons}")
+            raise WeightUpdateError(f"weights version {self.policies.version} did not reach every engine: {reasons}")
         return {
             name: WorkerDied(error) if (one := missed[name]) and one.died else WeightUpdateError(f"{name}: {error}")
             for name, error in errors.items()

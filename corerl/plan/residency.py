@@ -37,12 +37,12 @@ SAMPLE, COMPARE, FORWARD, TRAIN, UPDATE = "sample", "compare", "forward", "train
 REST = "rest"  # nothing is resident, as at the start of a run: a starting engine finds room
 
 
-def training(role: str) -> str:
+def train_stage(role: str) -> str:
     """The name of the stage in which `role` takes its optimizer steps."""
     return f"train {role}"
 
 
-def saving(role: str) -> str:
+def save_stage(role: str) -> str:
     """The name of the stage in which `role`'s part of a checkpoint is written, or copied for writing."""
     return f"save {role}"
 
@@ -67,9 +67,9 @@ def residency_plan(
         COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # only for roles with devices of their own
-        **{training(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
+        **{train_stage(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
         UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        **{saving(role): Stage(engines=None, ranks={role: STATE}) for role in trained},
+        **{save_stage(role): Stage(engines=None, ranks={role: STATE}) for role in trained},
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }

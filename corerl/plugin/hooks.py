@@ -117,8 +117,8 @@ class Hooks(Protocol):
         """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
         alike if the gradient is not finite, and clear them."""
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        """Compute per-token outputs without gradients, under the snapshot `weights`; "" means the current weights."""
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
+        """Compute per-token outputs without gradients. For a pass of a snapshot, it is in place of the weights."""
 
     def update_weights(self, sender: Any, version: int, adapters: bool) -> UpdateResult:
         """Stream all weights through a `corerl.weights.WeightSender`, in the manifest's order; with `adapters` only the

@@ -217,8 +217,9 @@ class PluginHost:
             return result
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        """Under the snapshot `weights`; "" means the current weights."""
         with self.entering("forward"), self.backend.using(weights):
-            return self._checked("forward", batch=batch, outputs=outputs, weights=weights)
+            return self._checked("forward", batch=batch, outputs=outputs)
 
     def update_weights(self, sender: Any, version: int, adapters: bool = False) -> UpdateResult:
         """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from corerl.plugin.capabilities import Capability
@@ -45,10 +46,11 @@ def transport_named(name: str) -> TransportSpec:
     return spec
 
 
-def open_sender(address: Address, *, rank: int = 0) -> WeightSender:
-    """The sender for the trainer's `rank`. It connects at the first `open`; keep it for all updates, then close it."""
+def open_sender(address: Address, *, rank: int = 0, lost: Mapping[str, str] | None = None) -> WeightSender:
+    """The sender for the trainer's `rank`. It connects at the first `open`; keep it for all updates, then close it.
+    Engines that fail get an entry in `lost` (engine -> why), and are waited for no more."""
     loaded = load(Kind.TRANSPORTS, address.transport)
-    sender: WeightSender = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.sender)(address, rank)
+    sender: WeightSender = load_implementation(Kind.TRANSPORTS, loaded, loaded.spec.sender)(address, rank, lost)
     return sender
 
 

@@ -22,7 +22,7 @@ from corerl.rollout.recorded import file_of, read_rollout, write_rollout
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
 from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
-from corerl.rollout.source import Arrived, Source
+from corerl.rollout.source import Arrived, Policies, Source
 from corerl.types import BoolArray, FloatArray, IntArray
 
 
@@ -346,7 +346,7 @@ class OrderedRollouts(SampledRollouts):
     # ---- in the thread that updates weights -------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def updating(self, version: int) -> Iterator[None]:
+    def updating(self, policies: Policies) -> Iterator[None]:
         if self.ahead:
             self.engines.loop.run(self._end_sampling())
         yield
@@ -428,7 +428,7 @@ class AsynchronousRollouts(SampledRollouts):
     tracks_versions: ClassVar[bool] = True
 
     _started: int = field(default=0, init=False)  # tasks in total
-    _version: int = field(default=0, init=False)  # of the weights that the next step will be trained with
+    _policies: Policies = field(factory=Policies, init=False)  # the next step will be trained with the last
     _set_aside: list[PromptTask] = field(factory=list, init=False)  # not useful; used if too few others are
     # Since the last step was handed out:
     _useless: int = field(default=0, init=False)  # tasks that were set aside
@@ -474,7 +474,7 @@ class AsynchronousRollouts(SampledRollouts):
         ready = {task.number for task in self._ready}
         others = sorted((task for task in self._in_flight.values() if task.number not in chosen), key=self._age)
         return all(
-            self._age(task)[0] + self.max_staleness > self._version + place // self.prompts
+            self._age(task)[0] + self.max_staleness > self._policies.newest + place // self.prompts
             for place, task in enumerate(others)
             if task.number not in ready  # waiting for these would change nothing
         )
@@ -482,7 +482,8 @@ class AsynchronousRollouts(SampledRollouts):
     def _age(self, task: PromptTask) -> tuple[int, int]:
         """What tasks are handed out by, lowest first. One without tokens does not age: none has come yet, or its
         function failed at once."""
-        return self._version if task.oldest is None else task.oldest, task.number
+        policies = self._policies
+        return policies.newest if task.oldest is None else int(policies.of(np.array(task.oldest))), task.number
 
     def _hand_out(self) -> ScoredRollout:
         self._ready.sort(key=self._age)
@@ -509,15 +510,15 @@ class AsynchronousRollouts(SampledRollouts):
         self._set_aside = [task for task in self._set_aside if self._fresh(task)]
 
     def _fresh(self, task: PromptTask) -> bool:
-        return task.oldest is None or self._version - task.oldest <= self.max_staleness
+        return self._age(task)[0] + self.max_staleness >= self._policies.newest
 
     # ---- in the thread that updates weights -------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def updating(self, version: int) -> Iterator[None]:
+    def updating(self, policies: Policies) -> Iterator[None]:
         self.engines.loop.run(self._pause())
         yield
-        self.engines.loop.run(self._resume(version))
+        self.engines.loop.run(self._resume(policies))
 
     async def _pause(self) -> None:
         self._raise_failure()
@@ -525,8 +526,8 @@ class AsynchronousRollouts(SampledRollouts):
             await self.engines.pause()
         self._raise_failure()
 
-    async def _resume(self, version: int) -> None:
-        self._version = version
+    async def _resume(self, policies: Policies) -> None:
+        self._policies = policies
         self._drop_stale()
         if self._started:
             await self.engines.resume()

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+import numpy as np
+from attrs import evolve, frozen
 
 from corerl.rollout.scored import ScoredRollout
 from corerl.types import FloatArray, IntArray, SampleBatch
@@ -22,6 +23,29 @@ class Arrived:
     of: int  # prompts of the step
     batch: SampleBatch  # whose rows `group` count these prompts
     rewards: FloatArray  # [B]
+
+
+@frozen(kw_only=True)
+class Policies:
+    """Which policy each version of the engines' weights holds. A version that is sent because engines were replaced or
+    added holds the policy of the version before."""
+
+    version: int = 0  # the newest
+    repeats: tuple[int, ...] = ()  # versions of the same policy as the version before, ascending
+
+    def next(self, *, new: bool) -> Policies:
+        """With one more version, of a `new` policy or of the same."""
+        version = self.version + 1
+        return evolve(self, version=version, repeats=self.repeats if new else (*self.repeats, version))
+
+    def of(self, versions: IntArray) -> IntArray:
+        """The policies [...] of these versions [...]. Each is one more than the policy before."""
+        policies: IntArray = versions - np.searchsorted(self.repeats, versions, side="right")
+        return policies
+
+    @property
+    def newest(self) -> int:
+        return self.version - len(self.repeats)
 
 
 class Source(ABC):
@@ -63,8 +87,8 @@ class Source(ABC):
     def save(self, checkpoint: Path) -> None:  # noqa: B027  -- most have nothing to add
         """Write the state that `position` does not hold. Raises DataError."""
 
-    def updating(self, version: int) -> AbstractContextManager[None]:
-        """A context in which engines generate nothing; when it ends, they hold weights `version`."""
+    def updating(self, policies: Policies) -> AbstractContextManager[None]:
+        """A context in which engines generate nothing; when it ends, they hold the last of the policies."""
         return nullcontext()
 
     def close(self) -> None:  # noqa: B027  -- most do nothing by themselves

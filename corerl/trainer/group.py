@@ -48,8 +48,6 @@ from corerl.weights.transport import Address
 
 T = TypeVar("T")
 
-RESERVED_WITHIN = 60.0  # seconds for a cluster to free what a group asks for
-
 
 class SharedBatch:
     """Samples that several verbs of one group or of several read. What they read alike is put once."""
@@ -126,16 +124,10 @@ class TrainGroup:
             notify(line)
         cpus = max(plan.placement.cpus, CPUS)
         with (
-            ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as ends,
-            reserved(plan.placement, timeout=RESERVED_WITHIN, release=not ends) as pool,
+            ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as owns_ray,
+            reserved(plan.placement, release=not owns_ray) as pool,
         ):
-            watching = Watching(
-                notify=notify,
-                watchdog=plan.cluster.watchdog,
-                health_timeout=plan.cluster.health_timeout,
-                start_timeout=plan.cluster.start_timeout,
-            )
-            group = cls.launch(plan.role, pool[role], watching=watching)
+            group = cls.launch(plan.role, pool[role], watching=Watching.of(plan.cluster, notify))
             group._config, group._pool = config, pool
             try:
                 group.init().result()
@@ -329,8 +321,8 @@ class TrainGroup:
         address = evolve(address, token=secrets.token_hex(16))
         if not transport_named(address.transport).joins or not address.engines:
             return address
-        host, port, listening = self.processes.listen(0)
-        return evolve(address, host=host, port=port, listening=listening)
+        host, port, listen_fd = self.processes.listen(0)
+        return evolve(address, host=host, port=port, listen_fd=listen_fd)
 
     def update_weights(
         self, address: Address, version: int, *, verify: bool = False, adapters: bool = False

@@ -44,7 +44,7 @@ from corerl.types import (
     merge_metrics,
 )
 from corerl.weights.manifest import Manifest
-from corerl.weights.transport import Address, Sending, WeightSender
+from corerl.weights.transport import Address, GuardedSender, WeightSender
 
 SpanMaker: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
@@ -93,7 +93,6 @@ class Worker:
             capabilities=loaded.spec.capabilities,
         )
         self.sender: WeightSender | None = None
-        self._address: Address | None = None
         self._lost: dict[str, dict[str, str]] = {}  # token of an address -> engine -> why it has failed
         self._owns_process_group = False
         self._starting = "start"  # phase of startup where the backend names none; "" after `init`
@@ -200,7 +199,7 @@ class Worker:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self, adapters: bool = False) -> Manifest:
-        return self.backend.stream_of(adapters=adapters)
+        return self.backend.stream(adapters=adapters).sent
 
     def update_weights(
         self, address: Address, version: int, verify: bool = False, adapters: bool = False
@@ -209,13 +208,13 @@ class Worker:
         self.backend.require(
             transport_named(address.transport).capability, f"update_weights over {address.transport!r}"
         )
-        if self.sender is None or self._address != address:
+        if self.sender is None or self.sender.address != address:
             if self.sender is not None:
                 self.sender.close()
                 self.sender = None  # also where there will be no other
-            self.sender, self._address = open_sender(address, rank=self.context.rank), address
-            self.sender.lost = self._lost.setdefault(address.token, {})
-        sending = Sending(self.sender, address, self.context.rank, verify=verify)
+            lost = self._lost.setdefault(address.token, {})
+            self.sender = open_sender(address, rank=self.context.rank, lost=lost)
+        sending = GuardedSender(self.sender, address, self.context.rank, verify=verify)
         result = self.host.update_weights(sender=sending, version=version, adapters=adapters)
         return evolve(result, sums=sending.sums)
 

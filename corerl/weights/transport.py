@@ -41,7 +41,7 @@ class Address:
     engines: tuple[str, ...]  # receiver index -> engine name; an engine over several devices has several receivers
     host: str = ""  # collective: of the store where sender and receivers meet
     port: int = 0
-    listening: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
+    listen_fd: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
     path: str = ""  # disk: directory with one subdirectory per version
     token: str = ""  # part of the names where sender and receivers meet: sockets, keys of a store, directories
     senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
@@ -51,11 +51,17 @@ class Address:
 
 
 class WeightSender(ABC):
-    """The trainer's end. Its methods raise if they cannot go on: `Sending` reports that and keeps the ranks in step."""
+    """A trainer rank's end. Its methods raise if they cannot go on: `GuardedSender` reports that and keeps the ranks in
+    step."""
 
     sent: int | None = None  # bytes of this update, if the transport does not send buckets as they are
-    # Engine -> why it has failed, of those that take no more part. The driver adds to it while a method waits.
-    lost: Mapping[str, str] = {}
+
+    def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
+        """`lost`: engine -> why it has failed, of those that take no more part. It grows while a method waits, in
+        another thread."""
+        self.address = address
+        self.rank = rank
+        self.lost: Mapping[str, str] = {} if lost is None else lost
 
     def sender_of(self, bucket: Bucket) -> int | None:
         """The rank that this bucket is gathered on and sent from; None if that is every rank."""
@@ -83,15 +89,14 @@ class WeightSender(ABC):
         """Free everything. Receivers that still wait for buckets should notice."""
 
 
-class Sending(WeightSender):
+class GuardedSender(WeightSender):
     """What a backend sends to: one update of one rank. It passes all to the transport's sender until that fails; then
     it closes that, so that receivers notice, goes on without sending, and `finish` says why for every engine."""
 
     def __init__(self, sender: WeightSender, address: Address, rank: int, *, verify: bool = False) -> None:
         """With `verify`, sum what this rank sends; if all ranks send the same, only rank 0 sums."""
+        super().__init__(address, rank)
         self._sender = sender
-        self._address = address
-        self._rank = rank
         self._verify = verify
         self.sums: dict[str, int] = {}
         self.error = ""  # why this rank can no longer send this update
@@ -106,7 +111,7 @@ class Sending(WeightSender):
         return self._try(lambda: self._sender.acquire_buffer(numel, dtype))
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        if self._verify and (self.sender_of(bucket) or 0) == self._rank:
+        if self._verify and (self.sender_of(bucket) or 0) == self.rank:
             from corerl.weights.checksums import bit_sums  # needs torch, which a driver does not
 
             self.sums |= bit_sums(bucket.views(flat))  # before sending: afterwards the transport may reuse the memory
@@ -115,7 +120,7 @@ class Sending(WeightSender):
     def finish(self) -> Mapping[str, str]:
         missed = self._try(self._sender.finish)
         self.sent = self._sender.sent
-        return dict.fromkeys(self._address.engines, self.error) if missed is None else missed
+        return dict.fromkeys(self.address.engines, self.error) if missed is None else missed
 
     def close(self) -> None:
         self._sender.close()

@@ -349,4 +349,4 @@ def test_weights_travel_in_the_precision_of_training_unless_another_is_named(
     setup: Setup, wanted: Any, precision: Any, dtype: str
 ) -> None:
     chosen = evolve(setup, weights=WeightsConfig(dtype=wanted), train=evolve(setup.train, precision=precision))
-    assert initialized(PlainBackend(), chosen).manifest.dtype == dtype
+    assert initialized(PlainBackend(), chosen).stream(adapters=False).sent.dtype == dtype

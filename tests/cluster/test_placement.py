@@ -142,10 +142,10 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
 
 
 def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
-    room = Rooms(per_node)
-    monkeypatch.setattr(placement, "placement_group_table", room.table)
-    monkeypatch.setattr(placement, "remove_placement_group", room.given_back.append)
-    return room
+    pool = Rooms(per_node)
+    monkeypatch.setattr(placement, "placement_group_table", pool.table)
+    monkeypatch.setattr(placement, "remove_placement_group", pool.given_back.append)
+    return pool
 
 
 def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
@@ -251,14 +251,14 @@ def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
 
 
 def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = rooms_of(monkeypatch, 4)
+    pool = rooms_of(monkeypatch, 4)
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
-    room.begin({"actor": 1, "engines": 1}, **how)
+    pool.begin({"actor": 1, "engines": 1}, **how)
     with pytest.raises(CorerlError, match="^engines: one process takes 2 bundles, but Ray placed them on several "):
-        room.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
-    room.take({})
-    assert room.given_back == ["reservation 1"]
-    assert gpus(room["engines"]) == [(1, 2)]
+        pool.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
+    pool.take({})
+    assert pool.given_back == ["reservation 1"]
+    assert gpus(pool["engines"]) == [(1, 2)]
 
 
 # ---- machines that are gone ------------------------------------------------------------------------------------------
@@ -282,52 +282,52 @@ def on(moves: dict[tuple[str, int], str], nodes: Sequence[str]) -> None:
 def test_slots_of_a_lost_machine_follow_their_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 4, "engines": 2})
-    before = {name: list(slots) for name, slots in room.items()}
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 4, "engines": 2})
+    before = {name: list(slots) for name, slots in pool.items()}
     on(moves, ["node 2", "node 3", "node 1", "node 1"])
-    room.poll()
-    assert [(slot.node, slot.devices, slot.neighbors) for slot in room["actor"]] == [
+    pool.poll()
+    assert [(slot.node, slot.devices, slot.neighbors) for slot in pool["actor"]] == [
         *(("node 2", ("7",), 1), ("node 3", ("7",), 1)),
         *(("node 1", ("0",), 2), ("node 1", ("1",), 2)),
     ]
-    assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 2", False), ("node 1", False)]
-    assert list(room["actor"][2:]) == before["actor"][2:]  # the same objects: nothing has happened to these
-    assert [slot.cpus for slot in room["actor"]] == [slot.cpus for slot in before["actor"]]
+    assert [(slot.node, slot.lost) for slot in pool["engines"]] == [("node 2", False), ("node 1", False)]
+    assert list(pool["actor"][2:]) == before["actor"][2:]  # the same objects: nothing has happened to these
+    assert [slot.cpus for slot in pool["actor"]] == [slot.cpus for slot in before["actor"]]
 
 
 def test_smaller_groups_fit_on_what_is_left(moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 4, "engines": 2})
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 4, "engines": 2})
     on(moves, ["", "node 0", "node 1", "node 1"])  # of one, Ray has not said yet that it is no more
-    room.poll()
-    assert [slot.lost for slot in room["actor"]] == [True, True, False, False]
-    assert [slot.lost for slot in room["engines"]] == [True, False]
-    living = room["engines"][1]
-    found = room.replace_lost(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
+    pool.poll()
+    assert [slot.lost for slot in pool["actor"]] == [True, True, False, False]
+    assert [slot.lost for slot in pool["engines"]] == [True, False]
+    living = pool["engines"][1]
+    found = pool.replace_lost(arrange({"actor": 2, "engines": 2}, cpus=1.0, gpus=1.0), ["engines"])
     assert found["engines"][1] is living
     assert gpus(found["engines"]) == [(1,), (0,)] and gpus(found["actor"]) == [(0,), (1,)]
     assert all(slot.node == "node 1" and not slot.lost for slots in found.values() for slot in slots)
-    fewer = room.replace_lost(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
+    fewer = pool.replace_lost(arrange({"actor": 2, "engines": 1}, cpus=1.0, gpus=1.0), ["engines"])
     assert gpus(fewer["engines"]) == [(0,)]  # of the two that there were, the last one is to end
-    room.take(fewer)
-    assert room.reserved == [4] and room.given_back == []
+    pool.take(fewer)
+    assert pool.reserved == [4] and pool.given_back == []
     on(moves, ["", "node 5", "node 1", "node 1"])  # later
-    assert [slot.node for slot in room.moved({"actor": 3, "engines": 1}, {"engines": 1})["actor"]] == [
+    assert [slot.node for slot in pool.moved({"actor": 3, "engines": 1}, {"engines": 1})["actor"]] == [
         *("node 1", "node 1", "node 5")
     ]
-    assert room.reserved == [4]
+    assert pool.reserved == [4]
 
 
 def test_no_new_process_is_placed_on_a_lost_machine(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 1)
-    room.begin({"actor": 3})
-    room.take({"actor": room["actor"][:1]})
+    pool = rooms_of(monkeypatch, 1)
+    pool.begin({"actor": 3})
+    pool.take({"actor": pool["actor"][:1]})
     on(moves, ["node 0", "", "node 2"])
-    assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 1})["actor"]] == ["node 0", "node 2", "node 3"]
-    assert room.reserved == [3, 1]
+    assert [slot.node for slot in pool.moved({"actor": 3}, {"actor": 1})["actor"]] == ["node 0", "node 2", "node 3"]
+    assert pool.reserved == [3, 1]
 
 
 def test_free_bundles_are_counted_by_the_scarcest_resource(
@@ -335,25 +335,25 @@ def test_free_bundles_are_counted_by_the_scarcest_resource(
 ) -> None:
     free = {"CPU": 9.0, "GPU": 3.0, "memory": 5.0}
     monkeypatch.setattr(placement.ray, "available_resources", lambda: free)
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 6, "engines": 3})
-    assert room.count({"CPU": 2.0, "GPU": 1.0}) == (6, 0, 3)
-    assert room.count({"CPU": 4.0, "GPU": 1.0}) == (6, 0, 2)
-    assert room.count({"CPU": 1.0, "h200": 1.0}) == (6, 0, 0)
-    room.take({"actor": room["actor"][:3]})  # bundles 0 to 2, and engines on 0, 2 and 4
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 6, "engines": 3})
+    assert pool.count({"CPU": 2.0, "GPU": 1.0}) == (6, 0, 3)
+    assert pool.count({"CPU": 4.0, "GPU": 1.0}) == (6, 0, 2)
+    assert pool.count({"CPU": 1.0, "h200": 1.0}) == (6, 0, 0)
+    pool.take({"actor": pool["actor"][:3]})  # bundles 0 to 2, and engines on 0, 2 and 4
     on(moves, ["node 0", "", "node 1", "", "node 2", ""])
-    assert room.count({"GPU": 1.0}) == (3, 0, 3)
+    assert pool.count({"GPU": 1.0}) == (3, 0, 3)
     on(moves, ["node 0", "", "node 1", "node 7", "node 2", "node 8"])  # the cluster has other machines now
-    assert room.count({"GPU": 1.0}) == (5, 2, 3)
-    room.take(room.moved({"actor": 5, "engines": 3}, {"actor": 1, "engines": 3}))
-    assert room.count({"GPU": 1.0}) == (5, 0, 3)
+    assert pool.count({"GPU": 1.0}) == (5, 2, 3)
+    pool.take(pool.moved({"actor": 5, "engines": 3}, {"actor": 1, "engines": 3}))
+    assert pool.count({"GPU": 1.0}) == (5, 0, 3)
 
     def silent() -> dict[str, float]:
         raise RpcError("GCS is unavailable\nin many lines")
 
     monkeypatch.setattr(placement.ray, "available_resources", silent)
     with pytest.raises(CorerlError, match="^Ray does not report its devices: GCS is unavailable$"):
-        room.count({"GPU": 1.0})
+        pool.count({"GPU": 1.0})
 
 
 def test_a_bundle_with_a_silent_gpu_is_lost(moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,19 +366,19 @@ def test_a_bundle_with_a_silent_gpu_is_lost(moves: dict[tuple[str, int], str], m
 
     monkeypatch.setattr(placement, "gpus_of_bundles", gpus_of)
     monkeypatch.setattr(placement.ray, "available_resources", dict)
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 3})
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 3})
     on(moves, ["node 8", "node 9", "node 1"])
-    room.poll()
-    assert [(slot.node, slot.lost) for slot in room["actor"]] == [
+    pool.poll()
+    assert [(slot.node, slot.lost) for slot in pool["actor"]] == [
         *(("node 0", True), ("node 9", False), ("node 1", False))
     ]
-    assert room.silent == ["no answer"] and room.count({"GPU": 1.0}) == (2, 0, 0)
-    room.take(room.replace_lost(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
-    assert room.silent == []
-    assert [slot.node for slot in room.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
-    assert room.reserved == [3, 1]  # as the silent one is not used
+    assert pool.silent == ["no answer"] and pool.count({"GPU": 1.0}) == (2, 0, 0)
+    pool.take(pool.replace_lost(arrange({"actor": 2}, cpus=1.0, gpus=1.0), []))
+    assert pool.silent == []
+    assert [slot.node for slot in pool.moved({"actor": 3}, {"actor": 2})["actor"]] == ["node 1", "node 9", "node 1"]
+    assert pool.reserved == [3, 1]  # as the silent one is not used
     assert probed == [{0: "node 8", 1: "node 9"}]  # not twice, which may take long
     on(moves, ["node 5", "node 9", "node 1"])
-    room.poll()
-    assert probed[1:] == [{0: "node 5"}] and room.count({"GPU": 1.0}) == (4, 2, 0)
+    pool.poll()
+    assert probed[1:] == [{0: "node 5"}] and pool.count({"GPU": 1.0}) == (4, 2, 0)

@@ -32,6 +32,7 @@ from corerl.plan.resume import Start
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.events import Event, Notice, RunFinished, StepFinished
 from corerl.plugin.observers import Observers
+from corerl.rollout.source import Policies
 from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import (
     LossSpec,
@@ -204,7 +205,7 @@ LOSS = LossSpec(name="clipped", params={"kl_coef": 0.5})
 def role(name: str, group: Group | None = None, config: Config | None = None, **parts: Any) -> Role:
     config, group = config or make_config(), group or Group()
     group.plan = SimpleNamespace(train=config.train, objective=CLIPPED, max_tokens=7)
-    given = {"loss": LOSS, "optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
+    given = {"loss": LOSS, "next_optimizer_step": 0, "rollout_steps": config.run.steps, **parts}
     return Role(
         name=name,
         group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
@@ -280,7 +281,7 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
 def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
     given = {
         "address_of": lambda: Address(transport="ipc", engines=fleet.names),
-        "version": 0,
+        "policies": Policies(version=parts.pop("version", 0) - 1),
         "residency": staying(),
         "control": SimpleNamespace(failed=lambda message, ranks: None),
         "progress": progress(ears),

@@ -193,7 +193,7 @@ class Case:
     log: list[str]
     ranks: dict[str, Ranks]
     engines: Engines
-    room: Rooms
+    pool: Rooms
 
     def change(self, *overrides: str) -> list[str]:
         """What is told of each group, without the seconds that it took."""
@@ -220,7 +220,7 @@ class Case:
         plan = self.groups.plan
         path = plan.start.run_dir / "config.toml"
         written = path.read_text() if path.exists() else ""
-        return plan, dict(self.room.slots), self.groups.update_address(), self.engines.names, written
+        return plan, dict(self.pool.slots), self.groups.update_address(), self.engines.names, written
 
     def starts(self) -> dict[str, int]:
         return {name: len(role.assignments) for name, role in self.groups.plan.processes.roles.items()}
@@ -249,7 +249,7 @@ def make(
     }
     assert processes.engine is not None
     engines = Engines(log, tuple(each.context.name for each in processes.engine.assignments))
-    room = Rooms(log, slots_of(processes.placement))
+    pool = Rooms(log, slots_of(processes.placement))
     fleet: Any = engines
     roles_now: Any = {
         name: SimpleNamespace(
@@ -260,10 +260,10 @@ def make(
     memory: Any = Memory(log)
     ears = Ears()
     now = Progress(Observers([("ears", ears), *extensions]), 3)
-    where: Any = room
-    groups = Groups(plan=plan, room=where, roles=roles_now, fleet=fleet, residency=memory, progress=now)
+    where: Any = pool
+    groups = Groups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now)
     stop: Any = SimpleNamespace(requested=False)
-    return Case(Control(groups=groups, progress=now, stop=stop), ears, log, ranks, engines, room)
+    return Case(Control(groups=groups, progress=now, stop=stop), ears, log, ranks, engines, pool)
 
 
 def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
@@ -275,12 +275,12 @@ def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
         *("start actor", "start critic", "changed actor critic", "take"),
     ]
     assert case.groups.changed == {"actor", "critic"}
-    ((placement, staying),) = case.room.arranged
+    ((placement, staying),) = case.pool.arranged
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (0, 1)}
     assert staying == {"engines": 2}
     for name, ranks in case.ranks.items():
         plan = case.groups.plan.processes.roles[name]
-        assert ranks.restarted == (f"checkpoint/{name}", plan, case.room.slots[name])
+        assert ranks.restarted == (f"checkpoint/{name}", plan, case.pool.slots[name])
     assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.starts() == {"actor": 2, "critic": 1}
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
@@ -312,11 +312,11 @@ def test_updates_go_to_added_engines_too(tmp_path: Path) -> None:
 
 def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     case = make(tmp_path, disaggregated=True)
-    case.room.slots = slots_of(case.groups.plan.processes.placement, moved=4)
+    case.pool.slots = slots_of(case.groups.plan.processes.placement, moved=4)
     assert case.change("rollout.replicas=3") == ["engines: 2 -> 3"]
     assert case.log == ["enter rest", "resize engines", "take engines", "changed engines", "take"]
     assert case.groups.changed == {"engines"}
-    assert case.room.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
+    assert case.pool.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
     resized = case.engines.resized_to
     assert resized is not None
     assert [each.context.devices for each in resized[0]] == [("5",), ("6",), ("3",)]  # the third one's is a newcomer's
@@ -366,14 +366,14 @@ def test_ranks_start_by_the_plan_of_an_extension(tmp_path: Path) -> None:
     fewer = Deciding(["roles.actor.ranks=1", "rollout.replicas=1"])
     roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
     case = make(tmp_path, roles=roles, extensions=[("fewer", fewer)])
-    case.room.gone = {0}
+    case.pool.gone = {0}
     case.control.failed("actor rank 0 has died", ranks=True)
     lost = {"actor": 1, "critic": 1, "engines": 1}
     assert fewer.heard == [ProcessFailure(message="actor rank 0 has died", ranks=True, lost=lost)]
     assert told(case.ears) == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
     assert case.engines.resized_to is not None and case.engines.names == ("engine-0",)
-    assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
+    assert [slot.devices for slot in case.pool.slots["actor"]] == [("1",)]
     assert case.change() == []  # what has failed is over: this is between steps again
 
 
@@ -382,7 +382,7 @@ def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None
     case = make(tmp_path, extensions=[("silent", silent)])
     case.control.failed("a rank has died", ranks=True)  # on a machine that is there
     assert [failure.lost for failure in silent.heard] == [{}] and told(case.ears) == []
-    case.room.gone = {0}
+    case.pool.gone = {0}
     with pytest.raises(InsufficientResources) as caught:
         case.control.failed("a rank has died", ranks=True)
     assert caught.value.message == (
@@ -395,10 +395,10 @@ def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_p
     case = make(tmp_path, roles={"actor": {"ranks": 2}, "critic": {"ranks": 1}})
     ends: list[str] = []
     for name, ranks in case.ranks.items():
-        nodes = [slot.node for slot in case.room.slots[name]]
+        nodes = [slot.node for slot in case.pool.slots[name]]
         ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))
     case.control.failed("engine-0 has died", ranks=False)
-    case.room.gone = {1}
+    case.pool.gone = {1}
     with pytest.raises(WorkerDied, match="^actor rank 1: its machine is gone$"):
         case.control.failed("engine-0 has died", ranks=False)
     assert ends == ["actor"] and case.starts() == {"actor": 2, "critic": 1}
@@ -419,7 +419,7 @@ def test_sizes_that_cannot_be_leave_all_as_it_was(tmp_path: Path) -> None:
 def test_a_cluster_without_room_leaves_all_as_it_was(tmp_path: Path) -> None:
     case = make(tmp_path)
     before = case.state
-    case.room.full = CorerlError("the cluster has no room")
+    case.pool.full = CorerlError("the cluster has no room")
     assert case.fails(ResizeFailed, "roles.actor.ranks=2") == "the cluster has no room"
     assert case.log == ["take"] and case.state == before
 
@@ -427,14 +427,14 @@ def test_a_cluster_without_room_leaves_all_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [UserError("not this one"), WorkerDied("gone"), HookFailed("no memory")])
 def test_if_new_ranks_fail_old_ones_restart_from_the_checkpoint(error: CorerlError, tmp_path: Path) -> None:
     case = make(tmp_path)
-    plan, slots = case.groups.plan, dict(case.room.slots)
+    plan, slots = case.groups.plan, dict(case.pool.slots)
     case.ranks["critic"].failures = [error]
     expected = error.message
     if not isinstance(error, UserError):
         expected = f"the new ranks did not start: {error.message}; all groups are as before"
     kind = UserError if isinstance(error, UserError) else ResizeFailed
     assert case.fails(kind, "roles.actor.ranks=2", "rollout.replicas=1") == expected
-    assert case.groups.plan is plan and case.room.slots == slots
+    assert case.groups.plan is plan and case.pool.slots == slots
     assert case.engines.names == ("engine-0", "engine-1")
     assert case.log.count("save") == 1 and case.groups.changed == {"actor", "critic", "engines"}
     assert [each.restarted for each in case.ranks.values()] == [
@@ -494,10 +494,10 @@ def test_each_engine_gets_weights_from_the_rank_on_its_device(tmp_path: Path) ->
     assert case.groups.plan.processes.senders == (0, 2)
 
     def arrange(placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        slots = case.room.slots
+        slots = case.pool.slots
         return {"actor": slots["actor"], "engines": [*slots["engines"], slots["actor"][1], slots["actor"][3]]}
 
-    case.groups.room.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
+    case.groups.pool.arrange = arrange  # type: ignore[method-assign]  # as ResourcePool does it
     case.change("rollout.replicas=4")
     assert case.groups.update_address().senders == (0, 2, 1, 3)  # those of a run that begins so: 0, 1, 2, 3
 
@@ -508,9 +508,9 @@ def test_engines_without_a_rank_on_their_device_are_refused(tmp_path: Path) -> N
     elsewhere = slots_of(case.groups.plan.processes.placement, moved=7)["engines"]
 
     def arrange(placement: Placement, staying: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
-        return {"actor": case.room.slots["actor"], "engines": [case.room.slots["engines"][0], *elsewhere]}
+        return {"actor": case.pool.slots["actor"], "engines": [case.pool.slots["engines"][0], *elsewhere]}
 
-    case.groups.room.arrange = arrange  # type: ignore[method-assign]
+    case.groups.pool.arrange = arrange  # type: ignore[method-assign]
     assert case.fails(ConfigError, "rollout.replicas=2") == (
         "weights.transport: 'ipc', but engines that stay would be on devices without actor ranks; choose other sizes"
     )

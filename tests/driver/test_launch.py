@@ -229,7 +229,7 @@ def test_a_run_without_extensions_prints_and_keeps_its_notices(
 
 def test_a_death_that_ends_the_run_comes_with_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(plan: object, progress: Progress, *_: Any) -> None:
-        progress.step = 4
+        progress.steps_done = 4
         raise WorkerDied("engine-0: its process died during generate")
 
     monkeypatch.setattr(driver, "_assemble", dies)

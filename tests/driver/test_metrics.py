@@ -17,6 +17,7 @@ from corerl.driver.metrics import (
 )
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Policies
 from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
@@ -166,7 +167,7 @@ def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:
 def test_staleness_counts_updates_since_each_loss_token() -> None:
     batch = samples()  # loss tokens: one of the first sample, three of the second
     versions = np.array([9, 9, 4, 9, 9, 2, 2, 5])
-    assert staleness_metrics(batch.with_columns(versions=versions), 5) == {
+    assert staleness_metrics(batch.with_columns(versions=versions), Policies(version=5)) == {
         "rollout/staleness": (1 + 3 + 3 + 0) / 4,
         "rollout/staleness_max": 3.0,
         "rollout/staleness_share/0": 0.25,
@@ -175,9 +176,9 @@ def test_staleness_counts_updates_since_each_loss_token() -> None:
         "rollout/continued": 0.5,
     }
     second = batch.with_columns(versions=versions, loss_mask=batch.columns["loss_mask"] & (batch.row_of == 1))
-    assert staleness_metrics(second, 5)["rollout/continued"] == 0.5  # the first has no version now
+    assert staleness_metrics(second, Policies(version=5))["rollout/continued"] == 0.5  # the first has no version now
     none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
-    assert staleness_metrics(none, 5) == {}
+    assert staleness_metrics(none, Policies(version=5)) == {}
 
 
 def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:

@@ -17,8 +17,8 @@ from corerl.plan.residency import (
     UPDATE,
     EngineMemory,
     residency_plan,
-    saving,
-    training,
+    save_stage,
+    train_stage,
 )
 from corerl.types import MemoryKind, SleepResult
 from tests.driver.fakes import Ears, Group, progress, sharing, staying, told
@@ -27,13 +27,22 @@ from tests.in_process import execute_here, small
 
 GIB = 2**30
 ALL = frozenset(MemoryKind)
-STEP = (SAMPLE, FORWARD, training("critic"), training("actor"), UPDATE, saving("actor"), saving("critic"), SAMPLE)
+STEP = (
+    SAMPLE,
+    FORWARD,
+    train_stage("critic"),
+    train_stage("actor"),
+    UPDATE,
+    save_stage("actor"),
+    save_stage("critic"),
+    SAMPLE,
+)
 
 
 def test_engines_get_memory_once_ranks_hold_only_parameters() -> None:
     plan = residency_plan(["actor", "critic"], passed=["critic"])
     assert plan[FORWARD].ranks == {"critic": {MemoryKind.PARAM}}
-    assert [plan[training(role)].ranks for role in ("actor", "critic")] == [{"actor": ALL}, {"critic": ALL}]
+    assert [plan[train_stage(role)].ranks for role in ("actor", "critic")] == [{"actor": ALL}, {"critic": ALL}]
     assert plan[UPDATE].engines is EngineMemory.WEIGHTS
     assert plan[UPDATE].ranks == {"actor": {MemoryKind.PARAM}}
     for stage in plan.values():
@@ -126,7 +135,7 @@ def shared(device: Device, engine: Engine) -> Residency:
 
 
 def test_each_stage_holds_what_its_plan_says() -> None:
-    for before, after in itertools.product((FORWARD, TRAIN, training("critic"), UPDATE, SAMPLE, REST), STEP):
+    for before, after in itertools.product((FORWARD, TRAIN, train_stage("critic"), UPDATE, SAMPLE, REST), STEP):
         device = Device()
         residency = shared(device, Engine(device))
         residency.enter(before)
@@ -146,8 +155,8 @@ def test_only_the_kinds_that_sleep_are_moved() -> None:
     stays = {MemoryKind.PARAM, MemoryKind.MASTER}
     for name in STEP:
         residency.enter(name)
-        awake = {training("actor"): "actor", training("critic"): "critic"}.get(name)
-        saved = {saving("actor"): "actor", saving("critic"): "critic"}.get(name)
+        awake = {train_stage("actor"): "actor", train_stage("critic"): "critic"}.get(name)
+        saved = {save_stage("actor"): "actor", save_stage("critic"): "critic"}.get(name)
         for role, held in device.held.items():
             more = ALL if role == awake else {MemoryKind.OPTIMIZER} if role == saved else set()
             assert held == stays | more, (name, role)
@@ -238,7 +247,7 @@ def measured(
         group.totals = tuple(total * GIB for total in totals)
     residency = sharing(groups, passed=roles, fleet=engine)  # type: ignore[arg-type]
     residency.measures = True
-    take_steps(residency, engine, FORWARD, *map(training, trained), count=steps)
+    take_steps(residency, engine, FORWARD, *map(train_stage, trained), count=steps)
     return residency, device, engine
 
 
@@ -251,13 +260,13 @@ def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: 
     line = residency.settle()
     assert (f"need 30.0 of {min(totals)}.0 GiB" in line) == stays and bool(line) == stays
     held = device.engine
-    for stage in (training("actor"), UPDATE, saving("actor")):
+    for stage in (train_stage("actor"), UPDATE, save_stage("actor")):
         residency.enter(stage)
         assert not stays or (device.held["actor"] == ALL and device.engine == held)
     assert residency.settle() == "" or not stays
     residency.enter(REST)  # as before new engines load
     assert not device.held["actor"] and not device.engine
-    residency.enter(saving("actor"))
+    residency.enter(save_stage("actor"))
     assert not device.engine
 
 
@@ -272,7 +281,7 @@ def test_nothing_stays_before_each_role_was_trained_twice(trained: tuple[str, ..
     """A critic alone is trained at first, or a batch teaches nothing."""
     residency, _, engine = measured(99, 99, roles=("actor", "critic"), trained=trained, steps=steps)
     assert residency.settle() == ""
-    take_steps(residency, engine, training("critic"), training("actor"))
+    take_steps(residency, engine, train_stage("critic"), train_stage("actor"))
     assert residency.settle()
 
 
@@ -287,10 +296,10 @@ def test_new_ranks_or_engines_take_turns_until_measured(changed: str) -> None:
         residency.engines_changed()
     else:
         residency.take_turns()
-    residency.enter(training("actor"))
+    residency.enter(train_stage("actor"))
     assert (device.engine, device.held["actor"]) == (0, ALL)
     assert residency.settle() == ""
-    take_steps(residency, engine, training("actor"))
+    take_steps(residency, engine, train_stage("actor"))
     assert residency.settle()
 
 

@@ -19,9 +19,9 @@ def test_the_schedule_spans_every_optimizer_step_of_the_run() -> None:
     config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
     actor = role("actor", config=config)
     assert actor.step(0).lr == 1.0
-    actor.optimizer_step = 29
+    actor.next_optimizer_step = 29
     assert actor.step(4).lr == 0.0
-    actor.optimizer_step = 10
+    actor.next_optimizer_step = 10
     assert actor.step(1).lr == pytest.approx(19 / 29)
 
 
@@ -46,7 +46,7 @@ def lines_of(step: int, before: dict[str, Any], now: dict[str, Any]) -> list[str
 
     config = config_with(now)
     steps = config.train.schedule.steps or config.run.steps
-    resumed = role("actor", config=config, rollout_steps=steps, optimizer_step=step)
+    resumed = role("actor", config=config, rollout_steps=steps, next_optimizer_step=step)
     return continue_schedules({"config": to_plain(config_with(before)), "rollout_step": step}, [resumed])
 
 
@@ -86,7 +86,7 @@ def resumed_at(
 
     def of(train: dict[str, Any]) -> Role:
         table = {"optimizer": {"lr": 1.0}, **train, "schedule": {"final_ratio": 0.0, **train.get("schedule", {})}}
-        return role("actor", config=make_config(run={"steps": 40}, train=table), optimizer_step=step)
+        return role("actor", config=make_config(run={"steps": 40}, train=table), next_optimizer_step=step)
 
     earlier, later = of(before), of(now)
     earlier.decay_start = DecayStart(**state["schedules"]["actor"]) if state else None

@@ -120,7 +120,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "roles": roles,
                 "residency": residency,
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
-                "restarts": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
+                "recovery": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
                 **parts,
             }
         )
@@ -169,13 +169,13 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     run = make_run(config, ears=ears, rollout_step=5)
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
     trained_on = TrainBatch(samples=batch(), metrics={"correction/mean": 0.75})
-    run.actor.optimizer_step = 30
+    run.actor.next_optimizer_step = 30
     run.report(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
     assert event.metrics["correction/mean"] == 0.75
-    run.actor.optimizer_step = 1
+    run.actor.next_optimizer_step = 1
     run.report(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
@@ -183,7 +183,7 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
 def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
-    run.actor.optimizer_step = 3
+    run.actor.next_optimizer_step = 3
     steps = [TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5, compilations=count) for count in (1, 0, 2)]
     run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
     assert ears.steps[0].metrics["perf/compilations"] == 3.0
@@ -193,7 +193,7 @@ def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> 
 
 
 def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
-    samples = make_run(make_config()).with_advantages(scored()).samples
+    samples = make_run(make_config()).prepare(scored()).samples
     np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
     assert "ref_logprobs" not in samples.columns
     # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
@@ -203,7 +203,7 @@ def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Call
 
 def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
     config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
-    columns = make_run(config).with_advantages(scored()).samples.columns
+    columns = make_run(config).prepare(scored()).samples.columns
     assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
     assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
     assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
@@ -218,7 +218,7 @@ def test_old_logprobs_and_their_experts_come_from_one_pass(make_run: Callable[..
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "recompute", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.with_advantages(with_experts()).samples.columns
+    columns = run.prepare(with_experts()).samples.columns
     assert actor.passes == [((Output.LOGPROBS, EXPERTS), "", False), ((Output.LOGPROBS,), REFERENCE, False)]
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN)  # and not the engine's
     assert columns["routed_experts"].dtype == np.int16
@@ -229,7 +229,7 @@ def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Call
     actor = Group()
     algorithm = {"old_logprobs": "recompute", "routing_replay": "engine", "kl_coef": 0.1}
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    columns = run.with_advantages(with_experts()).samples.columns
+    columns = run.prepare(with_experts()).samples.columns
     assert actor.passes == [((Output.LOGPROBS,), "", True), ((Output.LOGPROBS,), REFERENCE, False)]
     np.testing.assert_array_equal(columns["routed_experts"], CHOSEN + 100)
 
@@ -237,14 +237,14 @@ def test_old_logprobs_use_the_engines_experts_where_training_does(make_run: Call
 def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(algorithm={"routing_replay": "engine"}))
     with pytest.raises(DataError, match="'engine', and the engine 'fake' came without 'routed_experts'; set it to"):
-        run.with_advantages(scored())
+        run.prepare(scored())
 
 
 def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
     ppo = {"algorithm": {"name": "ppo"}, "algorithms": {"ppo": {"whiten": False}}}
     config = make_config(**ppo, roles={"critic": {}})
     roles = {"actor": role("actor"), "critic": role("critic")}
-    columns = make_run(config, roles=roles).with_advantages(scored()).samples.columns
+    columns = make_run(config, roles=roles).prepare(scored()).samples.columns
     assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
     # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
     assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
@@ -255,7 +255,7 @@ def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]
     algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
     actor = Group()
     run = make_run(make_config(algorithm=algorithm), actor=actor)
-    trained_on = run.with_advantages(scored())
+    trained_on = run.prepare(scored())
     # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
     # 2 samples / 20.
     assert trained_on.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
@@ -264,7 +264,7 @@ def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]
     run.optimize(trained_on)  # under the coefficient of this step; the adapted one is the next step's
     assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
     run.kl_coef = 0.75
-    run.optimize(run.with_advantages(scored()))
+    run.optimize(run.prepare(scored()))
     assert actor.losses[1].params["kl_coef"] == 0.75
 
 
@@ -272,7 +272,7 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
     cut = batch().with_row_columns(truncated=np.array([True, True]))
-    trained_on = run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
+    trained_on = run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
     assert run.optimize(trained_on) == {} and actor.losses == []
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
@@ -282,9 +282,9 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_row_columns(truncated=np.array([False, True]), group=np.array([0, 1]))
-    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
+    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
-    assert actor.optimizer_step == 3
+    assert actor.next_optimizer_step == 3
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
@@ -293,8 +293,8 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     two = batch().with_row_columns(group=np.array([0, 1]))
-    results = run.optimize(run.with_advantages(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
-    assert len(results["actor"]) == actor.optimizer_step == 4
+    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
+    assert len(results["actor"]) == actor.next_optimizer_step == 4
     assert told(ears) == [
         "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
     ]
@@ -302,15 +302,15 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
 
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.step, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
+    assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
     run.control.stop = Stop(False)  # type: ignore[assignment]
     assert not run.stopping
     follows = {"kl_coef": 0.1, "reference_every": 2}
     run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.step, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
+    assert [step for run.progress.steps_done, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
     saved = {"every": 3}
     without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
-    assert all(without.stopping for without.progress.step in range(4))  # there are no engines
+    assert all(without.stopping for without.progress.steps_done in range(4))  # there are no engines
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
@@ -318,14 +318,14 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
 
 def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
     config = make_config(train={"epochs": 3})
-    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, optimizer_step=10)}
+    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, next_optimizer_step=10)}
     run = make_run(config, roles=roles, rollout_step=4)
-    results = run.optimize(run.with_advantages(scored()))
+    results = run.optimize(run.prepare(scored()))
     assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
         "actor": [0.0, 1.0, 2.0],
         "critic": [10.0, 11.0, 12.0],
     }
-    assert [each.optimizer_step for each in roles.values()] == [3, 13]
+    assert [each.next_optimizer_step for each in roles.values()] == [3, 13]
 
 
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
@@ -333,10 +333,10 @@ def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) 
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
     run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
     run.push_weights()
-    trained_on = run.with_advantages(scored())
-    for run.progress.step in range(4):
+    trained_on = run.prepare(scored())
+    for run.progress.steps_done in range(4):
         trained = list(run.optimize(trained_on))
-        assert trained == (["critic"] if run.progress.step < 2 else ["actor", "critic"])
+        assert trained == (["critic"] if run.progress.steps_done < 2 else ["actor", "critic"])
         run.push_weights()
     # Weights that no step has changed are not sent again.
     assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
@@ -346,7 +346,7 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
     ears, teacher = Ears(), Group()
     roles = {"actor": role("actor"), "teacher": role("teacher", teacher, loss=None)}
     run = make_run(make_config(**TEACHER), roles=roles, ears=ears)
-    trained_on = run.with_advantages(scored())
+    trained_on = run.prepare(scored())
     assert list(run.optimize(trained_on)) == ["actor"]
     assert teacher.passes == [((Output.LOGPROBS,), "", False)] and teacher.log == []
     for _ in range(3):
@@ -413,14 +413,23 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
 
 def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
-    metrics = run.with_advantages(scored()).metrics
+    metrics = run.prepare(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
-    assert run.updates is not None
-    run.updates._again = [4]  # the weights of 3, sent again as an engine had failed
-    metrics = run.with_advantages(scored()).metrics
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
-    assert not any("staleness" in name for name in read.with_advantages(scored()).metrics)
+    assert not any("staleness" in name for name in read.prepare(scored()).metrics)
+
+
+def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
+    fleet = Group()
+    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet, version=3))
+    run.push_weights()  # 3
+    fleet.dead = True
+    run.ensure_serving()  # 4 sends the same to the engine that replaces a dead one
+    fleet.hold_all = False
+    run.push_weights()  # 5 sends it to one that was added
+    assert fleet.log[-1] == "receive 5"
+    metrics = run.prepare(scored()).metrics  # tokens of 2 and 3
+    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
 
 
 def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
@@ -430,11 +439,11 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
         updates = make_updates(config, actor, Group())
         run = make_run(config, actor=actor, updates=updates, rollout_step=1, held_out=held_out)  # engines hold nothing
         pushed = []
-        for run.progress.step in range(1, 8):
+        for run.progress.steps_done in range(1, 8):
             before = len(actor.log)
             run.push_weights()
-            pushed += [run.progress.step] if len(actor.log) > before else []
-            run.actor.optimizer_step += 1
+            pushed += [run.progress.steps_done] if len(actor.log) > before else []
+            run.actor.next_optimizer_step += 1
         assert pushed == expected
 
 
@@ -475,8 +484,8 @@ def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., R
     )
     residency.enter(SAMPLE)
     both.log.clear()
-    with run.training():
-        trained_on = run.with_advantages(scored())
+    with run.using_ranks():
+        trained_on = run.prepare(scored())
         run.optimize(trained_on)
         run.push_weights()
         run.save()
@@ -523,15 +532,13 @@ def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run
     some, none = batch(), batch().take_rows(np.zeros(0, np.int64))
     for chosen in (some, none):
         check = Judging(chosen)
-        make_run(make_config(), logprob_check=check, pushed_at=0).with_advantages(scored())
+        make_run(make_config(), logprob_check=check, pushed_at=0).prepare(scored())
         (judged,) = check.judged
         assert (
             judged.row_columns["group"].tolist()
             == (some if len(chosen) else check.sampled).row_columns["group"].tolist()
         )
-        make_run(make_config(), logprob_check=check, pushed_at=3).with_advantages(
-            scored()
-        )  # engines hold other weights
+        make_run(make_config(), logprob_check=check, pushed_at=3).prepare(scored())  # engines hold other weights
         assert len(check.judged) == 1
 
 
@@ -549,7 +556,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
     async def evaluate(sampler: Any, held_out: EvalSet, reward: Any) -> Evaluation:
-        name, step = held_out.name, run.progress.step
+        name, step = held_out.name, run.progress.steps_done
         shown = (SampleShown(prompt=name, response="", answer="", reward=0.0),)
         told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
         return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
@@ -559,7 +566,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
     monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
     run = make_run(make_config(run={"steps": 7}, eval={"at_start": at_start}), held_out=sets)
-    for run.progress.step in range(8):
+    for run.progress.steps_done in range(8):
         run.evaluate()
     evaluated = [event for event in heard if isinstance(event, Evaluated)]
     wanted = {**({0: "abd"} if at_start else {}), 2: "a", 3: "b", 4: "a", 6: "ab", 7: "abd"}
@@ -729,14 +736,14 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, changed: list[str]
 ) -> None:
     done: list[tuple[str, int]] = []
-    monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.step)))
+    monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.steps_done)))
     monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.step)))
+    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
     run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), updates=updates)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
-        run.progress.step = step
+        run.progress.steps_done = step
         run.between_steps()
     assert len(asking.saved) == 2
     after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]

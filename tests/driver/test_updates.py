@@ -13,6 +13,7 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import InsufficientResources, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
+from corerl.rollout.source import Policies
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
 from tests.driver.fakes import Ears, Group, Source, make_updates, sharing, told
@@ -35,15 +36,16 @@ def test_each_push_has_a_version_of_its_own() -> None:
     updates = make_updates(make_config(), actor, fleet, version=7)
     push(updates)
     push(updates)
-    assert (actor.log, fleet.log, updates.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 9)
+    assert (actor.log, fleet.log, updates.policies.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 8)
 
 
 def test_weights_that_are_sent_again_do_not_count_as_new() -> None:
     updates, *_ = after_one({"engine-1": DEAD})  # version 0 arrived; 1 did not everywhere; 2 is the same
     push(updates)
     push(updates)
-    assert updates.version == 4
-    assert updates.weights_of(np.arange(4)).tolist() == [0, 1, 1, 2]
+    updates.push(Source(), new=False)  # 4, to an engine that was added
+    assert updates.policies.version == 4
+    assert updates.policies.of(np.arange(5)).tolist() == [0, 1, 1, 2, 2]
 
 
 def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
@@ -282,8 +284,8 @@ class Overlapping(Source):
         self.log = log
 
     @contextlib.contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        self.log.append(f"hold for {version}")
+    def updating(self, policies: Policies) -> Iterator[None]:
+        self.log.append(f"hold for {policies.version}")
         yield
         self.log.append("go on")
 

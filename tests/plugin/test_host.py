@@ -90,8 +90,8 @@ class Fake(BackendBase):
         self.note("optimizer_step", step.optimizer_step, scale)
         return STEPPED
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        self.note("forward", outputs, weights)
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
+        self.note("forward", outputs)
         return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
 
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
@@ -161,7 +161,7 @@ def test_every_hook_reaches_the_backend_and_returns_its_result() -> None:
         ("forward_backward", 1, (Output.ENTROPY,), False),
         ("forward_backward", 1, (), True),
         ("optimizer_step", 12, 0.25),
-        ("forward", (Output.LOGPROBS,), "ref"),
+        ("forward", (Output.LOGPROBS,)),
         ("update_weights", 3),
         ("save", "somewhere"),
     ]
@@ -360,7 +360,7 @@ def test_a_rank_without_outputs_keeps_only_extensions_metrics(output_rank: bool)
         ) -> GradientResult:
             return GradientResult(metrics=own, tokens=8, outputs=given)
 
-        def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+        def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
             return given
 
     class Measures:

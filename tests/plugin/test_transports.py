@@ -22,8 +22,8 @@ SPEC = TransportSpec(
 )
 
 class Pigeon:
-    def __init__(self, address, rank):
-        self.given = (address, rank)
+    def __init__(self, address, rank, lost):
+        self.given = (address, rank, lost)
 
 class Roost:
     left = []
@@ -40,8 +40,9 @@ class Roost:
 def test_both_ends_are_made_of_the_address_and_their_place(install: Install) -> None:
     install("corerl-pigeons", {"transports": {"pigeon": "pigeons:SPEC"}}, pigeons=SPEC)
     address = Address(transport="pigeon", engines=("engine-0", "engine-1"), options={"feathers": 2})
-    sender, receiver = open_sender(address, rank=3), open_receiver(address, index=1)
-    assert (vars(sender)["given"], vars(receiver)["given"]) == ((address, 3), (address, 1))
+    lost: dict[str, str] = {}
+    sender, receiver = open_sender(address, rank=3, lost=lost), open_receiver(address, index=1)
+    assert (vars(sender)["given"], vars(receiver)["given"]) == ((address, 3, lost), (address, 1))
     assert type(sender).__name__ == "Pigeon"
     abandon(address)
     assert vars(type(receiver))["left"] == [address]

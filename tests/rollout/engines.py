@@ -19,7 +19,7 @@ from corerl.ops.noise import hash_keys
 from corerl.rollout.rewards import Reward
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
-from corerl.rollout.source import Source
+from corerl.rollout.source import Policies, Source
 from corerl.types import FloatArray, IntArray
 from tests.engines.services import serve
 
@@ -89,9 +89,9 @@ class Engines:
         assert not any(each.error for each in received.values())
         self.fleet.updated(received)
 
-    def update(self, source: Source, version: int) -> None:
+    def update(self, source: Source, version: int, *, repeats: tuple[int, ...] = ()) -> None:
         """As the run does it."""
-        with source.updating(version):
+        with source.updating(Policies(version=version, repeats=repeats)):
             self.fleet.replace(self.fleet.died)
             self.take_weights(version)
 

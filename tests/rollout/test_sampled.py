@@ -21,7 +21,7 @@ from corerl.rollout.sampled import DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.scoring import AsyncScorer, RewardScorer, Scorer, Scores
-from corerl.rollout.source import Arrived
+from corerl.rollout.source import Arrived, Policies
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines, at_once
@@ -320,7 +320,7 @@ def test_an_update_waits_for_samples_but_not_for_rewards(use: Use[Engines], monk
         return await until(ended)
 
     monkeypatch.setattr(engines.fleet, "until", let_go)
-    with begun.updating(1):
+    with begun.updating(Policies(version=1)):
         assert engines.sampled == 12
         engines.take_weights(1)
     assert scoring.wait(LIMIT)  # its first reward is still being computed
@@ -347,7 +347,7 @@ def test_a_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> N
     engines.failure = EngineFailed("engine-0 is broken")
     engines.may_sample.set()
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):
-        with begun.updating(1):
+        with begun.updating(Policies(version=1)):
             raise AssertionError("it must not come to this")
     assert begun.position.keys() == {"rollout_step", "prompts"}
     with pytest.raises(EngineFailed, match="^engine-0 is broken$"):

@@ -308,6 +308,19 @@ def test_groups_may_become_stale_while_they_are_scored(
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
+def test_an_update_of_the_same_weights_makes_no_sample_staler(use: Use[Engines]) -> None:
+    engines = use(OneBatchAtFirst())
+    source = asynchronous(engines, steps=2)
+    engines.next(source)
+    engines.handed_out.set()
+    engines.settle()
+    engines.update(source, 1)
+    engines.update(source, 2, repeats=(2,))
+    second = engines.next(source)
+    source.close()
+    assert (versions(second), second.counts["stale_samples"]) == ({0}, 0)
+
+
 def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
     engines = use(OneBatchAtFirst())
 

@@ -13,7 +13,7 @@ from corerl.weights import quantize as module
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.quantize import is_quantized, quantize, quantized, to_blocks
-from corerl.weights.transport import Address, Sending
+from corerl.weights.transport import Address, GuardedSender
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [
     ("model.embed_tokens.weight", (9, 130)),
@@ -126,7 +126,7 @@ def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
 def test_quantized_buckets_travel_and_are_verified_as_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
-    sender = Sending(open_sender(address), address, 0, verify=True)
+    sender = GuardedSender(open_sender(address), address, 0, verify=True)
     loaded: dict[str, torch.Tensor] = {}
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address, Sending
+from corerl.weights.transport import Address, GuardedSender
 from corerl_testing.inprocess import InProcessSender
 
 ADDRESS = Address(transport="in process", engines=("engine-0", "engine-1"))
@@ -20,7 +20,7 @@ def test_sums_are_of_what_was_sent() -> None:
     )
     arrived: dict[str, torch.Tensor] = {}
     inside = InProcessSender(lambda got: arrived.update({k: v.clone() for k, v in got.items()}))
-    sender = Sending(inside, ADDRESS, 0, verify=True)
+    sender = GuardedSender(inside, ADDRESS, 0, verify=True)
     sender.open(manifest, 1)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
@@ -48,7 +48,7 @@ def test_each_tensor_is_summed_on_one_rank(senders: list[int | None], summed: li
     manifest = build_manifest([("a", (3,)), ("b", (3,))], dtype="float32", bucket_bytes=12)
     found = []
     for rank in range(2):
-        sender = Sending(Elsewhere(senders), ADDRESS, rank, verify=True)
+        sender = GuardedSender(Elsewhere(senders), ADDRESS, rank, verify=True)
         sender.open(manifest, 1)
         for bucket in manifest.buckets:
             if sender.sender_of(bucket) in (None, rank):
@@ -92,7 +92,7 @@ class Breaks(InProcessSender):
 def test_a_sender_that_fails_is_closed_and_not_asked_again(at: str) -> None:
     manifest = build_manifest([("a", (3,)), ("b", (3,))], dtype="float32", bucket_bytes=12)
     inside = Breaks(at)
-    sender = Sending(inside, ADDRESS, 0, verify=True)
+    sender = GuardedSender(inside, ADDRESS, 0, verify=True)
     sender.open(manifest, 1)
     for bucket in manifest.buckets:
         assert sender.acquire_buffer(3, torch.float32) is None

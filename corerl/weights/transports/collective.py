@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -145,10 +145,9 @@ class BroadcastGroup:
 class CollectiveSender(WeightSender):
     """One rank's end. Rank 0 hosts the store at the address."""
 
-    def __init__(self, address: Address, rank: int = 0) -> None:
-        self._address = address
-        self._rank = rank
-        self._listening = address.listening if rank == 0 else None  # until the store takes it over
+    def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
+        super().__init__(address, rank, lost)
+        self._listen_fd = address.listen_fd if rank == 0 else None  # until the store takes it over
         self._store: dist.Store | None = None
         self._group: BroadcastGroup | None = None
         # In host memory, GPU tensors would be gathered one by one and through unpinned memory.
@@ -162,13 +161,13 @@ class CollectiveSender(WeightSender):
         self._largest = manifest.largest
         if self._group is None:
             self._store = self._open_store()
-            self._group = BroadcastGroup(self._address, sender=self._rank, rank=0, closed=self._closed)
+            self._group = BroadcastGroup(self.address, sender=self.rank, rank=0, closed=self._closed)
 
     def acquire_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not self._has_buffers:
             return None
         if not self._buffers:
-            device = self._address.device
+            device = self.address.device
             try:
                 made = [torch.empty(self._largest, dtype=dtype, device=device) for _ in range(BUFFERS)]
             except RuntimeError:  # no memory for two: then wait for each bucket instead
@@ -184,7 +183,7 @@ class CollectiveSender(WeightSender):
             self._buffers.rotate(-1)
             return
         # If trainer and engine share a GPU, NCCL cannot connect them, and buckets are sent from the CPU.
-        flat = flat.to(self._address.device).contiguous()
+        flat = flat.to(self.address.device).contiguous()
         self._group_now.finish(self.transmit(flat, digest(flat).reshape(1)))
 
     def transmit(self, flat: torch.Tensor, digest: torch.Tensor) -> list[Any]:
@@ -199,7 +198,7 @@ class CollectiveSender(WeightSender):
 
     def close(self) -> None:
         if self._store is not None:
-            _close(self._store, f"trainer rank {self._rank} has ended the update")
+            _close(self._store, f"trainer rank {self.rank} has ended the update")
         if self._group is not None:
             self._group.abort()
         self._buffers.clear()
@@ -215,16 +214,16 @@ class CollectiveSender(WeightSender):
         self._group_now.finish(works)
 
     def _open_store(self) -> dist.Store:
-        address, listening, self._listening = self._address, self._listening, None
+        address, listen_fd, self._listen_fd = self.address, self._listen_fd, None
         try:
             return behind_token(
                 dist.TCPStore(
                     address.host,
                     address.port,
-                    is_master=self._rank == 0,
+                    is_master=self.rank == 0,
                     wait_for_workers=False,
                     timeout=timedelta(seconds=address.timeout),
-                    master_listen_fd=listening,
+                    master_listen_fd=listen_fd,
                 ),
                 address,
             )

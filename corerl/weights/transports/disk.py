@@ -56,8 +56,8 @@ def bucket_file(index: int) -> str:
 class DiskSender(WeightSender):
     """Writes each version. It is removed when the next one is written, or at the end."""
 
-    def __init__(self, address: Address, rank: int = 0) -> None:
-        self.address = address
+    def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
+        super().__init__(address, rank, lost)
         self._checksums: list[int] = []
         self._digest = ""
         self.partial: Path | None = None  # directory of the update being written; None on a rank that never sends

@@ -83,9 +83,8 @@ class _Pending:
 class IpcSender(WeightSender):
     """One rank's end. A rank without receivers on its device takes part in gathering but sends nothing."""
 
-    def __init__(self, address: Address, rank: int) -> None:
-        self.address = address
-        self._rank = rank
+    def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
+        super().__init__(address, rank, lost)
         self._receivers = [index for index, sender in enumerate(address.senders) if sender == rank]
         self._listener: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -156,7 +155,7 @@ class IpcSender(WeightSender):
     def _bind(self) -> None:
         if self._listener is None:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._listener.bind(_name(self.address, self._rank))
+            self._listener.bind(_name(self.address, self.rank))
             self._listener.listen()
             self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -165,7 +164,7 @@ class IpcSender(WeightSender):
         deadline = time.monotonic() + self.address.timeout
         while not until() and (left := deadline - time.monotonic()) > 0:
             self._listen(min(POLL_SECONDS, left))
-            lost = dict(self.lost)  # a copy: it grows in another thread
+            lost = dict(self.lost)  # a copy: it grows
             for index in self._receivers:
                 if index not in self._dropped and (reason := lost.get(self.address.engines[index])) is not None:
                     self._drop(index, reason)

@@ -223,7 +223,7 @@ class TensorParallelBackend(Backend):
         dist.all_reduce(divided, group=self.tensor)
         return math.sqrt(float(divided[0] + squares[1]))
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         self.policy.eval()
         return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 

@@ -64,19 +64,19 @@ def test_where_no_machine_is_gone_nothing_changes(tmp_path: Path) -> None:
 
 def test_groups_on_a_lost_machine_shrink_as_needed(tmp_path: Path) -> None:
     case = of_two(tmp_path)
-    case.room.gone = {0}
+    case.pool.gone = {0}
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.starts() == {"actor": 1, "critic": 1} == recorded_ranks(case)
     assert case.engines.resized_to is not None
     assert [slot.devices for slot in case.engines.resized_to[1]] == [("1",)]
     assert [each.context.devices for each in case.engines.resized_to[0]] == [("1",)]
-    assert [slot.devices for slot in case.room.slots["actor"]] == [("1",)]
+    assert [slot.devices for slot in case.pool.slots["actor"]] == [("1",)]
     assert case.groups.update_address().engines == ("engine-0",)
 
 
 def test_a_size_that_cannot_be_is_passed_over_for_a_smaller_one(tmp_path: Path) -> None:
     case = make(tmp_path, roles={"actor": {"ranks": 4}, "critic": {"ranks": 1}})
-    case.room.gone = {3}
+    case.pool.gone = {3}
     assert case.replace_lost() == ["actor: 4 ranks of fsdp (dp 4) -> 2 ranks of fsdp (dp 2)"]  # 3 would not divide
 
 
@@ -84,13 +84,13 @@ def test_a_layout_that_cannot_shrink_changes_nothing(tmp_path: Path) -> None:
     tables = {"backends": {"fsdp": {"shard_size": 2}}, "algorithm": {"name": "grpo"}}
     case = make(tmp_path, roles={"actor": {"ranks": 2}}, **tables)
     before = case.groups.plan
-    case.room.gone = {1}
+    case.pool.gone = {1}
     with pytest.raises(
         InsufficientResources, match="^roles.actor.ranks: devices are left for 1 of 2, where it cannot be that or "
     ):
         case.replace_lost()
     assert case.groups.plan is before
-    case.room.gone = {0, 1}
+    case.pool.gone = {0, 1}
     with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 0 of 2$"):
         case.replace_lost()
 
@@ -110,14 +110,14 @@ def test_a_group_without_devices_gets_some_of_the_others(
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": replicas}
     roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
     case = make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
-    case.room.gone = gone
+    case.pool.gone = gone
     assert case.replace_lost() == lines
 
 
 def test_two_groups_cannot_share_one_last_device(tmp_path: Path) -> None:
     rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
     case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
-    case.room.gone = {0}
+    case.pool.gone = {0}
     with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 0 of 1$"):
         case.replace_lost()
 
@@ -126,14 +126,14 @@ def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> No
     case = of_two(tmp_path, disaggregated=True)
     ends: list[str] = []
     for name, ranks in case.ranks.items():
-        nodes = [slot.node for slot in case.room.slots[name]]
+        nodes = [slot.node for slot in case.pool.slots[name]]
         ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))  # type: ignore[attr-defined]
-    case.room.gone = {2}
-    before = dict(case.room.slots)
+    case.pool.gone = {2}
+    before = dict(case.pool.slots)
     case.log.clear()
     assert case.replace_lost(ranks=False) == ["engines: 2 -> 1"] and ends == []  # the other one is the third now
     for name in ("actor", "critic"):  # these live
-        assert [slot.devices for slot in case.room.slots[name]] == [slot.devices for slot in before[name]]
+        assert [slot.devices for slot in case.pool.slots[name]] == [slot.devices for slot in before[name]]
     with pytest.raises(WorkerDied, match="^actor: its ranks were ended to make room for engines, as no device of "):
         case.replace_lost(ranks=False)
     assert ends == ["actor"]
@@ -143,19 +143,19 @@ def test_ranks_whose_machine_goes_while_a_spare_is_awaited_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = of_engines(tmp_path, 2, 4)
-    room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
+    pool = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
     ends: list[str] = []
     for ranks in case.ranks.values():
         ranks.processes.kill = lambda name=ranks.role: ends.append(name)  # type: ignore[attr-defined]
 
     def settle(self: Places, *, within: float) -> None:
-        self.room.moves |= {("reservation 0", index): "" for index in (0, 1)}  # type: ignore[attr-defined]
-        self.room.refresh()
+        self.pool.moves |= {("reservation 0", index): "" for index in (0, 1)}  # type: ignore[attr-defined]
+        self.pool.refresh()
 
     monkeypatch.setattr(Places, "settle", settle)
     with pytest.raises(WorkerDied, match="^actor rank 0: its machine is gone$"):
         case.replace_lost(ranks=False)
-    assert ends == ["actor"] and indices(room["engines"]) == [2, 3, 4, 5]
+    assert ends == ["actor"] and indices(pool["engines"]) == [2, 3, 4, 5]
 
 
 def in_room(
@@ -165,19 +165,19 @@ def in_room(
     `now`, "" for none, as others are gone."""
     placement = case.groups.plan.processes.placement
     begun = case.groups.plan.resized([f"rollout.replicas={engines}"]).processes.placement if engines else placement
-    room = rooms_of(monkeypatch, per_node)
-    room.take(room.arrange(begun))
-    room.take({"engines": room["engines"][: len(placement.places["engines"])]})
-    case.groups.room = room
+    pool = rooms_of(monkeypatch, per_node)
+    pool.take(pool.arrange(begun))
+    pool.take({"engines": pool["engines"][: len(placement.places["engines"])]})
+    case.groups.pool = pool
     for ranks in case.ranks.values():
-        nodes = [slot.node for slot in room[ranks.role]]
+        nodes = [slot.node for slot in pool[ranks.role]]
         ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
-    room.moves = {("reservation 0", index): node for index, node in enumerate(now)}
+    pool.moves = {("reservation 0", index): node for index, node in enumerate(now)}
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
     monkeypatch.setattr(
         of_cluster, "gpus_of_bundles", lambda _, at: ({index: Gpu(index, str(index)) for index in at}, {})
     )
-    return room
+    return pool
 
 
 def of_engines(tmp_path: Path, ranks: int, replicas: int) -> Case:
@@ -196,30 +196,30 @@ def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
 ) -> None:
     case = of_engines(tmp_path, 2, 4)
     # Two of four engines are on a machine that Ray's names, which have no order, put before the one of the ranks.
-    room = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
-    before = {name: list(slots) for name, slots in room.items()}
+    pool = in_room(case, 2, ["node 0", "node 0", "", "", "a node", "a node"], monkeypatch)
+    before = {name: list(slots) for name, slots in pool.items()}
     assert case.replace_lost(ranks=False) == ["engines: 4 -> 2"]
-    assert {name: list(room[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
-    assert indices(room["engines"]) == [4, 5] and room.reserved == [6]
+    assert {name: list(pool[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
+    assert indices(pool["engines"]) == [4, 5] and pool.reserved == [6]
     assert case.replace_lost(ranks=False) == []  # and is nothing of which a machine is gone
 
 
 def test_unused_devices_go_to_a_group_that_lost_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = of_engines(tmp_path, 4, 2)
     now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
-    room = in_room(case, 3, now, monkeypatch, engines=4)
+    pool = in_room(case, 3, now, monkeypatch, engines=4)
     assert case.replace_lost() == ["engines: 2 -> 1"]
-    used = indices(room["actor"]) + indices(room["engines"])
-    assert sorted(used) == [0, 1, 2, 6, 7] and room.reserved == [8]
+    used = indices(pool["actor"]) + indices(pool["engines"])
+    assert sorted(used) == [0, 1, 2, 6, 7] and pool.reserved == [8]
 
 
 def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_cluster.ray, "available_resources", lambda: {"CPU": 2.0})
     case = of_engines(tmp_path, 2, 2)
-    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
+    pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
     assert devices_of(case.control) == Devices(reserved=6, unused=2, free=2)
     assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
-    room.moves = {("reservation 0", index): "" for index in range(2, 6)}
+    pool.moves = {("reservation 0", index): "" for index in range(2, 6)}
     monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - {"node 0"})
     assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
@@ -234,12 +234,12 @@ def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
 ) -> None:
     case = of_two(tmp_path)
     before = case.groups.plan
-    case.room.gone = {0}
+    case.pool.gone = {0}
 
     def fail(*_: object, **__: object) -> None:
         raise CorerlError("the cluster has no room")
 
-    monkeypatch.setattr(case.room, "replace_lost", fail)
+    monkeypatch.setattr(case.pool, "replace_lost", fail)
     with pytest.raises(InsufficientResources, match="^the cluster has no room$"):
         case.replace_lost()
     assert case.groups.plan is before
@@ -252,10 +252,10 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
         return {}, dict.fromkeys(at, silence)
 
     case = of_engines(tmp_path, 2, 2)
-    room = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
+    pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
     monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
     assert case.replace_lost(ranks=False) == [silence, "engines: 2 -> 1"]
-    assert indices(room["engines"]) == [2] and case.replace_lost(ranks=False) == []
+    assert indices(pool["engines"]) == [2] and case.replace_lost(ranks=False) == []
     (tmp_path / "without").mkdir()
     case = of_engines(tmp_path / "without", 1, 1)
     in_room(case, 2, ["node 8", ""], monkeypatch)
@@ -268,10 +268,10 @@ def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkey
 
 def test_engines_on_replacement_devices_get_the_sender_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(**asdict(wide(tmp_path, "ipc", ranks=2, extensions=extended(tmp_path)), recurse=False))
-    room = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
+    pool = in_room(case, 1, ["", "node 1", "node 2", "node 3"], monkeypatch, engines=4)
     assert case.groups.update_address().senders == (0, 1)
     assert case.replace_lost() == []  # as large as before
-    ranks, engines = ([slot.bundles for slot in room[name]] for name in ("actor", "engines"))
+    ranks, engines = ([slot.bundles for slot in pool[name]] for name in ("actor", "engines"))
     assert engines[1] == ranks[0]  # it stays, and is the first of those that are left
     assert case.groups.update_address().senders == tuple(ranks.index(each) for each in engines) == (1, 0)
 
@@ -292,7 +292,7 @@ class Changing:
         self.elastic = Elastic(options=ElasticOptions(), run_dir=str(run_dir))
         if scaler is not None:
             self.elastic._scaling = scaling.Scaling(name="mine:decide", scaler=scaler)
-        self.groups = SimpleNamespace(room=SimpleNamespace(count=self._count))
+        self.groups = SimpleNamespace(pool=SimpleNamespace(count=self._count))
 
     def _count(self, bundle: object) -> tuple[int, int, int]:
         if self.step == self.silent_at:

@@ -20,29 +20,29 @@ __all__ = ["moves"]  # a fixture
 def test_a_room_waits_for_machines_that_come_in_time(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 1)
-    room.begin({"actor": 2})
+    pool = rooms_of(monkeypatch, 1)
+    pool.begin({"actor": 2})
     on(moves, ["", "node 1"])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
-    room.poll()
-    Places(room).settle(within=60.0)
-    assert [(slot.node, slot.lost) for slot in room["actor"]] == [("node 9", False), ("node 1", False)]
+    pool.poll()
+    Places(pool).settle(within=60.0)
+    assert [(slot.node, slot.lost) for slot in pool["actor"]] == [("node 9", False), ("node 1", False)]
 
 
 def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 1)
-    room.begin({"actor": 3})
-    waited, places = [0.0], Places(room)
+    pool = rooms_of(monkeypatch, 1)
+    pool.begin({"actor": 3})
+    waited, places = [0.0], Places(pool)
     monkeypatch.setattr(module.time, "monotonic", lambda: waited[-1])
     monkeypatch.setattr(module.time, "sleep", lambda seconds: waited.append(waited[-1] + seconds))
 
     def settled() -> tuple[float, list[bool]]:
         before = waited[-1]
-        room.poll()
+        pool.poll()
         places.settle(within=60.0)
-        return waited[-1] - before, [slot.lost for slot in room["actor"]]
+        return waited[-1] - before, [slot.lost for slot in pool["actor"]]
 
     on(moves, ["", "node 1", "node 2"])
     assert settled() == (60.0, [True, False, False])
@@ -56,7 +56,7 @@ def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
 
 
 def waiting(
-    room: ResourcePool,
+    pool: ResourcePool,
     moves: dict[tuple[str, int], str],
     monkeypatch: pytest.MonkeyPatch,
     later: Mapping[float, Sequence[str]],
@@ -71,37 +71,37 @@ def waiting(
 
     monkeypatch.setattr(module.time, "monotonic", lambda: waited[-1])
     monkeypatch.setattr(module.time, "sleep", sleep)
-    room.poll()
-    Places(room).settle(within=60.0)
+    pool.poll()
+    Places(pool).settle(within=60.0)
     return waited[-1]
 
 
 def test_nothing_is_awaited_that_an_unused_bundle_can_replace(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 5})
-    room.take({"actor": room["actor"][:3]})  # on nodes 0 and 1; two bundles are unused, on nodes 1 and 2
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 5})
+    pool.take({"actor": pool["actor"][:3]})  # on nodes 0 and 1; two bundles are unused, on nodes 1 and 2
     on(moves, ["", "", "node 1", "node 1", "node 2"])
-    assert waiting(room, moves, monkeypatch, {}) == 0.0
-    assert [slot.lost for slot in room["actor"]] == [True, True, False] and Places(room).unused == 2
-    found = room.replace_lost(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
+    assert waiting(pool, moves, monkeypatch, {}) == 0.0
+    assert [slot.lost for slot in pool["actor"]] == [True, True, False] and Places(pool).unused == 2
+    found = pool.replace_lost(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
     assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
         *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
     ]
-    assert room.reserved == [5]
+    assert pool.reserved == [5]
 
 
 def test_the_wait_is_for_bundles_beyond_the_unused_ones(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 3)
-    room.begin({"actor": 4})
-    room.take({"actor": room["actor"][:3]})  # on node 0; one bundle is unused, on node 1
+    pool = rooms_of(monkeypatch, 3)
+    pool.begin({"actor": 4})
+    pool.take({"actor": pool["actor"][:3]})  # on node 0; one bundle is unused, on node 1
     on(moves, ["", "", "", "node 1"])
     later = {4.0: ["node 8", "", "", "node 1"], 9.0: ["node 8", "", "node 9", "node 1"]}
-    assert waiting(room, moves, monkeypatch, later) == 9.0
-    assert [(slot.node, slot.lost) for slot in room["actor"]] == [
+    assert waiting(pool, moves, monkeypatch, later) == 9.0
+    assert [(slot.node, slot.lost) for slot in pool["actor"]] == [
         *(("node 8", False), ("node 0", True), ("node 9", False))
     ]
 
@@ -109,22 +109,22 @@ def test_the_wait_is_for_bundles_beyond_the_unused_ones(
 def test_a_wide_process_waits_for_adjacent_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 2)
-    room.begin({"actor": 4, "engines": 1}, own_devices=["actor"], widths={"engines": 2})
-    room.take({"actor": room["actor"][1:3]})  # the engine is on node 0, a bundle of nodes 1 and 2 each is unused
+    pool = rooms_of(monkeypatch, 2)
+    pool.begin({"actor": 4, "engines": 1}, own_devices=["actor"], widths={"engines": 2})
+    pool.take({"actor": pool["actor"][1:3]})  # the engine is on node 0, a bundle of nodes 1 and 2 each is unused
     on(moves, ["", "", "node 1", "node 1", "node 2", "node 2"])
-    assert waiting(room, moves, monkeypatch, {7.0: ["node 9", "node 9"]}) == 7.0
-    assert [(slot.node, slot.lost) for slot in room["engines"]] == [("node 9", False)]
+    assert waiting(pool, moves, monkeypatch, {7.0: ["node 9", "node 9"]}) == 7.0
+    assert [(slot.node, slot.lost) for slot in pool["engines"]] == [("node 9", False)]
 
 
 def test_a_group_of_its_own_loses_its_own_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = rooms_of(monkeypatch, 2)
+    pool = rooms_of(monkeypatch, 2)
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
     whole = arrange({"actor": 2, "engines": 2}, **how)
-    room.begin({"actor": 2, "engines": 2}, **how)
+    pool.begin({"actor": 2, "engines": 2}, **how)
     monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1"})
     on(moves, ["node 0", "node 0", "", "", "node 2", "node 2"])
-    room.poll()
-    assert [Places(room).left(whole, name) for name in whole.places] == [2, 2]
+    pool.poll()
+    assert [Places(pool).left(whole, name) for name in whole.places] == [2, 2]

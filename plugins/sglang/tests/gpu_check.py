@@ -214,7 +214,7 @@ def push(
         engines=names,
         host="127.0.0.1",
         port=listening.getsockname()[1],
-        listening=listening.detach(),
+        listen_fd=listening.detach(),
         path=str(OUT / "weights"),
         token=uuid.uuid4().hex,
         senders=tuple(range(ranks)) if transport == "ipc" else (),

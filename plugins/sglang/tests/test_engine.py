@@ -33,7 +33,7 @@ from corerl_sglang.engine import SglangEngine
 from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
 from corerl_testing import (
-    Sending,
+    GuardedSender,
     TransformersConfig,
     TransformersEngine,
     open_sender,
@@ -156,8 +156,7 @@ def push(
 
     thread = threading.Thread(target=receive)
     thread.start()
-    sender = Sending(open_sender(address), address, 0)
-    sender._sender.lost = lost
+    sender = GuardedSender(open_sender(address, lost=lost), address, 0)
     sender.open(stream, version)
     for bucket, as_sent in zip(manifest.buckets, stream.buckets, strict=True):
         flat = torch.cat([tensors[entry.name].flatten() for entry in bucket.entries])
@@ -188,7 +187,7 @@ def by_collective(ranks: int = 1) -> Address:
         engines=names,
         host="127.0.0.1",
         port=listening.getsockname()[1],
-        listening=listening.detach(),
+        listen_fd=listening.detach(),
         timeout=20.0,
     )
 

@@ -19,7 +19,7 @@ import torch
 
 from corerl.engines.lifecycle import Receiving
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address, Sending, WeightSender
+from corerl.weights.transport import Address, GuardedSender, WeightSender
 from tests.forks.client import ROOT, Forked
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("embed", (16, 6)), ("norm", (6,)), ("layers.0.q", (8, 6)), ("scale", ())]
@@ -115,7 +115,7 @@ def push(
     rank: int = 0,
 ) -> dict[str, str]:
     """Send as a backend does; returns engine -> why it lacks buckets."""
-    sending = Sending(sender, address, rank)
+    sending = GuardedSender(sender, address, rank)
     sending.open(manifest, version)
     for bucket in manifest.buckets:
         if sending.sender_of(bucket) in (None, rank):

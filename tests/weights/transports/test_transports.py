@@ -153,9 +153,8 @@ def test_a_missing_engine_delays_the_sender_by_the_timeout(transport: str) -> No
 @pytest.mark.parametrize("transport", ["collective", "ipc"])
 def test_an_engine_that_is_lost_is_not_waited_for(transport: str, engines: list[Engine]) -> None:
     address = address_of(transport, "a", "b", timeout=300.0)
-    sender = open_sender(address)
     lost: dict[str, str] = {}
-    sender.lost = lost
+    sender = open_sender(address, lost=lost)
     threading.Timer(0.3, lost.update, [{"b": "its process died"}]).start()
     received = engines[0].take(address, 1)  # the other one never comes
     failed = push(sender, address, weights(1), 1)
@@ -286,7 +285,7 @@ def test_a_store_takes_over_the_socket_that_holds_its_port(engines: list[Engine]
         kept.bind(("", 0))
         kept.listen()
         port = kept.getsockname()[1]
-        address = address_of("collective", "a", port=port, listening=kept.detach())
+        address = address_of("collective", "a", port=port, listen_fd=kept.detach())
     received, sender = engines[0].take(address, 1), open_sender(address)
     assert push(sender, address, weights(1), 1) == {} and received.result() > 0
     sender.close()

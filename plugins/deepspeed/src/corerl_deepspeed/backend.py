@@ -71,7 +71,7 @@ class DeepSpeedBackend(Backend):
         with calling_deepspeed(partitioned=self.partitioned):
             return optimizer_step(self.model, lr=step.lr, scale=scale)
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         with calling_deepspeed(partitioned=self.partitioned):
             return forward_pass(self.model, batch, outputs, device=self.device)
 

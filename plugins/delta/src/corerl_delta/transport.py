@@ -34,8 +34,8 @@ def _bits(flat: torch.Tensor) -> NDArray[Any]:
 class DeltaSender(DiskSender):
     """Keeps a copy of what it sent last, and writes the changes since then."""
 
-    def __init__(self, address: Address, rank: int = 0) -> None:
-        super().__init__(address, rank)
+    def __init__(self, address: Address, rank: int = 0, lost: Mapping[str, str] | None = None) -> None:
+        super().__init__(address, rank, lost)
         self._kept: dict[int, torch.Tensor] = {}  # by bucket
         self._kept_digest = ""  # of the manifest that `_kept` follows
         self._changes: list[int] = []  # buckets of this update sent as changes

@@ -22,10 +22,12 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
             "Backend.optimizer_step(step, scale), which scales and clips them and takes the step"
         ),
         "counting applied steps in `Backend.adam_step`": "core counts them",
-        "`with Backend.using(weights)` in `forward`": "core puts the snapshot in place before `forward`",
+        "`with Backend.using(weights)` in `forward`": (
+            "core puts the snapshot in place before `forward`, which has no argument `weights`"
+        ),
         "Backend.initial_weights": "Backend.initial_weights(chunks): takes the chunks that are to be read",
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
-        "Backend.stream": "Backend.stream_of(adapters=False)",
+        "Backend.stream": "Backend.stream(adapters=False).sent",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
         "corerl.backend.passes:StepLosses": (
@@ -47,7 +49,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.receiving": "corerl.engines: Receiving",
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
-        "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the attribute `lost`",
+        "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
         "the argument `told` of an engine's `generate`": "`on_finished`",

@@ -106,8 +106,8 @@ class Elastic:
         so small, or has no place."""
         self._count_steps(run)
         groups = run.groups
-        if self._places is None or self._places.room is not groups.room:
-            self._places = Places(groups.room)
+        if self._places is None or self._places.pool is not groups.pool:
+            self._places = Places(groups.pool)
         places = self._places
         places.settle(within=self._spare_timeout)
         if not failure.ranks:
@@ -120,7 +120,7 @@ class Elastic:
                 )
         if not groups.lost:
             return
-        silent = groups.room.silent
+        silent = groups.pool.silent
         try:
             plan = fewer(run.plan, places, [*groups.roles, *([ENGINES] if groups.fleet is not None else [])])
             for line in silent:
@@ -132,7 +132,7 @@ class Elastic:
 
 def devices_of(run: Control) -> Devices:
     """Raises CorerlError if Ray does not tell."""
-    reserved, unused, free = run.groups.room.count(run.plan.processes.placement.bundle)
+    reserved, unused, free = run.groups.pool.count(run.plan.processes.placement.bundle)
     return Devices(reserved=reserved, unused=unused, free=free)
 
 

@@ -17,7 +17,7 @@ def fewer(plan: Plan, places: Places, groups: Sequence[str]) -> Plan:
     that have lost some, first to those that have none. One that still has none gets some of the group that has
     most: as many as it had, but half of them at most. Raises UserError if there is none."""
     placement = plan.processes.placement
-    sizes = {name: len(places.room[name]) for name in groups}
+    sizes = {name: len(places.pool[name]) for name in groups}
     widths = {name: placement.widths.get(name, 1) for name in groups}
     pools = {name: name if name in placement.separate else "" for name in groups}  # "" is of those that share theirs
     bundles = {pool: places.left(placement, name) for name, pool in pools.items()}

@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.5  # between two looks where bundles are
 class Places:
     """The bundles of a run, some of which may be on no machine any more."""
 
-    room: ResourcePool
+    pool: ResourcePool
     _missed: set[Bundle] = field(factory=set, init=False)  # waited for, in vain
 
     def settle(self, *, within: float) -> None:
@@ -26,28 +26,28 @@ class Places:
         until = time.monotonic() + within
         while self._misses() and time.monotonic() < until:
             time.sleep(LOOK_SECONDS)
-            self.room.refresh()
+            self.pool.refresh()
         self._missed |= self._lost()
 
     def _misses(self) -> bool:
         """Whether a bundle is lost that was not waited for yet, and not all that are lost can be replaced by others."""
         lost = self._lost()
         # Unused ones may be on several machines, where a process of several bundles cannot be.
-        wide = any(slot.lost and len(slot.bundles) > 1 for slots in self.room.values() for slot in slots)
+        wide = any(slot.lost and len(slot.bundles) > 1 for slots in self.pool.values() for slot in slots)
         return bool(lost - self._missed) and (wide or len(lost) > self.unused)
 
     def _lost(self) -> set[Bundle]:
         """Those that processes are on, or were."""
-        return {bundle for bundle in self.room.used(self.room) if bundle.lost}
+        return {bundle for bundle in self.pool.used(self.pool) if bundle.lost}
 
     def left(self, placement: Placement, name: str) -> int:
         """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
         says."""
-        shares = [name] if name in placement.separate else self.room.keys() - set(placement.separate)
-        return sum(not bundle.lost for bundle in self.room.used(shares))
+        shares = [name] if name in placement.separate else self.pool.keys() - set(placement.separate)
+        return sum(not bundle.lost for bundle in self.pool.used(shares))
 
     @property
     def unused(self) -> int:
         """How many bundles there are that are not lost and that no process is on."""
-        used = self.room.used(self.room)
-        return sum(not bundle.lost and bundle not in used for bundle in self.room.bundles)
+        used = self.pool.used(self.pool)
+        return sum(not bundle.lost and bundle not in used for bundle in self.pool.bundles)

@@ -12,7 +12,7 @@ from corerl.models.files import meta_model
 from corerl.models.parts import size_of
 from corerl.plan.plan import PlanReady
 from corerl.plan.processes import ENGINES
-from corerl.plan.residency import FORWARD, UPDATE, training
+from corerl.plan.residency import FORWARD, UPDATE, train_stage
 from corerl.plan.resolve import role_options
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR
@@ -58,7 +58,7 @@ class Forecast:
 
     def tight(self, role: str, *, there: int) -> bool:
         """Whether `role` may not be trainable on devices of `there` bytes (0: of unknown size)."""
-        stage = self.stages.get(training(role))
+        stage = self.stages.get(train_stage(role))
         return bool(there) and stage is not None and stage.total > there * (1 - MARGIN)
 
     def lines(self, *, fullest: bool = False) -> list[str]:
@@ -128,7 +128,7 @@ class Forecaster:
         with what would help."""
         for role in self.plan.processes.roles:
             trained = role in self.plan.algorithm.objectives
-            stage = found.stages.get(training(role) if trained else _passing(role))
+            stage = found.stages.get(train_stage(role) if trained else _passing(role))
             if stage is None or stage.total <= there * (1 + MARGIN):
                 continue
             ways = {setting: total for setting, total in self._ways(role, stage) if total <= there}
@@ -164,7 +164,7 @@ class Forecaster:
         kinds = memory.rank.kinds
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in kinds.items() if count}
         parts[self._activations(role)] = memory.training - sum(kinds.values())
-        return StageMemory(stage=training(role), parts={**parts, **self._beside(role, known)})
+        return StageMemory(stage=train_stage(role), parts={**parts, **self._beside(role, known)})
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory, sharing = known[role], self.plan.processes.sharing

@@ -86,7 +86,7 @@ class FsdpBackend(Backend):
             loss_scale=self.scale,
         )
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         return forward_pass(self.policy, batch, outputs, device=self.device)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:

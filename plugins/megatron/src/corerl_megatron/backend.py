@@ -82,7 +82,7 @@ class MegatronBackend(Backend):
         self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         with calling_megatron(self.device):
             return forward_pass(self.pipeline, batch, outputs)
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import BLOCK as BLOCK
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
-    from corerl.weights.transport import Sending as Sending
+    from corerl.weights.transport import GuardedSender as GuardedSender
     from corerl_doctor.smallest import drawn_model as drawn_model
     from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations

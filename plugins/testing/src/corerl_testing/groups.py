@@ -45,16 +45,13 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
 }
-RESERVED_WITHIN = 60.0  # seconds
 
 
 @contextlib.contextmanager
 def slots() -> Iterator[Mapping[str, Sequence[Slot]]]:
     """Start Ray on this machine, with slots for two ranks and an engine."""
     with ray_session(address="", cpus=3):
-        with reserved(
-            arrange({ACTOR: 2, "engines": 1}, own_devices=("engines",)), timeout=RESERVED_WITHIN
-        ) as all_slots:
+        with reserved(arrange({ACTOR: 2, "engines": 1}, own_devices=("engines",))) as all_slots:
             yield all_slots
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import WeightSender
+from corerl.weights.transport import Address, WeightSender
 
 
 class InProcessSender(WeightSender):
     """Calls `load` with each bucket's tensors by HF name, which are only valid during the call."""
 
     def __init__(self, load: Callable[[Mapping[str, torch.Tensor]], None], *, engine: str = "engine-0") -> None:
-        super().__init__()
+        super().__init__(Address(transport="in process", engines=(engine,)))
         self._load = load
         self._engine = engine
         self._error = ""

@@ -20,8 +20,8 @@ def file_of(bucket: Bucket) -> str:
 class ZippedSender(DiskSender):
     """Writes what has been compressed, and counts its bytes."""
 
-    def __init__(self, address: Address, rank: int) -> None:
-        super().__init__(address, rank)
+    def __init__(self, address: Address, rank: int, lost: Mapping[str, str] | None) -> None:
+        super().__init__(address, rank, lost)
         self._level = ZippedOptions(**address.options).level
 
     def open(self, manifest: Manifest, version: int) -> None:

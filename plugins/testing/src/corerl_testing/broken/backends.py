@@ -45,7 +45,7 @@ from corerl.types import (
     WakeResult,
 )
 from corerl.weights.chunks import Chunk, TensorSource
-from corerl.weights.manifest import Bucket, build_manifest
+from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import WeightSender
 from corerl_testing.plain.backend import PlainBackend
 
@@ -143,8 +143,8 @@ class ForgetsTemperature(PlainBackend):
 
 
 class SamplesBackwards(PlainBackend):
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        result = super().forward(batch, outputs, weights)
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
+        result = super().forward(batch, outputs)
         return evolve(result, outputs={name: values[::-1] for name, values in result.outputs.items()})
 
 
@@ -269,10 +269,10 @@ class IgnoresScale(PlainBackend):
 
 
 class ClearsTooEarly(PlainBackend):
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         if not self.config.frozen:  # which has no optimizer
             self.optimizer.zero_grad()
-        return super().forward(batch, outputs, weights)
+        return super().forward(batch, outputs)
 
 
 class ReturnsOutputsOfOneMicroBatch(PlainBackend):
@@ -436,7 +436,7 @@ class SendsOnce(PlainBackend):
 
 
 class RoundsBuffers(PlainBackend):
-    def _precise(self) -> dict[str, torch.Tensor]:
+    def _precise_buffers(self, gathered: Manifest) -> dict[str, torch.Tensor]:
         return {}
 
 
@@ -444,11 +444,12 @@ class SkipsTiedParameter(PlainBackend):
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         result = super().init(config, context)
         if self.model.config.tie_word_embeddings:
-            self.manifest = build_manifest(
+            manifest = build_manifest(
                 [(name, shape) for name, shape in self._gather_plan.shapes if "embed_tokens" not in name],
-                dtype=self.manifest.dtype,
+                dtype=self._stream.gathered.dtype,
                 bucket_bytes=config.weights.bucket_bytes,
             )
+            self._stream = self._stream_of(manifest)
         return result
 
 

@@ -110,7 +110,7 @@ class PlainBackend(Backend):
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         collector = OutputCollector()
         self.model.eval()
         with torch.no_grad():

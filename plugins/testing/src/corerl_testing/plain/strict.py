@@ -78,14 +78,14 @@ class StrictPlainBackend(PlainBackend):
         self.next_step, self.skipped = step.optimizer_step + 1, not result.applied
         return result
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         self._ready("forward")
         possible = self._computes()
         if self.routers.layers and not self.config.value_head:
             possible.add(Output.ROUTED_EXPERTS)
         _owed(bool(outputs) and possible.issuperset(outputs), f"forward was asked for {list(map(str, outputs))}")
         left_alone = LeftAlone(batch)
-        result = super().forward(evolve(batch, micro_batches=left_alone), outputs, weights)
+        result = super().forward(evolve(batch, micro_batches=left_alone), outputs)
         left_alone.check("forward")
         return result
 

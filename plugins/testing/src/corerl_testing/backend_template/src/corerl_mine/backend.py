@@ -112,7 +112,7 @@ class MineBackend(Backend):
         for tensor, summed in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(summed.view_as(tensor))
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         self.policy.eval()
         return forward_outputs(self.outputs, batch, outputs, device=self.device, routers=self.policy.routers)
 
