@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> Report:
         with launch(partial(make_plan, config)) as run:
             assert isinstance(run.sampling.sampler, PromptSampler) and run.updates is not None
             sampler, fleet = run.sampling.sampler, run.updates.fleet
-            with run.training():
+            with run.using_ranks():
                 run.push_weights()
             other = other_side(config, Path(directory), args)
             tokens: set[int] = set()

@@ -48,6 +48,7 @@ from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
 from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
 from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.source import Policies
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import (
     Array,
@@ -161,7 +162,7 @@ def make_batch(tokens: int) -> tuple[SampleBatch, Row]:
 
 def _metrics(rollout: Rollout, rewards: Any) -> None:
     rollout_metrics(ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
-    staleness_metrics(rollout.batch, 1)
+    staleness_metrics(rollout.batch, Policies(version=1))
 
 
 def _with_advantages(samples: SampleBatch, rewards: Any, estimate: Estimate) -> SampleBatch:

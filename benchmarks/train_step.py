@@ -73,7 +73,7 @@ from corerl.models import attention
 from corerl.ops import PackedSequences, packed_attention
 from corerl.types import MemoryKind, PackedBatch
 from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import WeightSender
+from corerl.weights.transport import Address, WeightSender
 
 TARGET = round(1 / 0.97, 3)  # of a bare loop's seconds on a GPU
 WARM_UP = 2  # steps of each side before any is measured
@@ -266,6 +266,9 @@ class Side:
     flops: float = 0.0  # of a step
 
 
+NOBODY = Address(transport="nowhere", engines=())
+
+
 class Nowhere(WeightSender):
     """The first rank gathers every bucket, and no engine takes it."""
 
@@ -335,7 +338,7 @@ class Running:
 
     def update(self) -> float:
         version = len(self.found.updates) + 1
-        return timed(self.device, lambda: self.loop.worker.host.update_weights(sender=Nowhere(), version=version))
+        return timed(self.device, lambda: self.loop.worker.host.update_weights(sender=Nowhere(NOBODY), version=version))
 
     def _sleep(self) -> list[float]:
         worker, kinds, slept = self.loop.worker, frozenset(MemoryKind), []

@@ -253,7 +253,7 @@ def address_of(case: Case, transport: str, directory: str) -> Address:
         host="127.0.0.1" if transport == "collective" else "",
         port=port,
         path=path,
-        listening=listening.detach() if listening else None,
+        listen_fd=listening.detach() if listening else None,
         token=token,
         senders=tuple(range(len(engines))) if transport == "ipc" else (),
         device=case.device,
@@ -275,7 +275,7 @@ class Updates:
             self.worker.clear_memory()
         self.adapters = self.worker.manifest(adapters=True) if case.adapters else None
         self._address = address_of(case, transport, directory)
-        theirs = evolve(self._address, listening=None)
+        theirs = evolve(self._address, listen_fd=None)
         self.engine = Engine(case, self.manifest, self.adapters, theirs, index=dist.get_rank())
         self.version = 0
         self.seconds: dict[str, float] = defaultdict(float)  # where the last update spent its time, by name
