@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> Report:
                 times.append(time.perf_counter())
                 for taken, (start, end) in zip(stages.values(), pairwise(times), strict=True):
                     taken.append(end - start)
-                tokens.add(int(rollout.batch.rows["response_length"].sum()))
+                tokens.add(int(rollout.batch.row_columns["response_length"].sum()))
                 return times[-1] - times[0]
 
             def theirs(_: int) -> float:

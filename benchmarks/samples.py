@@ -33,7 +33,7 @@ def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> 
             "advantages": advantages,
             "versions": np.full(total, 1, dtype=np.int64),
         },
-        rows={"group": np.arange(len(lengths)) // GROUP},
+        row_columns={"group": np.arange(len(lengths)) // GROUP},
     )
 
 

@@ -82,7 +82,7 @@ METRICS = {f"metric_{number}": Metric(1.0) for number in range(8)}  # as many as
 
 
 def arrays_of(batch: SampleBatch) -> list[Array]:
-    return [batch.tokens, batch.offsets, *batch.columns.values(), *batch.rows.values()]
+    return [batch.tokens, batch.offsets, *batch.columns.values(), *batch.row_columns.values()]
 
 
 def status(name: str) -> int:

@@ -94,7 +94,7 @@ def lengths(directory: Path) -> list[tuple[IntArray, IntArray]]:
     steps = []
     for file in saved_rollouts(directory / ROLLOUTS):
         batch = read_rollout(file).rollout.batch
-        group, responses = batch.rows["group"], np.add.reduceat(batch.columns["loss_mask"], batch.offsets[:-1])
+        group, responses = batch.row_columns["group"], np.add.reduceat(batch.columns["loss_mask"], batch.offsets[:-1])
         longest = np.zeros(int(group.max()) + 1, dtype=np.int64)
         np.maximum.at(longest, group, responses)
         steps.append((longest, np.bincount(group, weights=batch.lengths).astype(np.int64)))

@@ -1,6 +1,9 @@
 """The data types exchanged between driver, workers, backends and engines, all of them frozen.
 
-Axes: N tokens of a rollout batch, B samples, E episodes, T tokens of a micro-batch, S sequences of a micro-batch.
+A row is one sequence of tokens. A sample is one of the G answers to a prompt: one row, or, if it is an episode of
+several conversations, several rows.
+
+Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch, S sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -110,7 +113,7 @@ def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
 
 @frozen(kw_only=True)
 class SampleBatch:
-    """The samples of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
+    """The rows of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
 
     Columns written by CoreRL itself, all [N] and 0 where `loss_mask` is False: `loss_mask` (the policy chose the
     token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it),
@@ -119,14 +122,14 @@ class SampleBatch:
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.
 
-    An episode may be several samples, of equal numbers `rows["episode"]`: they share its reward, and each token that
-    the policy chose is a loss token of one of them.
+    A sample of several rows, an episode, has the same number `row_columns["episode"]` in each of them. Its rows share
+    its reward, and each token that the policy chose is a loss token of exactly one of them.
     """
 
-    tokens: IntArray  # [N] prompt and response of each sample, concatenated
-    offsets: IntArray  # [B + 1] sample b is tokens[offsets[b]:offsets[b + 1]]
+    tokens: IntArray  # [N] prompt and response of each row, concatenated
+    offsets: IntArray  # [B + 1] row b is tokens[offsets[b]:offsets[b + 1]]
     columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
-    rows: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, reward, truncated, prompt_length, ...
+    row_columns: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, truncated, prompt_length, ...
     temperature: float = 1.0  # at which the samples were generated
 
     def __attrs_post_init__(self) -> None:
@@ -139,42 +142,46 @@ class SampleBatch:
         mask = self.columns.get("loss_mask")
         if mask is not None and mask.dtype != np.bool_:  # with numbers, x[mask] would select elements 0 and 1
             raise ValueError(f"column 'loss_mask' is {mask.dtype}, expected bool; write mask.astype(bool)")
-        for name, row in self.rows.items():
-            if len(row) != len(self):
-                raise ValueError(f"row {name!r} has {len(row)} entries for {len(self)} samples")
+        for name, column in self.row_columns.items():
+            if len(column) != len(self):
+                raise ValueError(f"row column {name!r} has {len(column)} entries for {len(self)} rows")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> IntArray:
-        """[B] number of tokens of each sample."""
+        """[B] number of tokens of each row."""
         return np.diff(self.offsets)
 
     @property
-    def sample_of(self) -> IntArray:
-        """[N] index of each token's sample."""
+    def row_of(self) -> IntArray:
+        """[N] the row of each token."""
         return np.repeat(np.arange(len(self)), self.lengths)
 
     @property
     def episodes(self) -> tuple[IntArray, IntArray]:
-        """[E] one sample of each episode, that of its last answer (`rows["final"]`) if it is there, in ascending order;
-        and [B] the episode of each sample, as an index of these. Without `rows["episode"]` every sample is one."""
+        """[E] the row that stands for each sample, in ascending order; and [B] the sample of each row, as an index of
+        these. A sample of several rows, an episode, is represented by the row of its last answer
+        (`row_columns["final"]`) if that is there, else by its first. Without `row_columns["episode"]` every row is a
+        sample of its own."""
         every = np.arange(len(self))
-        if "episode" not in self.rows:
+        if "episode" not in self.row_columns:
             return every, every
-        _, episode_of = np.unique(self.rows["episode"], return_inverse=True)
-        others = ~self.rows["final"] if "final" in self.rows else np.zeros(len(self), np.bool_)
-        final_first = np.lexsort((every, others, episode_of))
-        _, first = np.unique(episode_of[final_first], return_index=True)
-        chosen = final_first[first]
-        return np.sort(chosen), np.argsort(np.argsort(chosen))[episode_of]
+        _, episode_of = np.unique(self.row_columns["episode"], return_inverse=True)
+        not_final = ~self.row_columns["final"] if "final" in self.row_columns else np.zeros(len(self), np.bool_)
+        by_episode = np.lexsort((every, not_final, episode_of))  # the row that stands for an episode comes first in it
+        _, starts = np.unique(episode_of[by_episode], return_index=True)
+        representatives = by_episode[starts]  # by episode number
+        place = np.empty_like(representatives)
+        place[np.argsort(representatives)] = np.arange(len(representatives))  # of each episode in ascending row order
+        return np.sort(representatives), place[episode_of]
 
-    def take(self, samples: IntArray) -> SampleBatch:
-        """Only these samples [n], in this order."""
-        samples = np.arange(len(self))[samples]
+    def take_rows(self, rows: IntArray) -> SampleBatch:
+        """Only these rows [n], in this order."""
+        rows = np.arange(len(self))[rows]
         # Run by run of neighbors: an index for every token would be as large as they, and take several times as long.
-        runs = np.split(samples, np.flatnonzero(np.diff(samples) != 1) + 1) if len(samples) else []
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
         spans = [slice(self.offsets[run[0]], self.offsets[run[-1] + 1]) for run in runs]
 
         def taken(values: Array) -> Array:
@@ -183,28 +190,30 @@ class SampleBatch:
         return evolve(
             self,
             tokens=taken(self.tokens),
-            offsets=offsets_of(self.lengths[samples]),
+            offsets=offsets_of(self.lengths[rows]),
             columns={name: taken(column) for name, column in self.columns.items()},
-            rows={name: row[samples] for name, row in self.rows.items()},
+            row_columns={name: column[rows] for name, column in self.row_columns.items()},
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
-        """Concatenate batches with the same columns, rows and temperature."""
+        """Concatenate batches with the same columns, row columns and temperature."""
         first = parts[0]
         return evolve(
             first,
             tokens=np.concatenate([part.tokens for part in parts]),
             offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
             columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
-            rows={name: np.concatenate([part.rows[name] for part in parts]) for name in first.rows},
+            row_columns={
+                name: np.concatenate([part.row_columns[name] for part in parts]) for name in first.row_columns
+            },
         )
 
     def with_columns(self, **columns: Array) -> SampleBatch:
         return evolve(self, columns={**self.columns, **columns})
 
-    def with_rows(self, **rows: Array) -> SampleBatch:
-        return evolve(self, rows={**self.rows, **rows})
+    def with_row_columns(self, **columns: Array) -> SampleBatch:
+        return evolve(self, row_columns={**self.row_columns, **columns})
 
 
 @frozen(kw_only=True)
@@ -215,7 +224,7 @@ class MicroBatch:
     positions: IntArray  # [T] restart at 0 with every sequence
     cu_seqlens: IntArray  # [S + 1] sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]], padding included
     lengths: IntArray  # [S] without the padding required by ParallelLayout.sequence_multiple
-    samples: IntArray  # [S] index of each sequence in the rollout batch; -1 for a filler
+    samples: IntArray  # [S] row of each sequence in the rollout batch; -1 for a filler
     columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
 
 

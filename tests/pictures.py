@@ -1,7 +1,8 @@
-"""Tiny checkpoints of four families that read pictures, as transformers saves them."""
+"""Tiny checkpoints of eight families that read pictures, as their publishers' files have them."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,11 +38,14 @@ STATES = {
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 8}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 HALF = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "final_logit_softcapping": 30.0}
 TOWER = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 PATCHES = {"depth": 1, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+WINDOWED = {"depth": 1, "num_heads": 2, "window_size": 16, "fullatt_block_indexes": [0]}
+CLIPPED = {"num_hidden_layers": 1, "num_attention_heads": 2, "use_clipped_linears": True}
 PLACEHOLDERS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
-# Families whose files name tensors as the model does, and others.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -66,8 +70,38 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {**TOWER, **LAYERS, "head_dim": 8, "model_type": "pixtral"},
         "image_token_index": 5,
     },
+    "qwen2_5_vl": {
+        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": False}},
+        "vision_config": {**TOWER, **WINDOWED, "out_hidden_size": 32},
+        **PLACEHOLDERS,
+    },
+    "glm4v": {
+        "text_config": {**TEXT, "rope_parameters": {**HALF, "mrope_interleaved": False}, "tie_word_embeddings": False},
+        "vision_config": {**TOWER, "depth": 1, "num_heads": 2, "image_size": 16, "out_hidden_size": 32},
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "tie_word_embeddings": False,
+    },
+    "gemma4": {
+        "text_config": {**TEXT, **SHARED, **PER_LAYER, "sliding_window": 8, "global_head_dim": 16, "pad_token_id": 0},
+        "vision_config": {**TOWER, **CLIPPED, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": {"hidden_size": 16, **CLIPPED, "subsampling_conv_channels": [4, 4], "output_proj_dims": 16},
+        "image_token_id": 5,
+        "video_token_id": 6,
+        "audio_token_id": 7,
+    },
+    "internvl": {
+        "text_config": {**TEXT, "model_type": "qwen2", "tie_word_embeddings": False},
+        "vision_config": {**TOWER, **LAYERS},
+        "image_token_id": 5,
+        "tie_word_embeddings": False,
+    },
 }
-OF_PICTURES = ("visual", "vision_tower", "multi_modal_projector")  # in the names of tensors
+# In the names of tensors that no text passes through: the last are keys and values that Gemma 4's later layers lack.
+OF_PICTURES = (
+    *("visual", "vision_tower", "multi_modal_projector", "embed_vision", "audio"),
+    *(f"layers.{layer}.self_attn.{name}" for layer in (2, 3) for name in ("k_proj", "v_proj", "k_norm")),
+)
 PROCESSOR = {
     "preprocessor_config.json": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 16, "width": 16}},
     "processor_config.json": {"image_seq_length": 4},
@@ -76,7 +110,7 @@ PROCESSOR = {
 
 
 def pictures_config(family: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(family, **FAMILIES[family], tie_word_embeddings=True)
+    return AutoConfig.for_model(family, **{"tie_word_embeddings": True, **FAMILIES[family]})
 
 
 def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | None = None) -> Path:
@@ -96,16 +130,26 @@ def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | N
 
 
 def as_published(family: str, directory: Path) -> None:
-    """Name weights and settings of the tower as the family's published files do, and not as today's transformers."""
+    """Name weights and settings as the family's published files do, and not as today's transformers."""
+    tensors, file = tensors_in(directory), directory / "config.json"
+    config = json.loads(file.read_text())
+    text, vision = config["text_config"], config["vision_config"]
     if family == "gemma3":
-        tower = "vision_tower."
-        renamed = {name.replace(tower, f"{tower}vision_model."): each for name, each in tensors_in(directory).items()}
-        save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+        tensors = {name.replace("vision_tower.", "vision_tower.vision_model."): tensors[name] for name in tensors}
+    if family == "gemma4":  # has keys and values of layers that take them from earlier ones
+        for layer, name in itertools.product((2, 3), ("k_proj", "v_proj", "k_norm")):
+            own = f"model.language_model.layers.{layer - 2}.self_attn.{name}.weight"
+            tensors[own.replace(f".{layer - 2}.", f".{layer}.")] = 0.5 * tensors[own]
     if family == "mistral3":
-        file = directory / "config.json"
-        config = json.loads(file.read_text())
-        config["vision_config"]["rope_theta"] = config["vision_config"].pop("rope_parameters")["rope_theta"]
-        file.write_text(json.dumps(config))
+        vision["rope_theta"] = vision.pop("rope_parameters")["rope_theta"]
+    if family == "qwen2_5_vl":  # has the fields of the text decoder beside those of the tower
+        rope = text.pop("rope_parameters")
+        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+        config = {**config.pop("text_config"), **config}
+    if family == "internvl":  # says for the text decoder alone that the head is its own
+        del config["tie_word_embeddings"]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    file.write_text(json.dumps(config))
 
 
 def tensors_in(directory: Path) -> dict[str, Tensor]:

@@ -13,18 +13,20 @@ def batch(*lengths: int, start: int = 0) -> SampleBatch:
         tokens=np.arange(start, start + total),
         offsets=np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))]),
         columns={"tenth": np.arange(start, start + total) / 10},
-        rows={"length": np.array(lengths)},
+        row_columns={"length": np.array(lengths)},
     )
 
 
 def test_samples_are_taken_in_the_order_asked_for() -> None:
-    taken = batch(2, 0, 3, 1).take(np.array([2, 0, 1]))
+    taken = batch(2, 0, 3, 1).take_rows(np.array([2, 0, 1]))
     assert taken.tokens.tolist() == [2, 3, 4, 0, 1]
     assert taken.offsets.tolist() == [0, 3, 5, 5]
     assert taken.columns["tenth"] == pytest.approx(taken.tokens / 10)
-    assert taken.rows["length"].tolist() == [3, 2, 0]
-    assert len(batch(2, 1).take(np.zeros(0, np.int64))) == 0
-    runs = batch(2, 0, 3, 1).take(np.array([3, 0, 1, 2, 2]))  # neighbors, one of them empty, and one that comes twice
+    assert taken.row_columns["length"].tolist() == [3, 2, 0]
+    assert len(batch(2, 1).take_rows(np.zeros(0, np.int64))) == 0
+    runs = batch(2, 0, 3, 1).take_rows(
+        np.array([3, 0, 1, 2, 2])
+    )  # neighbors, one of them empty, and one that comes twice
     assert (runs.tokens.tolist(), runs.offsets.tolist()) == ([5, 0, 1, 2, 3, 4, 2, 3, 4], [0, 1, 3, 3, 6, 9])
 
 
@@ -32,7 +34,7 @@ def test_batches_are_joined_end_to_end() -> None:
     joined = SampleBatch.concatenate([batch(2, 1), batch(0, 3, start=3)])
     assert joined.tokens.tolist() == [0, 1, 2, 3, 4, 5]
     assert joined.offsets.tolist() == [0, 2, 3, 3, 6]
-    assert joined.rows["length"].tolist() == [2, 1, 0, 3]
+    assert joined.row_columns["length"].tolist() == [2, 1, 0, 3]
     assert joined.columns["tenth"] == pytest.approx(joined.tokens / 10)
 
 
@@ -52,13 +54,13 @@ def test_an_episode_is_its_sample_with_the_last_answer() -> None:
     every = batch(2, 1, 1, 3, 1)
     for found in every.episodes:
         assert found.tolist() == [0, 1, 2, 3, 4]
-    several = every.with_rows(episode=np.array([7, 2, 7, 2, 5]))
+    several = every.with_row_columns(episode=np.array([7, 2, 7, 2, 5]))
     chosen, episode_of = several.episodes
     assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 4], [0, 1, 0, 1, 2])
-    final = several.with_rows(final=np.array([False, True, True, False, True]))
+    final = several.with_row_columns(final=np.array([False, True, True, False, True]))
     chosen, episode_of = final.episodes
     assert (chosen.tolist(), episode_of.tolist()) == ([1, 2, 4], [1, 0, 1, 0, 2])
-    chosen, episode_of = final.take(np.array([4, 3, 0])).episodes  # a user has left out the last answers
+    chosen, episode_of = final.take_rows(np.array([4, 3, 0])).episodes  # a user has left out the last answers
     assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 

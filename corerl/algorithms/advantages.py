@@ -44,7 +44,7 @@ def group_advantages(rewards: Array, groups: IntArray, *, normalize_std: bool) -
         rewards: [B] finite, of any float type
         groups: [B] group numbers, equal for samples of one prompt; any numbers, in any order
 
-    Where an episode may be several samples, pass one of each, `SampleBatch.episodes`, as `compared` does.
+    Where a sample may be several rows, pass one of each, `SampleBatch.episodes`, as `compared` does.
     """
     _, group_of = np.unique(groups, return_inverse=True)
     exact = np.asarray(rewards, dtype=np.float64)
@@ -68,7 +68,7 @@ def sample_rewards(samples: SampleBatch, rewards: FloatArray, token_rewards: Flo
 def of_episodes(token_rewards: FloatArray, samples: SampleBatch) -> FloatArray:
     """[B] the sum over all tokens [N] of each sample's episode."""
     episodes, episode_of = samples.episodes
-    sums = np.bincount(episode_of[samples.sample_of], weights=token_rewards, minlength=len(episodes))
+    sums = np.bincount(episode_of[samples.row_of], weights=token_rewards, minlength=len(episodes))
     return sums.astype(np.float32)[episode_of]
 
 
@@ -78,7 +78,7 @@ def compared(
     """[B] what `compare` makes of rewards [E] and groups [E], in which every episode is counted once; `each` [B] is the
     reward of each sample."""
     episodes, episode_of = samples.episodes
-    return compare(each[episodes], samples.rows["group"][episodes])[episode_of]
+    return compare(each[episodes], samples.row_columns["group"][episodes])[episode_of]
 
 
 def broadcast(per_sample: FloatArray, batch: SampleBatch) -> FloatArray:

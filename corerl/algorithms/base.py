@@ -69,7 +69,7 @@ class Algorithm(ABC):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         """The advantages of B samples with N tokens, from their `rewards` [B] and the rewards of single tokens [N]: the
         penalty if `algorithm.kl_in` is 'reward', and if the spec says `credits_turns`, those of an episode's turns,
-        which are then not in `rewards`. Group numbers are `samples.rows["group"]`."""
+        which are then not in `rewards`. Group numbers are `samples.row_columns["group"]`."""
 
     @abstractmethod
     def objectives(self) -> Mapping[str, Objective]:

@@ -54,11 +54,11 @@ def importance_weights(
     log_ratio: Array = np.zeros(len(mask))
     log_ratio[mask] = old_logprobs[mask].astype(np.float64) - rollout_logprobs[mask]
     if level != "token":
-        sample_of = batch.sample_of
-        per_sample: Array = np.bincount(sample_of, weights=log_ratio, minlength=len(batch))
+        row_of = batch.row_of
+        per_sample: Array = np.bincount(row_of, weights=log_ratio, minlength=len(batch))
         if level == "geometric":
-            per_sample = per_sample / np.maximum(np.bincount(sample_of, weights=mask, minlength=len(batch)), 1)
-        log_ratio = per_sample[sample_of]
+            per_sample = per_sample / np.maximum(np.bincount(row_of, weights=mask, minlength=len(batch)), 1)
+        log_ratio = per_sample[row_of]
     ratios = np.exp(np.minimum(log_ratio, MAX_LOG_RATIO))
     outside = mask & ((ratios < floor) | (ratios > cap))
     bounded = np.clip(ratios, floor, cap) if beyond == "truncate" else np.where(outside, 0.0, ratios)
@@ -83,15 +83,15 @@ def correction_metrics(
     of_tokens = found.weights[mask].astype(np.float64)
     if not len(of_tokens):
         return {}
-    outside, sample_of = found.outside[mask], batch.sample_of[mask]
-    tokens = np.bincount(sample_of)
+    outside, row_of = found.outside[mask], batch.row_of[mask]
+    tokens = np.bincount(row_of)
     counted = tokens > 0
-    of_samples = np.bincount(sample_of, weights=of_tokens)[counted] / tokens[counted]
+    of_samples = np.bincount(row_of, weights=of_tokens)[counted] / tokens[counted]
     name = {"truncate": "truncated", "mask": "masked"}[beyond]
     return {
         "weight": float(of_tokens.mean()),
         name: float(outside.mean()),
-        f"{name}_samples": float((np.bincount(sample_of, weights=outside)[counted] > 0).mean()),
+        f"{name}_samples": float((np.bincount(row_of, weights=outside)[counted] > 0).mean()),
         "effective": _effective(of_tokens),
         "effective_samples": _effective(of_samples),
     }

@@ -41,6 +41,6 @@ def without_truncated(batch: SampleBatch) -> SampleBatch:
     Overlong filtering: a sound answer is not punished for being cut off (Yu et al. 2025, "DAPO", section 3.4).
     The samples stay in the batch; their columns that are 0 outside loss tokens become 0 everywhere.
     """
-    cut = np.repeat(np.asarray(batch.rows["truncated"], dtype=np.bool_), batch.lengths)
+    cut = np.repeat(np.asarray(batch.row_columns["truncated"], dtype=np.bool_), batch.lengths)
     found = {name: batch.columns[name] for name in CHOSEN if name in batch.columns}
     return batch.with_columns(**{name: np.where(cut, column.dtype.type(0), column) for name, column in found.items()})

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from corerl.data import media
 from corerl.messages import short_repr
 
 # Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
@@ -54,6 +55,9 @@ def read_message(message: Any) -> dict[str, Any]:
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
+    for name, value in known.items():
+        if name != "content" and (kind := media.kind_in_field(name, value)):
+            raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it")
     calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(

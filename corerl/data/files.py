@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,24 @@ PATHS = (
     "a .jsonl, .parquet, .csv, .arrow or .json file, a directory or a pattern of them, or a data set saved by "
     "`save_to_disk`"
 )
+# Files of these formats that are not read are counted in a notice.
+DATA = {JSONL, *LOADERS, ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 TRAIN = "train"
 
 
 class Refused(Exception):
-    """Why a row cannot be shown to the model."""
+    """Why a row cannot be shown to the model; rows are counted by `kind`, which follows the word "rows"."""
+
+    def __init__(self, kind: str, why: object) -> None:
+        super().__init__(str(why))
+        self.kind = kind
 
 
 class Rows(ABC):
     """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
+    notice: str = ""  # a line about splits and files that are not read
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
 
     @abstractmethod
@@ -127,7 +135,7 @@ def _json(line: bytes) -> Any:
         why = f"{error.msg}, at character {error.pos + 1}; expected one JSON object per line"
     except ValueError as error:  # broken UTF-8, or a value that cannot be held
         why = str(error)
-    return Refused(f"not valid JSON: {why}")
+    return Refused("that are not JSON", f"not valid JSON: {why}")
 
 
 class ArrowRows(Rows):
@@ -161,7 +169,7 @@ class ArrowRows(Rows):
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, times that Python does not have
             if part.num_rows > 1:
                 return [self._rows(part.slice(at, 1))[0] for at in range(part.num_rows)]
-            return [Refused(f"cannot be read: {error}")]
+            return [Refused("that cannot be read", f"cannot be read: {error}")]
 
     def where(self, index: int) -> str:
         return f"{self.name}, row {index}"
@@ -243,7 +251,27 @@ def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], 
             f"data.split: {chosen!r}, but {name} has the splits {', '.join(splits)}; set it to one of them"
             f"{did_you_mean(chosen, splits)}"
         )
-    return ArrowRows(splits[chosen], name) if any(saved) else _of_files(splits[chosen], name, texts)
+    unread = [f"the split {each}" for each in splits if each != chosen]
+    if any(saved):
+        rows: Rows = ArrowRows(splits[chosen], name)
+        rows.notice = _notice(name, chosen, unread)
+        return rows
+    rows, root = _of_files(splits[chosen], name, texts), Path(os.path.abspath(path))
+    in_splits = {file for files in splits.values() for file in files}
+    files = [root / file for file in glob.glob("**", root_dir=root, recursive=True)]
+    others = Counter(file.suffix for file in files if file.suffix in DATA and file not in in_splits)
+    unread += [f"{count} {suffix} file{'s' * (count > 1)}" for suffix, count in sorted(others.items())]
+    directories = sorted({str(file.parent.relative_to(root)) for file in splits[chosen] if file.is_relative_to(root)})
+    rows.notice = _notice(name, chosen, unread, directories)
+    return rows
+
+
+def _notice(name: str, split: str, unread: Sequence[str], directories: Sequence[str] = ()) -> str:
+    """A line about what of a directory is not read, or is read together; "" if there is nothing to say."""
+    lines = [f"not read: {', '.join(unread)}"] if unread else []
+    if len(directories) > 1:
+        lines.append(f"files of several directories are read as one: {', '.join(directories)}")
+    return f"data.source: of {name}, the split {split} is read; {'; '.join(lines)}" if lines else ""
 
 
 def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Sequence[Path]]:

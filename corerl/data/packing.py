@@ -91,17 +91,17 @@ def plan_steps(
     there are fewer groups, as after a postprocess that drops samples. `layout` is any rank's: it gives the number of
     dp ranks, the multiples for sequences and micro-batches, and whether micro-batches are rectangular.
 
-    In every epoch each sample belongs to exactly one step, and all samples of a group (`rows["group"]`) to the same
+    In every epoch each row belongs to exactly one step, and all rows of a group (`row_columns["group"]`) to the same
     step. The order in each epoch follows from `seed` alone; give each rollout step another seed.
 
-    Weight of one loss token of sample i, in a step of n episodes, which are samples unless one has several, r:
+    Weight of one loss token of row i, in a step of n samples, where i is one of the r rows of its sample:
 
         token-mean       1 / (loss tokens of the step)
         sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
         constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
     """
     require_aggregation(aggregation)
-    groups, group_of = np.unique(batch.rows["group"], return_inverse=True)
+    groups, group_of = np.unique(batch.row_columns["group"], return_inverse=True)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes

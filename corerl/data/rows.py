@@ -6,11 +6,13 @@ import json
 import re
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
+from corerl.data import media
 from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
 from corerl.data.digests import digest, digest_of_text, held_out_order
 from corerl.data.files import BATCH, Refused, Rows
@@ -21,11 +23,28 @@ from corerl.messages import did_you_mean, short_repr
 EVERY = 10.0  # seconds between two lines about how many rows are read, and before the first
 SHOWN = 60  # characters of a value in a message
 OPTIONS = "chat_template_kwargs"  # the field with a row's own arguments of the chat template
-# Names of fields with pictures, sound or video in published data sets, such as `images`, `image_1` and `audio_path`.
-MEDIA = re.compile(
-    r"(image|img|picture|photo|audio|waveform|video)s?(_?\d+|_(path|file|url|uri|byte|data|base64)s?)?", re.IGNORECASE
+# Names of fields that prompts often need: the run says once that the model is not shown them.
+NOT_SHOWN = re.compile(
+    r"system(_prompt|_message)?|instructions?|input|contexts?|documents?|passages|history|messages|conversations?|"
+    r"few_shot|functions|tools"
 )
 T = TypeVar("T")
+
+
+class Tally:
+    """Counts rows by kind, and keeps where the first one is."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+        self.first = ""
+
+    def add(self, kind: str, where: str) -> None:
+        self.counts[kind] += 1
+        self.first = self.first or where
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
+        return f"{kinds}; the first: {self.first}"
 
 
 class RowPrompts(PromptSource):
@@ -62,7 +81,8 @@ class RowPrompts(PromptSource):
         self._ignored = {prompt_key, answer_key, tools_key, *ignore}
         self._options_key = "" if OPTIONS in ignore else OPTIONS
         digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
-        first_refused, answered, noticed = "", False, time.monotonic()
+        refused, marked, not_shown, unanswered = Tally(), Tally(), Tally(), Tally()
+        noticed = time.monotonic()
         for number, (where, row) in enumerate(rows.scan(), start=1):
             if notify is not None and number % BATCH == 0 and time.monotonic() >= noticed + EVERY:
                 noticed = time.monotonic()
@@ -73,22 +93,36 @@ class RowPrompts(PromptSource):
                 if not skip:
                     raise DataError(f"{where}: {error}; data.refused='skip' leaves such rows out") from error
                 left_out.append(number - 1)
-                first_refused = first_refused or f"{where}: {error}"
+                refused.add(error.kind, f"{where}: {error}")
                 continue
             self.chat |= bool(prompt.messages)
-            answered |= bool(prompt.answer)
+            for_chats = set() if prompt.messages else {tools_key, OPTIONS}.difference(ignore)
+            for name in row:
+                if (name in for_chats or (name not in self._ignored and NOT_SHOWN.fullmatch(name))) and row[name]:
+                    not_shown.add(repr(name), where)
+            if mark := media.MARK.search(prompt.text):
+                marked.add(f"with {mark[0]}", where)
+            if not prompt.answer:
+                unanswered.add("without an answer", where)
             digests.append(digest(without_nulls(row), prompt_key, answer_key, tools_key))
             asked.append(digest_of_text(prompt.text))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
         if not size:
-            raise DataError(f"data.source: {of} cannot be shown to the model; the first: {first_refused}")
-        if left_out:
-            self.notices += (
-                f"data: {of} are skipped, because they cannot be shown to the model; the first: {first_refused}",
-            )
-        if not answered:
+            raise DataError(f"data.source: {of} cannot be shown to the model: {refused}")
+        self.notices = (rows.notice,) * bool(rows.notice) + tuple(
+            f"data: {text}: {tally}"
+            for text, tally in [
+                (f"{of} are skipped, because they cannot be shown to the model", refused),
+                (f"rows of {rows.name} have marks for pictures or sound, which are shown as text", marked),
+                (f"rows of {rows.name} have fields that prompts often need and the model is not shown", not_shown),
+            ]
+            if tally.counts
+        )
+        if 0 < (without := unanswered.counts.total()) < size:
+            self.notices += (f"data: {without} of {size} prompts have no answer; the first: {unanswered.first}",)
+        elif without:
             has = f"the first one has: {', '.join(self.prompt(0).fields)}"
             line = (
                 f"data.answer_key: none of the {size} prompts of {rows.name} has an answer under {answer_key!r}; {has}"
@@ -116,36 +150,36 @@ class RowPrompts(PromptSource):
         if isinstance(row, Refused):
             raise row
         if not isinstance(row, dict):
-            raise Refused(f"got {short_repr(row, SHOWN)}, expected a JSON object with the field {key!r}")
+            raise Refused(
+                "that are no objects", f"got {short_repr(row, SHOWN)}, expected a JSON object with the field {key!r}"
+            )
         if key not in row:
             raise Refused(
-                f"no field {key!r}; it has: {', '.join(row) or 'none'}{did_you_mean(key, row)}; set data.prompt_key"
+                "without a prompt",
+                f"no field {key!r}; it has: {', '.join(row) or 'none'}{did_you_mean(key, row)}; set data.prompt_key",
             )
-        known = without_nulls if self._rows.columnar else (lambda held: held)
         for name, held in row.items():
-            if (
-                MEDIA.fullmatch(name)
-                and name not in self._ignored
-                and not isinstance(held, int | float)
-                and known(held)
-            ):
+            if name not in self._ignored and (kind := media.kind_in_field(name, held)):
                 raise Refused(
-                    f"field {name!r} has pictures, sound or video, which the model is not shown; list it in data.ignore"
-                    " if only rewards need it"
+                    f"with {kind}",
+                    f"field {name!r} has {kind}, which the model is not shown; list it in data.ignore if only rewards "
+                    "need it",
                 )
         value = row[key]
         if not isinstance(value, str | list) or not value:
             raise Refused(
-                f"field {key!r} is {short_repr(value, SHOWN)}, expected a non-empty string or a list of messages"
+                "without a prompt",
+                f"field {key!r} is {short_repr(value, SHOWN)}, expected a non-empty string or a list of messages",
             )
         messages: Messages = ()
         tools: Messages = ()
         options: Mapping[str, Any] = {}
+        known = without_nulls if self._rows.columnar else (lambda held: held)
         if isinstance(value, list):
-            messages = _read(read_messages, known(value), key)
+            messages = _read(read_messages, known(value), key, "messages")
         if messages or self._chat:
-            tools = _read(read_tools, known(row.get(self._tools_key)), self._tools_key)
-            options = _read(_read_options, known(row.get(self._options_key)), OPTIONS)
+            tools = _read(read_tools, known(row.get(self._tools_key)), self._tools_key, "tools")
+            options = _read(_read_options, known(row.get(self._options_key)), OPTIONS, OPTIONS)
         answer = row.get(self._answer_key)
         if not isinstance(answer, str):
             answer = "" if answer is None else json.dumps(answer, default=str)  # parquet has dates and the like
@@ -161,11 +195,12 @@ class RowPrompts(PromptSource):
         return prompt.as_chat(system=self._system) if messages or self._chat else prompt
 
 
-def _read(read: Callable[[Any], T], value: Any, field: str) -> T:
+def _read(read: Callable[[Any], T], value: Any, field: str, what: str) -> T:
     try:
         return read(value)
     except ValueError as error:
-        raise Refused(f"field {field!r}: {error}") from error
+        kind = media.kind_in_messages(value) or f"{what} that cannot be read"
+        raise Refused(f"with {kind}", f"field {field!r}: {error}") from error
 
 
 def _read_options(value: Any) -> Mapping[str, Any]:

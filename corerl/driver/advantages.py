@@ -45,7 +45,7 @@ def compute_advantages(
     metrics: dict[str, float] = {}
     kl: float | None = None
     if algorithm.overlong == "penalty":
-        lengths, buffer = samples.rows["response_length"], algorithm.overlong_buffer or 0
+        lengths, buffer = samples.row_columns["response_length"], algorithm.overlong_buffer or 0
         episodes, episode_of = samples.episodes
         penalty = np.zeros(len(episodes), dtype=np.float32)  # that of an episode's longest sample
         np.minimum.at(penalty, episode_of, soft_overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer))

@@ -46,15 +46,15 @@ def bound_of(algorithm: AlgorithmConfig, *, train: TrainConfig, weights: Weights
 def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
     """Some of the samples whose loss tokens all come from weights `since` or later: the shortest, the longest, and
     others of lengths between them, so many that they have SCORED loss tokens."""
-    mask, sample_of = samples.columns["loss_mask"], samples.sample_of
+    mask, row_of = samples.columns["loss_mask"], samples.row_of
     stale = mask & (samples.columns["versions"] < since)
-    counted = np.bincount(sample_of[mask], minlength=len(samples))
-    fresh = np.flatnonzero((counted > 0) & (np.bincount(sample_of[stale], minlength=len(samples)) == 0))
+    counted = np.bincount(row_of[mask], minlength=len(samples))
+    fresh = np.flatnonzero((counted > 0) & (np.bincount(row_of[stale], minlength=len(samples)) == 0))
     by_length = fresh[np.argsort(samples.lengths[fresh], kind="stable")]
     if not len(by_length):
-        return samples.take(by_length)
+        return samples.take_rows(by_length)
     count = max(SAMPLES, math.ceil(SCORED / counted[by_length].mean()))
-    return samples.take(by_length[_spaced(len(by_length), count)])
+    return samples.take_rows(by_length[_spaced(len(by_length), count)])
 
 
 def _spaced(size: int, count: int) -> IntArray:
@@ -104,7 +104,7 @@ class LogprobCheck:
         lengths = np.diff(request.offsets)
         longest = np.argsort(-lengths, kind="stable")
         count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
-        request = request.take(np.sort(longest[:count]))
+        request = request.take_rows(np.sort(longest[:count]))
         return assemble(request, await self.sampler.context.generate(request, urgent=True))
 
     def pushed(self, version: int, *, new: bool) -> None:
@@ -133,7 +133,7 @@ class LogprobCheck:
         if mean <= self.bound:  # not if a log-prob is NaN
             return
         worst = int(at[np.argmax(sizes)])
-        sample = int(samples.sample_of[worst])
+        sample = int(samples.row_of[worst])
         config = shlex.quote(str(self.run_dir / CONFIG_FILE))
         text = (
             f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average over "

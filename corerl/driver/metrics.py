@@ -19,7 +19,7 @@ from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, T
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float]:
     """Metrics of the samples before training."""
-    rows = scored.rollout.batch.rows
+    rows = scored.rollout.batch.row_columns
     episodes, episode_of = scored.rollout.batch.episodes
     rewards = scored.rewards[episodes]
     equal, groups = without_spread(rewards, rows["group"][episodes])

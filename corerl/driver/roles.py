@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve
+from attrs import define, evolve, frozen
 
-from corerl.algorithms.schedules import learning_rate
+from corerl.algorithms.schedules import decayed, learning_rate
 from corerl.calls import Future
 from corerl.config.load import config_of
 from corerl.config.schema import TrainConfig
@@ -18,6 +18,15 @@ from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.trainer.group import SharedBatch, TrainGroup
 from corerl.types import Array, InitResult, IntArray, LossSpec, Output, SampleBatch, Step, TrainResult
+
+
+@frozen(kw_only=True)
+class DecayStart:
+    """Where the decay of a learning rate continues, after a resume with other mini-batches or epochs."""
+
+    optimizer_step: int
+    rollout_step: int
+    progress: float  # share of the decay that lies behind
 
 
 @define(kw_only=True)
@@ -32,17 +41,39 @@ class Role:
     first_step: int = 0  # the rollout step in which its training starts
     rollout_steps: int  # that the learning-rate schedule spans, those before `first_step` included
     next_optimizer_step: int
+    decay_start: DecayStart | None = None
 
     def lr(self, optimizer_step: int) -> float:
         schedule = self.train.schedule
         return learning_rate(
-            warmup_steps=schedule.warmup_steps,
             decay=schedule.decay,
             final_ratio=schedule.final_ratio,
             peak=self.train.optimizer.lr,
-            step=optimizer_step,
-            total_steps=max(self.rollout_steps - self.first_step, 0) * self.steps_of_batch,
+            **self._place(optimizer_step),
         )
+
+    def _place(self, optimizer_step: int) -> dict[str, Any]:
+        """Where an optimizer step is in the schedule."""
+        start = self.decay_start or DecayStart(optimizer_step=0, rollout_step=self.first_step, progress=0.0)
+        left = max(self.rollout_steps - start.rollout_step, 0) * self.steps_of_batch
+        return {
+            "warmup_steps": self.train.schedule.warmup_steps,
+            "step": optimizer_step,
+            "total_steps": start.optimizer_step + left,
+            "start": start.optimizer_step,
+            "progress": start.progress,
+        }
+
+    def keep_rate(self, before: TrainConfig, rollout_step: int) -> None:
+        """Let the next step have the learning rate that it had with the mini-batches and epochs of `before`, which the
+        first rollout steps had."""
+        earlier = evolve(self, train=evolve(self.train, mini_batches=before.mini_batches, epochs=before.epochs))
+        if earlier.steps_of_batch != self.steps_of_batch and self.next_optimizer_step:
+            self.decay_start = DecayStart(
+                optimizer_step=self.next_optimizer_step,
+                rollout_step=rollout_step,
+                progress=decayed(**earlier._place(self.next_optimizer_step)),
+            )
 
     @property
     def steps_of_batch(self) -> int:
@@ -114,7 +145,8 @@ class Role:
 def roles_of(
     plan: Plan, groups: Mapping[str, TrainGroup], inits: Mapping[str, InitResult], *, notify: Callable[[str], None]
 ) -> dict[str, Role]:
-    """The roles of groups that have started. If the run resumes with other learning rates, `notify` gets lines."""
+    """The roles of groups that have started. If the run resumes, their schedules continue; `notify` gets a line
+    about a learning rate that jumps."""
     roles = {}
     for name, group in groups.items():
         objective, train = group.plan.objective, group.plan.train
@@ -130,27 +162,32 @@ def roles_of(
         )
     if plan.start.state and plan.run.trains:
         trained = [role for role in roles.values() if role.loss is not None]
-        for text in changed_rates(plan.start.state, trained):
+        for text in continue_schedules(plan.start.state, trained):
             notify(text)
     return roles
 
 
-def changed_rates(state: Mapping[str, Any], roles: Collection[Role]) -> Iterator[str]:
-    """A line for each role whose next step has another learning rate than by the config of the checkpoint whose `state`
-    this is."""
+def continue_schedules(state: Mapping[str, Any], roles: Collection[Role]) -> list[str]:
+    """Continue the schedules of the checkpoint whose `state` this is. Returns a line for each role whose next step has
+    another learning rate than by the checkpoint's config."""
+    for role in roles:
+        if role.name in state.get("schedules", {}):
+            role.decay_start = DecayStart(**state["schedules"][role.name])
     try:
         old = config_of(state["config"])
     except ConfigError:  # of a CoreRL with other settings: there is nothing to compare with
-        return
+        return []
+    lines = []
     for role in roles:
         if role.name not in old.chosen_roles:
             continue
         train = old.train_of(role.name)
         before = evolve(role, train=train, rollout_steps=train.schedule.steps or old.run.steps)
+        role.keep_rate(train, state["rollout_step"])
         was, now = before.lr(role.next_optimizer_step), role.lr(role.next_optimizer_step)
         if not math.isclose(was, now, rel_tol=1e-6):
-            yield (
-                f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}; its schedule spans "
-                f"{role.rollout_steps} rollout steps of {role.steps_of_batch} optimizer steps, where it had "
-                f"{before.rollout_steps} of {before.steps_of_batch}"
-            )
+            line = f"{role.name}: the learning rate continues at {now:.3g}, not at {was:.3g}"
+            if role.rollout_steps != before.rollout_steps:
+                line += f"; its schedule spans {role.rollout_steps} rollout steps, not {before.rollout_steps}"
+            lines.append(line)
+    return lines

@@ -422,10 +422,12 @@ class Run:
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:
+        schedules = {name: asdict(role.decay_start) for name, role in self.roles.items() if role.decay_start}
         state = {
             "rollout_step": self.progress.steps_done,
             # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
+            **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),

@@ -48,8 +48,8 @@ class StreamedStep:
         first = role.groups_of_first_step(arrived.of, self.step)
         groups = np.flatnonzero(np.isin(arrived.prompts, first))
         if len(groups):
-            rows = np.flatnonzero(np.isin(samples.rows["group"], groups))
-            batch = self.with_advantages(samples.take(rows), arrived.rewards[rows])
+            rows = np.flatnonzero(np.isin(samples.row_columns["group"], groups))
+            batch = self.with_advantages(samples.take_rows(rows), arrived.rewards[rows])
             self._add_gradients(role.group, batch.samples, loss, share=len(groups) / len(first))
 
     def completed(self, samples: SampleBatch) -> SampleBatch:
@@ -58,8 +58,8 @@ class StreamedStep:
         prompts = np.concatenate([each.prompts for each in self._arrived])
         firsts = offsets_of([len(each.prompts) for each in self._arrived])[:-1]
         first = np.repeat(firsts, [len(each.batch) for each in self._arrived])
-        place = prompts[joined.rows["group"] + first]
-        return evolve(samples, columns=joined.take(np.argsort(place, kind="stable")).columns)
+        place = prompts[joined.row_columns["group"] + first]
+        return evolve(samples, columns=joined.take_rows(np.argsort(place, kind="stable")).columns)
 
     def _add_gradients(self, group: TrainGroup, samples: SampleBatch, loss: LossSpec, *, share: float) -> None:
         """`share`: of the first step's groups."""

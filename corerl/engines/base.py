@@ -64,16 +64,16 @@ class GenerateRequest:
         """[R] each row's tokens."""
         return np.split(self.tokens, self.offsets[1:-1])
 
-    def rows(self, start: int, stop: int) -> GenerateRequest:
+    def row_range(self, start: int, stop: int) -> GenerateRequest:
         """Rows [start, stop) as a new request."""
-        return self.take(np.arange(start, stop))
+        return self.take_rows(np.arange(start, stop))
 
     def parts(self, n: int) -> list[GenerateRequest]:
         """Split into at most `n` contiguous, non-empty requests whose row counts differ by at most one."""
         bounds = [len(self) * part // n for part in range(n + 1)]
-        return [self.rows(start, stop) for start, stop in pairwise(bounds) if stop > start]
+        return [self.row_range(start, stop) for start, stop in pairwise(bounds) if stop > start]
 
-    def take(self, rows: IntArray) -> GenerateRequest:
+    def take_rows(self, rows: IntArray) -> GenerateRequest:
         """The given rows [n], in that order, as a new request."""
         tokens, offsets = rows_at(self.offsets, rows)
         return evolve(

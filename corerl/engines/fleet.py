@@ -210,7 +210,7 @@ class EngineFleet:
         ended = dict.fromkeys(rows, 0)
 
         async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
-            share = request.take(own) if len(rows) > 1 else request
+            share = request.take_rows(own) if len(rows) > 1 else request
 
             def counted(done: int) -> None:
                 ended[replica] = done

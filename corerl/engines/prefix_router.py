@@ -114,7 +114,7 @@ def in_order(request: GenerateRequest, parts: Sequence[tuple[IntArray, Generatio
     together = Generation.concatenate([part for _, part in parts])
     if np.array_equal(rows, np.arange(len(rows))):
         return together
-    single = split(together, [request.rows(row, row + 1) for row in rows])
+    single = split(together, [request.row_range(row, row + 1) for row in rows])
     return Generation.concatenate([single[place] for place in np.argsort(rows)])
 
 

@@ -92,7 +92,7 @@ class TransformersEngine(Engine):
         done: list[Generation] = []
         with self._serving.generating() as version:
             for start, end in pairwise(self._bounds(request)):
-                rows = request.rows(start, end)
+                rows = request.row_range(start, end)
                 done.append(
                     _left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, on_finished)
                 )

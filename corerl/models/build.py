@@ -61,7 +61,7 @@ def build_on_meta(
     try:
         with nullcontext() if buffers else torch.device("meta"):
             model: PreTrainedModel = _auto_class(config).from_config(
-                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=_attentions(config, attention), trust_remote_code=False
             )
             if reads_pictures(config):
                 _keep_text(model)
@@ -92,6 +92,17 @@ def architecture_of(config: PreTrainedConfig) -> Any:
 
 def _auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
+
+
+def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """`attention`, by the names of the parts' configs if some of these parts read no text: they get one that each has,
+    as transformers builds no part with an attention that it lacks, although it is removed afterwards."""
+    if not reads_pictures(config):
+        return attention
+    text = config.get_text_config()
+    parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
+    own = {name: attention if part.get_text_config() is text else "eager" for name, part in parts.items()}
+    return {"": attention, **own}
 
 
 def _keep_text(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from corerl.errors import ModelError
@@ -80,9 +81,12 @@ def class_name(config: PreTrainedConfig) -> str:
     kinds = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     known = [names[config.model_type] for names in kinds if config.model_type in names]
     if not known:
+        own = MODEL_MAPPING_NAMES.get(config.model_type, ())
+        classes = " or ".join([own] if isinstance(own, str) else own)
         raise ModelError(
             f"model_type {config.model_type!r} is neither a causal language model nor an image-text model in "
-            f"transformers {transformers.__version__}; use another model"
+            f"transformers {transformers.__version__}, which has {classes or 'no model'} for it; use a checkpoint of a "
+            "type that `corerl models` lists, and in place of a checkpoint's part the whole one"
         )
     return next((name for name in config.architectures or () if name in known), known[0])
 

@@ -63,12 +63,12 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
     prompts, params = held_out.source.held_out_prompts(), evolve(held_out.params, routed_experts=False)
     rollout = await sampler.sample(prompts, rollout_step=STEP, samples=held_out.samples, params=params)
     scores = await reward.score(rollout)
-    samples, _ = rollout.batch.episodes  # one for each answer
-    rewards, group = scores.rewards[samples], rollout.batch.rows["group"][samples]
+    rows, _ = rollout.batch.episodes
+    rewards, group = scores.rewards[rows], rollout.batch.row_columns["group"][rows]
     prefix = f"eval/{held_out.name}/" if held_out.name else "eval/"
     metrics = {
         f"{prefix}reward": float(rewards.mean(dtype=np.float64)),
-        f"{prefix}response_length": float(rollout.batch.rows["response_length"].mean()),
+        f"{prefix}response_length": float(rollout.batch.row_columns["response_length"].mean()),
     }
     matched = exact_share(rollout)
     if matched is not None:
@@ -96,7 +96,7 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
 def _judged(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
     """[P, G] which answers are right, [P, G] what it votes for, None for nothing; and why `answer` failed first."""
     rows = rollout.batch.episodes[0]
-    at = rollout.batch.rows["group"][rows], rollout.batch.rows["sample"][rows]
+    at = rollout.batch.row_columns["group"][rows], rollout.batch.row_columns["sample"][rows]
     right_PG, votes_PG = np.zeros((P, held_out.samples), np.bool_), np.full((P, held_out.samples), None, object)
     wanted = 1.0 if held_out.correct_from is None else held_out.correct_from
     value = scores.part(held_out.correct_on, setting="eval.correct_on")[rows].astype(np.float64)

@@ -49,7 +49,7 @@ def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
         "offsets": batch.offsets,
         "rewards": scored.rewards,
         **{f"columns/{name}": column for name, column in batch.columns.items()},
-        **{f"rows/{name}": row for name, row in batch.rows.items()},
+        **{f"rows/{name}": row for name, row in batch.row_columns.items()},
         "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
     }
     path = file_of(directory, scored.step)
@@ -75,7 +75,7 @@ def read_rollout(path: Path) -> ScoredRollout:
             tokens=arrays["tokens"],
             offsets=arrays["offsets"],
             columns=_under("columns/", arrays),
-            rows=_under("rows/", arrays),
+            row_columns=_under("rows/", arrays),
             temperature=facts["temperature"],
         )
         prompts = tuple(Prompt(**prompt) for prompt in facts["prompts"])

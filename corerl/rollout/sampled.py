@@ -198,7 +198,7 @@ class SampledRollouts(Source):
                 task.rewards, task.failed, task.first_failure = rewards, failed, scores.first
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
-                    task.useful = self.refill.useful(decides, task.rollout.batch.rows["group"])
+                    task.useful = self.refill.useful(decides, task.rollout.batch.row_columns["group"])
                 if task in self._in_flight.values():  # else it was given up meanwhile
                     self._keep(task)
             self._changed.set()
@@ -302,7 +302,7 @@ class OrderedRollouts(SampledRollouts):
             self._begin(PromptTask(number=attempt, prompts=prompts, request=request, ahead=ahead))
             return
         for number, prompt in enumerate(prompts):
-            rows = request.take(np.arange(self.samples) + number * self.samples)
+            rows = request.take_rows(np.arange(self.samples) + number * self.samples)
             self._begin(PromptTask(number=number, prompts=[prompt], request=rows, ahead=ahead))
 
     def _keep(self, task: PromptTask) -> None:
@@ -329,7 +329,7 @@ class OrderedRollouts(SampledRollouts):
             counts={} if self.refill is None else self._counts(len(tasks), useful),
         )
         if self.refill is not None:
-            scored = scored.take(np.argsort(~useful, kind="stable")[: self.prompts])
+            scored = scored.take_prompts(np.argsort(~useful, kind="stable")[: self.prompts])
         self._ready, self._arrived = [], 0
         return scored
 

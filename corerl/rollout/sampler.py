@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class Rollout:
-    """The samples of one rollout step, B = P * G, those of one prompt adjacent.
+    """The samples of one rollout step: B = P * G rows, those of one prompt adjacent.
 
     The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
-    `routed_experts`; and the rows `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
+    `routed_experts`; and the row columns `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
     `response_length` (both in tokens, the latter of sampled ones) and `truncated`.
 
-    A sample may be an episode of several rows, one for each of its conversations, with the same `group` and `sample`;
-    then B >= P * G. The response is everything after the first prompt, including the environment's tokens, `span` in
-    all. There are the rows `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and `final` (whether the last
-    answer is the episode's) too; `response_length` counts loss tokens. The column `turn_rewards` has, at the last token
-    of each answer, its reward, if there is one for each.
+    A sample is one row; or, if it is an episode, several rows, one for each of its conversations, with the same `group`
+    and `sample`: then B >= P * G. The response is everything after the first prompt, including the environment's
+    tokens, `span` in all. There are the row columns `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and
+    `final` (whether the last answer is the episode's) too; `response_length` counts loss tokens. The column
+    `turn_rewards` has, at the last token of each answer, its reward, if there is one for each.
     """
 
     batch: SampleBatch
@@ -54,28 +54,28 @@ class Rollout:
     # have the same. Empty: all are scored by `reward.name`.
     outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
-    def rows(self, groups: IntArray) -> IntArray:
+    def prompt_rows(self, groups: IntArray) -> IntArray:
         """The rows of the samples of these prompts [n], those of the first one first."""
-        found = [np.flatnonzero(self.batch.rows["group"] == group) for group in groups]
+        found = [np.flatnonzero(self.batch.row_columns["group"] == group) for group in groups]
         return np.concatenate([np.zeros(0, np.int64), *found])
 
-    def at(self, rows: IntArray) -> Rollout:
-        """Only the samples in these rows, in this order, with the same prompts."""
+    def take_rows(self, rows: IntArray) -> Rollout:
+        """Only these rows, in this order, with the same prompts."""
         return evolve(
             self,
-            batch=self.batch.take(rows),
+            batch=self.batch.take_rows(rows),
             texts=[self.texts[row] for row in rows],
             outcomes=[self.outcomes[row] for row in rows] if self.outcomes else [],
         )
 
-    def take(self, groups: IntArray) -> Rollout:
+    def take_prompts(self, groups: IntArray) -> Rollout:
         """Only the samples of these prompts [n], renumbered."""
-        taken = self.at(self.rows(groups))
+        taken = self.take_rows(self.prompt_rows(groups))
         number = np.zeros(len(self.prompts), np.int64)
         number[groups] = np.arange(len(groups))
         return evolve(
             taken,
-            batch=taken.batch.with_rows(group=number[taken.batch.rows["group"]]),
+            batch=taken.batch.with_row_columns(group=number[taken.batch.row_columns["group"]]),
             prompts=tuple(self.prompts[group] for group in groups),
         )
 
@@ -86,12 +86,12 @@ class Rollout:
             return parts[0]
         batch = SampleBatch.concatenate(_with_experts([part.batch for part in parts]))
         numbers = {"group": [len(part.prompts) for part in parts]}
-        if "episode" in batch.rows:
-            numbers["episode"] = [int(part.batch.rows["episode"].max(initial=-1)) + 1 for part in parts]
+        if "episode" in batch.row_columns:
+            numbers["episode"] = [int(part.batch.row_columns["episode"].max(initial=-1)) + 1 for part in parts]
         lengths = [len(part.batch) for part in parts]
         firsts = {name: np.repeat(offsets_of(counts)[:-1], lengths) for name, counts in numbers.items()}
         return cls(
-            batch=batch.with_rows(**{name: batch.rows[name] + first for name, first in firsts.items()}),
+            batch=batch.with_row_columns(**{name: batch.row_columns[name] + first for name, first in firsts.items()}),
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             texts=[text for part in parts for text in part.texts],
             outcomes=[outcome for part in parts for outcome in part.outcomes],
@@ -184,7 +184,7 @@ class Sampler(ABC):
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         if not isinstance(rollout, Rollout):
             raise PluginBroken(f"{name}.generate returned {type(rollout).__name__}, wanted a corerl.rollout.Rollout")
-        rows = rollout.batch.rows
+        rows = rollout.batch.row_columns
         found = len(set(zip(rows["group"].tolist(), rows["sample"].tolist(), strict=True)))
         if len(rollout.prompts) != len(prompts) or found != len(request):
             raise PluginBroken(
@@ -243,7 +243,7 @@ class PromptSampler(Sampler):
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:
         """Build the rollout from the answer to `request`."""
         group, sample = rows_of(len(prompts), len(request) // len(prompts))
-        batch = assemble(request, generation).with_rows(group=group, sample=sample)
+        batch = assemble(request, generation).with_row_columns(group=group, sample=sample)
         stops = frozenset(request.params.stop_tokens)
         said = [
             generation.tokens[begin : end - int(end > begin and int(generation.tokens[end - 1]) in stops)]
@@ -325,7 +325,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
         tokens=tokens,
         offsets=offsets,
         columns=columns,
-        rows={
+        row_columns={
             "prompt_length": prompt_length,
             "response_length": response_length,
             "truncated": generation.truncated,

@@ -23,7 +23,7 @@ class ScoredRollout:
 
     step: int  # rollout step
     rollout: Rollout
-    rewards: FloatArray  # [B] the same for all samples of an episode
+    rewards: FloatArray  # [B] the same for all rows of a sample
     exact_match: float | None  # share of samples that equal their answer; None if no prompt has one
     seconds: Mapping[str, float]  # by phase: rollout, reward
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
@@ -39,31 +39,32 @@ class ScoredRollout:
         """All samples as texts; of an episode, its last answer."""
         return shown(self.rollout, self.rewards)
 
-    def take(self, groups: IntArray) -> ScoredRollout:
+    def take_prompts(self, groups: IntArray) -> ScoredRollout:
         """Only the samples of these prompts [n]."""
-        rollout, rewards = self.rollout.take(groups), self.rewards[self.rollout.rows(groups)]
+        rollout, rewards = self.rollout.take_prompts(groups), self.rewards[self.rollout.prompt_rows(groups)]
         return evolve(self, rollout=rollout, rewards=rewards, exact_match=exact_share(rollout))
 
 
 def exact_share(rollout: Rollout) -> float | None:
     """The share of samples that equal their prompt's answer, among prompts that have one; None if none has."""
-    samples, _ = rollout.batch.episodes
-    answered = [(rollout.prompts[rollout.batch.rows["group"][row]], rollout.texts[row]) for row in samples.tolist()]
+    rows, _ = rollout.batch.episodes
+    groups = rollout.batch.row_columns["group"][rows].tolist()
+    answered = [(rollout.prompts[group], rollout.texts[row]) for row, group in zip(rows.tolist(), groups, strict=True)]
     matches = [exact_match(prompt, text) for prompt, text in answered if prompt.answer]
     return sum(matches) / len(matches) if matches else None
 
 
 def first_samples(rollout: Rollout, count: int) -> IntArray:
     """[n] rows of the first sample of each of the first `count` prompts."""
-    samples, _ = rollout.batch.episodes
-    return samples[rollout.batch.rows["sample"][samples] == 0][:count]
+    rows, _ = rollout.batch.episodes
+    return rows[rollout.batch.row_columns["sample"][rows] == 0][:count]
 
 
 def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[SampleShown, ...]:
     """The samples in these rows as texts, by default all; of an episode, its last answer. The prompt of a chat is all
     that the model was given, including the config's system message."""
     rows = rollout.batch.episodes[0] if rows is None else rows
-    groups = rollout.batch.rows["group"][rows].tolist()
+    groups = rollout.batch.row_columns["group"][rows].tolist()
     prompts = {group: rollout.prompts[group] for group in groups}
     texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}
     return tuple(
@@ -72,7 +73,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             response=rollout.texts[row],
             answer=prompts[group].answer,
             reward=reward,
-            sample=int(rollout.batch.rows["sample"][row]),
+            sample=int(rollout.batch.row_columns["sample"][row]),
             source=prompts[group].source,
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
@@ -105,7 +106,7 @@ def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any
     else:
         episodes, episode_of = batch.episodes
         if (rewards != rewards[episodes][episode_of]).any():
-            flaw = "in which samples of an episode have different rewards; give each its episode's (`batch.episodes`)"
+            flaw = "in which rows of an episode have different rewards; give each its episode's (`batch.episodes`)"
     if flaw:
         raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
     return evolve(result, rewards=rewards)

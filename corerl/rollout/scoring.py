@@ -65,7 +65,7 @@ class Scores:
             values=values,
         )
 
-    def at(self, rows: IntArray) -> Scores:
+    def take_rows(self, rows: IntArray) -> Scores:
         """Those of these rows; failures and parts are counted as before."""
         values = {name: each[rows] for name, each in self.values.items()}
         return evolve(self, rewards=self.rewards[rows], failed=self.failed[rows], values=values)
@@ -108,7 +108,7 @@ class RewardScorer:
         """As `Scorer.score`. An episode is scored once, by its last answer, and all its rows get that reward."""
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) < len(episode_of):
-            rollout = rollout.at(episodes)
+            rollout = rollout.take_rows(episodes)
         outcomes: dict[int, Outcome] = {
             row: each if isinstance(each, Failure | Judged) else Judged(reward=each)
             for row, each in enumerate(rollout.outcomes)
@@ -123,7 +123,7 @@ class RewardScorer:
         scores = Scores.of(every, failed_value=self._reward.failed_value)
         if scores.first and scores.failed.all() and not part:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
-        return scores.at(episode_of) if len(every) < len(episode_of) else scores
+        return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
 
 
 class AsyncScorer:
@@ -160,7 +160,7 @@ def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
     found = _response_tokens(rollout.batch) if tokens else repeat((), len(rollout.texts))
     return [
         (rollout.prompts[group], text, ids)
-        for group, text, ids in zip(rollout.batch.rows["group"], rollout.texts, found, strict=True)
+        for group, text, ids in zip(rollout.batch.row_columns["group"], rollout.texts, found, strict=True)
     ]
 
 

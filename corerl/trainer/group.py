@@ -64,7 +64,7 @@ class SharedBatch:
         if key not in self._pieces:
             chosen = {name: column for name, column in self.samples.columns.items() if name in wanted}
             samples = evolve(self.samples, columns=chosen)
-            self._pieces[key] = put(samples if rows is None else samples.take(rows))
+            self._pieces[key] = put(samples if rows is None else samples.take_rows(rows))
         return self._pieces[key]
 
 

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import UnionType
@@ -36,11 +38,15 @@ from corerl.config.toml_text import FieldHelp, describe
 from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import TABLES
 from corerl.plugin import events, hooks
+from corerl.plugin.capabilities import Capability
 from corerl.plugin.hooks import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
+from corerl_doctor.matrix import Status
+from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
+from corerl_testing.suite import CHECKS
 
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python prints of objects
@@ -213,5 +219,83 @@ def checks_reference(checks: Mapping[str, Callable[..., None]]) -> str:
         sentence = name.removeprefix("test_").replace("_", " ")
         takes_ranks = {"subject", "world_size"} & inspect.signature(function).parameters.keys()
         levels = {check.level_at(ranks) for ranks in check.ranks} if takes_ranks else {check.level}
-        verb = hooks.VERBS.get(name)
-        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if verb and kind in verb.needs) or "nothing"
+        needs = ", ".join(f"`{capability}`" for capability in check.needs)
+        at = ", ".join(map(str, sorted(levels))) + " and variants" * (check.variants is not None)
+        rows.append((check.id, at, sentence, needs, ", ".join(check.builds_on)))
+    lines = ["| id | level | what holds | needs | builds on |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in sorted(rows))])
+
+
+def matrix_reference() -> str:
+    """Capabilities by backend, and what each report counts; a backend may have several, of other machines."""
+    reports: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(REPORTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        reports.setdefault(report["backend"], []).append(report)
+    lines = [f"| capability | {' | '.join(f'`{name}`' for name in reports)} |", f"|---|{'---|' * len(reports)}"]
+    lines += [
+        f"| `{capability}` | {' | '.join(can(each, capability) for each in reports.values())} |"
+        for capability in Capability
+    ]
+    for name, each in reports.items():
+        lines.append("")
+        for report in each:
+            passed = dict.fromkeys(report["levels"], 0)
+            for check in report["checks"]:
+                passed[check["level"]] += check["outcome"] == "passed"
+            told = ", ".join(f"{count} at level {level}" for level, count in passed.items() if count)
+            where = f"{report['device']}, torch {report['torch']}, corerl {report['corerl']}"
+            lines.append(f"`{name}` ({report['distribution']} {report['version']}) on {where}: passed {told}.")
+        lines += [""] + [
+            f"- no `{name}`: {support['reason']}"
+            for name, support in each[0]["capabilities"].items()
+            if support["grade"] != "full"
+        ]
+    return "\n".join(lines)
+
+
+def can(reports: Iterable[dict[str, Any]], capability: Capability) -> str:
+    if any(capability not in report["capabilities"] for report in reports):
+        return "not asked"  # by a suite of before there was such a thing
+    if any(report["capabilities"][capability]["grade"] != "full" for report in reports):
+        return "no"
+    checks = [check for report in reports for check in report["checks"] if capability in check["needs"]]
+    outcomes = {check["outcome"] for check in checks}
+    return "yes" if "passed" in outcomes and not outcomes & {"failed", "blocked", "expected"} else "declared"
+
+
+def models_reference() -> str:
+    """Each type of transformers and what becomes of it, as `corerl models --check --json` has told."""
+    rows = json.loads(MODELS.read_text())
+    counts = {status: sum(row["status"] == status for row in rows) for status in Status}
+    lines = [", ".join(f"{count} {status}" for status, count in counts.items() if count) + ".", ""]
+    lines += ["| type | | why not packed | largest difference |", "|---|---|---|---|"]
+    for row in rows:
+        numbers = [row[what] for what in ("logprobs", "gradients") if row[what] is not None]
+        apart = f"{max(numbers):.0e}" if numbers else ""
+        reason = " ".join(row["reason"].split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
+        half = ", its text half" if row["pictures"] else ""
+        lines.append(f"| `{row['model_type']}`{half} | {row['status']} | {reason} | {apart} |")
+    return "\n".join(lines)
+
+
+def inputs_reference() -> str:
+    return str(importlib.import_module("inputs").inputs_reference())
+
+
+REFERENCES = {
+    "config": config_reference,
+    "plugins": plugins_reference,
+    "hooks": hooks_reference,
+    "hooktypes": hooktypes_reference,
+    "extensions": extensions_reference,
+    "errors": errors_reference,
+    "checks": partial(checks_reference, CHECKS),
+    "algorithm": partial(checks_reference, ALGORITHM_CHECKS),
+    "matrix": matrix_reference,
+    "models": models_reference,
+    "users": partial(public_reference, "users"),
+    "authors": partial(public_reference, "authors"),
+    "testers": partial(public_reference, "testers"),
+    "inputs": inputs_reference,
+}

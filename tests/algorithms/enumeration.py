@@ -118,7 +118,7 @@ class World:
             tokens=self.flat(self.words).numpy(),
             offsets=offsets_of(1 + lengths),
             columns={"loss_mask": self.flat(self.mask).numpy()},
-            rows={"group": np.repeat(np.arange(len(self.pairs)), 2), "response_length": lengths},
+            row_columns={"group": np.repeat(np.arange(len(self.pairs)), 2), "response_length": lengths},
         )
         tables = {
             "old_logprobs": self.old,
@@ -140,7 +140,7 @@ class World:
     @cache  # noqa: B019
     def weights(self, aggregation: str) -> Tensor:
         """[N] of each token in the step of its pair, times the pair's probability."""
-        steps = [self.batch.take(np.array([2 * pair, 2 * pair + 1])) for pair in range(len(self.pairs))]
+        steps = [self.batch.take_rows(np.array([2 * pair, 2 * pair + 1])) for pair in range(len(self.pairs))]
         scales = [
             plan_steps(each, LAYOUT, tokens_per_micro_batch=99, aggregation=aggregation, max_tokens=MOST, seed=0)[0]
             for each in steps
@@ -173,12 +173,14 @@ def trained(world: World, name: str, *overrides: str) -> SampleBatch:
         tokens=world.batch.tokens,
         offsets=world.batch.offsets,
         columns={name: column for name, column in world.batch.columns.items() if name in wanted},
-        rows=world.batch.rows,
+        row_columns=world.batch.row_columns,
     )
     rewards = world.rewards[world.pairs].flatten().float().numpy()
     steps = np.arange(len(batch)).reshape(-1, 2) if alone else np.arange(len(batch))[None]
     computed = partial(compute_advantages, estimate=plan.estimate, algorithm=plan.settings, max_tokens=MOST)
-    found = [computed(batch.take(step), rewards[step], kl_coef=plan.settings.kl_coef).samples.columns for step in steps]
+    found = [
+        computed(batch.take_rows(step), rewards[step], kl_coef=plan.settings.kl_coef).samples.columns for step in steps
+    ]
     return batch.with_columns(**{name: np.concatenate([each[name] for each in found]) for name in found[0]})
 
 

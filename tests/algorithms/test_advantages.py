@@ -48,7 +48,7 @@ def test_an_episode_of_several_samples_is_compared_once() -> None:
     samples = SampleBatch(
         tokens=np.arange(4),
         offsets=np.array([0, 1, 2, 4]),
-        rows={"group": np.zeros(3, np.int64), "episode": np.array([0, 1, 0])},
+        row_columns={"group": np.zeros(3, np.int64), "episode": np.array([0, 1, 0])},
     )
     tokens = np.array([0.5, 0.125, -0.25, 0.0], np.float32)
     each = sample_rewards(samples, np.array([1.0, 0.0, 1.0], np.float32), tokens)

@@ -32,7 +32,7 @@ def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
             "versions": np.array([0, 7, 0, 7, 8, 8]),
             "experts": np.array([1, 2, 3, 4, 5, 6]),
         },
-        rows={"truncated": np.array([False, True, False]), "group": np.array([0, 0, 1])},
+        row_columns={"truncated": np.array([False, True, False]), "group": np.array([0, 0, 1])},
     )
     got = without_truncated(batch)
     assert {name: column.tolist() for name, column in got.columns.items()} == {
@@ -44,7 +44,7 @@ def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
     assert {name: got.columns[name].dtype for name in got.columns} == {
         name: column.dtype for name, column in batch.columns.items()
     }
-    assert got.tokens is batch.tokens and got.rows == batch.rows and len(got) == 3
+    assert got.tokens is batch.tokens and got.row_columns == batch.row_columns and len(got) == 3
     assert batch.columns["loss_mask"].sum() == 4  # the batch that was given stays as it was
 
 
@@ -54,6 +54,6 @@ def test_columns_computed_later_are_0_in_truncated_samples(name: str) -> None:
         tokens=np.arange(4),
         offsets=np.array([0, 1, 3, 4]),
         columns={name: np.array([1, 2, 3, 4], dtype=np.float32)},
-        rows={"truncated": np.array([False, True, False])},
+        row_columns={"truncated": np.array([False, True, False])},
     )
     assert without_truncated(batch).columns[name].tolist() == [1.0, 0.0, 0.0, 4.0]

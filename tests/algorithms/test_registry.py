@@ -142,7 +142,7 @@ SAMPLES = SampleBatch(  # two of one prompt: a token of prompt, then one and two
     tokens=np.arange(5),
     offsets=np.array([0, 2, 5]),
     columns={"loss_mask": np.array([False, True, False, True, True])},
-    rows={"group": np.array([0, 0])},
+    row_columns={"group": np.array([0, 0])},
 )
 
 

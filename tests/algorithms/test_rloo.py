@@ -29,7 +29,7 @@ def test_penalties_of_tokens_count_as_their_samples() -> None:
         tokens=np.zeros(5, dtype=np.int64),
         offsets=np.array([0, 3, 5]),
         columns={"loss_mask": np.array([0, 1, 1, 0, 1], dtype=np.bool_)},
-        rows={"group": np.array([7, 7])},
+        row_columns={"group": np.array([7, 7])},
     )
     penalties = np.array([0, -0.5, -0.5, 0, 0], dtype=np.float32)
     found = RLOO(Options()).advantages(batch, np.array([3, 0], dtype=np.float32), penalties).advantages

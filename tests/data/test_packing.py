@@ -16,7 +16,7 @@ def three_samples() -> SampleBatch:
             "advantages": tokens.astype(np.float32) / 10,
             "experts": np.stack([tokens, tokens + 100], axis=1),  # [N, 2]: a column need not be flat
         },
-        rows={"group": np.array([0, 0, 1])},
+        row_columns={"group": np.array([0, 0, 1])},
         temperature=0.7,
     )
     for array in (batch.tokens, batch.offsets, *batch.columns.values()):

@@ -35,7 +35,7 @@ def batch_of(lengths: list[int], *, samples_per_group: int = 1, prompt: int = 1)
         tokens=np.arange(offsets[-1]),
         offsets=offsets,
         columns={"loss_mask": mask},
-        rows={"group": np.arange(len(lengths)) // samples_per_group},
+        row_columns={"group": np.arange(len(lengths)) // samples_per_group},
     )
 
 
@@ -62,7 +62,7 @@ def test_every_epoch_has_each_sample_once_and_groups_stay_together() -> None:
         assert sorted(sample for step in epoch for sample in real_samples(step)) == list(range(40))
         assert [len(real_samples(step)) for step in epoch] == [16, 12, 12]
         for step in epoch:
-            groups = batch.rows["group"][real_samples(step)]
+            groups = batch.row_columns["group"][real_samples(step)]
             assert np.bincount(groups)[np.unique(groups)].tolist() == [4] * len(np.unique(groups))
 
 
@@ -87,14 +87,14 @@ def test_the_order_follows_from_the_seed_and_differs_between_epochs() -> None:
     ],
 )
 def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
+    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
     (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
     assert step.scales.tolist() == pytest.approx(expected)
 
 
 def test_samples_of_an_episode_are_in_one_step() -> None:
     rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
-    batch = random_batch(len(rows)).with_rows(episode=rows, group=rows // 3)
+    batch = random_batch(len(rows)).with_row_columns(episode=rows, group=rows // 3)
     steps = plan_steps(batch, **{**DEFAULTS, "layout": layout(5), "mini_batches": 3, "aggregation": "sequence-mean"})
     assert sorted(sample for step in steps for sample in real_samples(step)) == list(range(len(rows)))
     for step in steps:
@@ -102,7 +102,7 @@ def test_samples_of_an_episode_are_in_one_step() -> None:
         assert not ours & others and len({len(rank) for rank in step.micro_batches}) == 1
         weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
         for episode in ours:  # each weighs the same
-            assert weights[np.isin(batch.sample_of, np.flatnonzero(rows == episode))].sum() == pytest.approx(
+            assert weights[np.isin(batch.row_of, np.flatnonzero(rows == episode))].sum() == pytest.approx(
                 1 / len(ours), rel=1e-5
             )
 
@@ -122,7 +122,7 @@ PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name 
 def test_a_part_of_a_step_has_weights_without_the_count(
     aggregation: str, expected: list[float], denominator: int
 ) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_rows(episode=np.array([4, 4, 4, 0, 9]))
+    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
     for unit in (1.0, 8.0):
         plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
         assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
@@ -135,12 +135,12 @@ def test_a_part_of_a_step_has_weights_without_the_count(
 def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
     rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
     lengths = np.random.default_rng(2).integers(1, 30, len(rows))  # of one token, there is none with a loss
-    batch = batch_of(lengths.tolist()).with_rows(episode=rows, group=rows // 3)
+    batch = batch_of(lengths.tolist()).with_row_columns(episode=rows, group=rows // 3)
     (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
     scales, denominator = np.zeros(len(batch)), 0.0
     for groups in ([2], [0, 3], [1]):
-        members = np.flatnonzero(np.isin(batch.rows["group"], groups))
-        plan, count = plan_part(batch.take(members), **{**PART, "aggregation": aggregation, "unit": unit})
+        members = np.flatnonzero(np.isin(batch.row_columns["group"], groups))
+        plan, count = plan_part(batch.take_rows(members), **{**PART, "aggregation": aggregation, "unit": unit})
         assert real_samples(plan) == list(range(len(members)))
         scales[members], denominator = plan.scales, denominator + count
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
@@ -254,7 +254,7 @@ def test_loss_tokens_are_counted_per_sample(times: int) -> None:
         tokens=np.zeros(5 * times, dtype=np.int64),
         offsets=np.array([0, 0, 3, 3, 5, 5]) * times,
         columns={"loss_mask": np.repeat([True, False, True, False, True], times)},
-        rows={"group": np.arange(5)},
+        row_columns={"group": np.arange(5)},
     )
     assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
 

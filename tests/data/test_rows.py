@@ -72,7 +72,8 @@ def test_an_unusable_line_is_named_with_its_number(tmp_path: Path, line: str, me
 def test_an_answer_key_must_be_a_field_of_some_row(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", '{"prompt": "1"}', '{"prompt": "2", "result": "3"}')
     named = load(path, held_out=0, answer_key="result")
-    assert [named.prompt(index).answer for index in (0, 1)] == ["", "3"] and named.notices == ()
+    assert [named.prompt(index).answer for index in (0, 1)] == ["", "3"]
+    assert named.notices == (f"data: 1 of 2 prompts have no answer; the first: {path}:1",)
     (notice,) = load(path, held_out=0).notices  # the default field may be missing
     none = f"data.answer_key: none of the 2 prompts of {path} has an answer under "
     assert notice == f"{none}'answer'; the first one has: prompt"
@@ -197,58 +198,69 @@ def test_rows_with_pictures_are_refused_skipped_or_ignored(tmp_path: Path, saved
     path = pictures(tmp_path / f"p.{saved}", saved)
     where = ":2" if saved == "jsonl" else ", row 1"
     with pytest.raises(
-        DataError, match=rf"p.{saved}{where}: field 'images' has pictures.*; data.refused='skip' leaves"
+        DataError, match=rf"p.{saved}{where}: field 'images' has images, .*; data.refused='skip' leaves"
     ):
         load(path)
     source = load(path, refused="skip")
-    assert [source.prompt(index).answer for index in range(len(source))] == ["1", "3", "4"]
-    assert [source.prompt(index).index for index in range(len(source))] == [0, 1, 2]
-    assert source.where(1) == f"{path}:3" if saved == "jsonl" else f"{path}, row 2"
+    assert [source.prompt(index).answer for index in range(len(source))] == ["1", "4"]
+    assert [source.prompt(index).index for index in range(len(source))] == [0, 1]
+    assert source.where(1) == f"{path}:4" if saved == "jsonl" else f"{path}, row 3"
     (notice,) = source.notices
-    assert notice.startswith(
-        f"data: 1 of 4 rows of {path} are skipped, because they cannot be shown to the model; the first: {path}{where}:"
+    assert notice == (
+        f"data: 2 of 4 rows of {path} are skipped, because they cannot be shown to the model: 1 with images, 1 with "
+        f"media; the first: {path}{where}: field 'images' has images, which the model is not shown; list it in "
+        "data.ignore if only rewards need it"
     )
-    ignored = load(path, ignore=("images",))
-    assert len(ignored) == 4 and ignored.prompt(1).fields["images"] and ignored.notices == ()
-    with pytest.raises(DataError, match=r"1 of 1 rows of .* cannot be shown to the model; the first: "):
+    ignored = load(path, ignore=("images", "figure"))
+    assert len(ignored) == 4 and ignored.prompt(1).fields["images"]
+    (notice,) = ignored.notices
+    assert notice.startswith(
+        f"data: rows of {path} have marks for pictures or sound, which are shown as text: 1 with <image>"
+    )
+    with pytest.raises(DataError, match=r"1 of 1 rows of .* cannot be shown to the model: 1 with images; the first: "):
         load(write(tmp_path / "only.jsonl", json.dumps({"prompt": "x", "image": "a.png"})), refused="skip")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "refused"),
-    [
-        ("image", "a.png", True),
-        ("image_1", [{"bytes": None, "path": "a.png"}], True),
-        ("audio_path", "a.wav", True),
-        ("Videos", ["a.mp4"], True),
-        ("images", [], False),
-        ("image_url", None, False),
-        ("image_count", 2, False),
-        ("image_caption", "a cat", False),
-        ("figure", "a.png", False),
-    ],
-)
-def test_fields_of_pictures_or_sound_are_known_by_name(name: str, value: object, refused: bool, tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", json.dumps({"prompt": "x", name: value}), '{"prompt": "y"}')
-    assert len(load(path, held_out=0, refused="skip")) == 2 - refused
-
-
 def test_skipping_leaves_out_every_row_that_cannot_be_used(tmp_path: Path) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "x"}}
     refused = [
-        "not JSON",
-        "[]",
-        '{"question": "x"}',
-        '{"prompt": ""}',
-        '{"prompt": null}',
-        json.dumps({"prompt": [{"role": "user"}]}),
-        json.dumps({"prompt": [USER], "tools": ["add"]}),
-        json.dumps({"prompt": [USER], "chat_template_kwargs": [1]}),
+        ("not JSON", "that are not JSON"),
+        ("[]", "that are no objects"),
+        ('{"question": "x"}', "without a prompt"),
+        ('{"prompt": ""}', "without a prompt"),
+        ('{"prompt": null}', "without a prompt"),
+        (json.dumps({"prompt": [{"role": "user", "content": [part]}]}), "with audio"),
+        (json.dumps({"prompt": [{"role": "user", "content": "?", "images": ["a.png"]}]}), "with images"),
+        (json.dumps({"prompt": [{"role": "user"}]}), "with messages that cannot be read"),
+        (json.dumps({"prompt": [USER], "tools": ["add"]}), "with tools that cannot be read"),
+        (json.dumps({"prompt": [USER], "chat_template_kwargs": [1]}), "with chat_template_kwargs that cannot be read"),
     ]
-    lines = [line for row, bad in enumerate(refused) for line in (bad, f'{{"prompt": "{row}", "answer": "x"}}')]
+    lines = [line for row, (line, _) in enumerate(refused) for line in (line, f'{{"prompt": "{row}", "answer": "x"}}')]
     source = load(write(tmp_path / "p.jsonl", *lines), refused="skip")
-    assert [source.prompt(index).text for index in range(len(source))] == [str(row) for row in range(8)]
+    assert [source.prompt(index).text for index in range(len(source))] == [str(row) for row in range(10)]
     (notice,) = source.notices
-    assert "8 of 16 rows of" in notice and "p.jsonl:1: not valid JSON" in notice
+    assert "10 of 20 rows of" in notice and "p.jsonl:1: not valid JSON" in notice
+    for kind in {kind for _, kind in refused}:
+        assert f"{sum(each == kind for _, each in refused)} {kind}" in notice
+
+
+@pytest.mark.parametrize("saved", ["jsonl", "parquet"])
+def test_fields_that_prompts_often_need_are_reported_once(tmp_path: Path, saved: str) -> None:
+    rows = [
+        {"prompt": "a", "system": "Be brief.", "documents": []},
+        {"prompt": "b", "system": None, "documents": ["d"]},
+    ]
+    rows = [{**row, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}, "answer": "1"} for row in rows]
+    path = tmp_path / f"p.{saved}"
+    if saved == "jsonl":
+        write(path, *map(json.dumps, rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    (notice,) = load(path).notices
+    assert notice.startswith(f"data: rows of {path} have fields that prompts often need and the model is not shown: ")
+    counts = notice.partition("is not shown: ")[2].partition("; the first: ")[0].split(", ")
+    assert sorted(counts) == ["1 'documents'", "1 'system'", "2 'chat_template_kwargs'", "2 'tools'"]
+    assert load(path, chat=True, ignore=("system", "documents")).notices == ()
 
 
 @pytest.mark.parametrize("saved", ["jsonl", "parquet"])

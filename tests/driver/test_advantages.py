@@ -32,7 +32,7 @@ def batch(**columns: list[float]) -> SampleBatch:
             "loss_mask": np.array([False, True, False, True, True]),
             **{name: np.array(column, np.float32) for name, column in given.items()},
         },
-        rows={"group": np.array([0, 0]), "response_length": np.array([1, 2])},
+        row_columns={"group": np.array([0, 0]), "response_length": np.array([1, 2])},
     )
 
 
@@ -130,7 +130,7 @@ def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
 
 def test_an_episode_loses_the_reward_of_its_longest_sample() -> None:
     # Episode 0 has both samples: of its penalties, 0 and -0.5, it has the larger one, which is 0 compared with itself.
-    one = batch().with_rows(episode=np.array([0, 0]))
+    one = batch().with_row_columns(episode=np.array([0, 0]))
     seen: list[float] = []
 
     def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
@@ -176,7 +176,7 @@ def test_rewards_of_turns_are_credited_or_summed() -> None:
         offsets=np.array([0, 5, 8]),
         columns={"loss_mask": mask, "values": values, TURN_REWARDS: turns}
         | {name: np.zeros(8, np.float32) for name in ("old_logprobs", "rollout_logprobs")},
-        rows={"group": np.array([0, 0]), "response_length": np.array([3, 2])},
+        row_columns={"group": np.array([0, 0]), "response_length": np.array([3, 2])},
     )
 
     def found(name: str, **options: object) -> list[float]:

@@ -28,7 +28,7 @@ def samples(**columns: list[float]) -> SampleBatch:
         tokens=np.arange(8),
         offsets=np.array([0, 3, 8]),
         columns={"loss_mask": mask, **{name: np.array(values, np.float32) for name, values in columns.items()}},
-        rows={
+        row_columns={
             "group": np.array([0, 1]),
             "response_length": np.array([1, 3]),
             "truncated": np.array([False, True]),
@@ -73,7 +73,7 @@ def test_groups_without_spread_are_counted_among_compared_ones() -> None:
         rewards=np.array([1.0, 0.5, 0.5, 0.5], np.float32),
     )
     for groups, share in (([0, 0, 1, 1], 0.5), ([0, 0, 0, 5], 0.5), ([2, 1, 1, 1], 1.0), ([0, 0, 0, 0], 0.0)):
-        batch = of_four.rollout.batch.with_rows(group=np.array(groups))
+        batch = of_four.rollout.batch.with_row_columns(group=np.array(groups))
         found = rollout_metrics(evolve(of_four, rollout=evolve(of_four.rollout, batch=batch)))
         assert found["rollout/groups_without_spread"] == share
 
@@ -86,7 +86,7 @@ def test_parts_are_means_over_samples_that_have_them() -> None:
 
 def test_of_episodes_the_environments_tokens_are_in_the_span_alone() -> None:
     given = scored(None)
-    batch = given.rollout.batch.with_rows(
+    batch = given.rollout.batch.with_row_columns(
         turns=np.array([1, 2]), response_length=np.array([1, 2]), span=np.array([1, 3])
     )
     metrics = rollout_metrics(evolve(given, rollout=evolve(given.rollout, batch=batch)))
@@ -96,7 +96,7 @@ def test_of_episodes_the_environments_tokens_are_in_the_span_alone() -> None:
 
 def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     given = scored(None)
-    batch = given.rollout.batch.take(np.array([0, 0, 1])).with_rows(
+    batch = given.rollout.batch.take_rows(np.array([0, 0, 1])).with_row_columns(
         episode=np.array([0, 0, 1]),
         turns=np.array([2, 1, 1]),
         truncated=np.array([False, True, True]),
@@ -175,7 +175,7 @@ def test_staleness_counts_updates_since_each_loss_token() -> None:
         "rollout/staleness_share/3": 0.5,
         "rollout/continued": 0.5,
     }
-    second = batch.with_columns(versions=versions, loss_mask=batch.columns["loss_mask"] & (batch.sample_of == 1))
+    second = batch.with_columns(versions=versions, loss_mask=batch.columns["loss_mask"] & (batch.row_of == 1))
     assert staleness_metrics(second, Policies(version=5))["rollout/continued"] == 0.5  # the first has no version now
     none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
     assert staleness_metrics(none, Policies(version=5)) == {}

@@ -145,7 +145,7 @@ def batch() -> SampleBatch:
             "rollout_logprobs": np.array([0.0, -0.5, 0.0, -0.25, -0.125], np.float32),
             "versions": np.array([0, 3, 0, 2, 3]),
         },
-        rows={
+        row_columns={
             "group": np.array([0, 0]),
             "sample": np.arange(2),
             "response_length": np.array([1, 2]),
@@ -271,7 +271,7 @@ def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
-    cut = batch().with_rows(truncated=np.array([True, True]))
+    cut = batch().with_row_columns(truncated=np.array([True, True]))
     trained_on = run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut)))
     assert run.optimize(trained_on) == {} and actor.losses == []
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
@@ -281,7 +281,7 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
-    cut = batch().with_rows(truncated=np.array([False, True]), group=np.array([0, 1]))
+    cut = batch().with_row_columns(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))
     assert [each.grad_norm for each in results["actor"]] == [0.0, 1.0, 2.0]  # the numbers of the steps that were done
     assert actor.next_optimizer_step == 3
@@ -292,7 +292,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
     ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
     actor = role("actor", config=config)
     run = make_run(config, roles={"actor": actor}, ears=ears)
-    two = batch().with_rows(group=np.array([0, 1]))
+    two = batch().with_row_columns(group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
     assert len(results["actor"]) == actor.next_optimizer_step == 4
     assert told(ears) == [
@@ -514,7 +514,7 @@ class Judging:
 
     def __init__(self, chosen: SampleBatch) -> None:
         self.chosen = chosen
-        self.sampled = batch().with_rows(group=np.array([7, 7]))
+        self.sampled = batch().with_row_columns(group=np.array([7, 7]))
         self.judged: list[SampleBatch] = []
 
     def choose(self, samples: SampleBatch) -> SampleBatch:
@@ -529,12 +529,15 @@ class Judging:
 
 
 def test_samples_of_the_current_weights_are_compared(make_run: Callable[..., Run]) -> None:
-    some, none = batch(), batch().take(np.zeros(0, np.int64))
+    some, none = batch(), batch().take_rows(np.zeros(0, np.int64))
     for chosen in (some, none):
         check = Judging(chosen)
         make_run(make_config(), logprob_check=check, pushed_at=0).prepare(scored())
         (judged,) = check.judged
-        assert judged.rows["group"].tolist() == (some if len(chosen) else check.sampled).rows["group"].tolist()
+        assert (
+            judged.row_columns["group"].tolist()
+            == (some if len(chosen) else check.sampled).row_columns["group"].tolist()
+        )
         make_run(make_config(), logprob_check=check, pushed_at=3).prepare(scored())  # engines hold other weights
         assert len(check.judged) == 1
 

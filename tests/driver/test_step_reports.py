@@ -68,7 +68,7 @@ def with_rewards(*groups: str) -> ScoredRollout:
         tokens=np.arange(size),
         offsets=np.arange(size + 1),
         columns={"loss_mask": np.ones(size, np.bool_)},
-        rows={"group": number, "sample": np.zeros(size, np.int64)},
+        row_columns={"group": number, "sample": np.zeros(size, np.int64)},
     )
     rollout = Rollout(batch=batch, prompts=(), texts=[""] * size)
     return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={})

@@ -108,7 +108,9 @@ def test_samples_whose_reward_fails_are_counted_once_a_step(
         each = list(map(kind, scored.rollout.texts))
         wanted = [
             failed_value if of < 3 else unreliable(scored.rollout.prompts[group], text)
-            for of, group, text in zip(each, scored.rollout.batch.rows["group"], scored.rollout.texts, strict=True)
+            for of, group, text in zip(
+                each, scored.rollout.batch.row_columns["group"], scored.rollout.texts, strict=True
+            )
         ]
         np.testing.assert_array_equal(scored.rewards, np.array(wanted, dtype=np.float32))
         failed = sum(of < 3 for of in each)

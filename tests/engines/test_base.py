@@ -24,8 +24,8 @@ def test_requests_are_split_evenly_and_in_order(rows: int, n: int, expected: lis
 def test_rows_keep_their_limits_in_any_selection() -> None:
     asked = evolve(request(6), params=SamplingParams(max_tokens=5))
     limited, rows = evolve(asked, limits=np.array([1, 5, 2, 3, 5, 4])), np.array([5, 0])
-    parts = [asked.take(rows), limited.take(rows), limited.rows(1, 3)]
+    parts = [asked.take_rows(rows), limited.take_rows(rows), limited.row_range(1, 3)]
     assert [part.left.tolist() for part in parts] == [[5, 5], [4, 1], [5, 2]]
-    both = GenerateRequest.concatenate([limited.take(rows), asked.rows(0, 1)])
+    both = GenerateRequest.concatenate([limited.take_rows(rows), asked.row_range(0, 1)])
     assert both.left.tolist() == [4, 1, 5]
     assert evolve(both, params=SamplingParams(max_tokens=9)).left.tolist() == [4, 1, 9]

@@ -170,7 +170,7 @@ def test_the_process_of_an_engine_counts_each_request_by_itself(tmp_path: Path) 
         def generate(self, request: GenerateRequest, on_finished: Any) -> Generation:
             on_finished(2)
             if len(request) == 5:
-                other = threading.Thread(target=service.generate, args=(request.rows(0, 3),))
+                other = threading.Thread(target=service.generate, args=(request.row_range(0, 3),))
                 other.start()
                 other.join()
             on_finished(1)
@@ -315,7 +315,7 @@ def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
     parts: list[int] = []
     first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: parts.append(len(part.tokens))))
     assert sampling.wait(60.0)
-    second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))
+    second = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))
     loop.run(fleet.pause())  # until nothing is generated
     assert len(scripted.asked) == 1 and not first.done() and not second.done()
     loop.run(fleet.resume())
@@ -339,7 +339,7 @@ def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) ->
             return {replica: slow(request) if replica == 1 else respond(request)}
 
     fleet = fleet_of(TwoPaces(), loop, 2, width=lambda replicas: 1)
-    rows = [REQUEST.rows(row, row + 1) for row in range(5)] + [REQUEST.rows(row, row + 1) for row in range(3)]
+    rows = [REQUEST.row_range(row, row + 1) for row in range(5)] + [REQUEST.row_range(row, row + 1) for row in range(3)]
 
     async def all_at_once() -> list[Generation]:
         return await asyncio.gather(*(fleet.generate(row) for row in rows))
@@ -492,11 +492,11 @@ def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
     sized = Sized(1)
     sized.gates[0] = threading.Event()
     fleet = fleet_of(sized, loop, 1, width=lambda replicas: 3 - replicas)
-    waiting = [loop.begin(fleet.generate(REQUEST.rows(0, 1)))]
+    waiting = [loop.begin(fleet.generate(REQUEST.row_range(0, 1)))]
     assert sized.sampling.acquire(timeout=60.0)
-    waiting += [loop.begin(fleet.generate(REQUEST.rows(row, row + 1))) for row in range(1, 5)]
+    waiting += [loop.begin(fleet.generate(REQUEST.row_range(row, row + 1))) for row in range(1, 5)]
     resize(fleet, 2)
-    waiting.append(loop.begin(fleet.generate(REQUEST.rows(0, 1))))
+    waiting.append(loop.begin(fleet.generate(REQUEST.row_range(0, 1))))
     loop.run(asyncio.sleep(0))
     assert not fleet.all_serve and sized.asked == []
     updated(fleet)
@@ -521,7 +521,7 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     fleet = fleet_of(sized, loop, 2)
     first = loop.begin(fleet.generate(REQUEST))
     assert all(sized.sampling.acquire(timeout=60.0) for _ in range(2))
-    second = loop.begin(fleet.generate(REQUEST.rows(0, 1)))  # waits for the last one, which has fewer to draw
+    second = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))  # waits for the last one, which has fewer to draw
     resize(fleet, 1)
     assert fleet.names == ("engine-0",)
     assert sized.log == ["pause [1]", "close [1]", "shrink 1"]
@@ -605,7 +605,7 @@ def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop)
 def test_samples_wait_until_dead_engines_are_replaced(loop: EventLoop) -> None:
     sized = Sized(2, lambda request: WorkerDied("engine-0: its process died"))
     fleet = fleet_of(sized, loop, 2, restarts=1)
-    assert sample(fleet, REQUEST.rows(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
+    assert sample(fleet, REQUEST.row_range(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
     resize(fleet, 1)
 
     def ensure() -> None:

@@ -95,6 +95,6 @@ def test_parts_are_put_back_in_the_order_of_the_request() -> None:
     asked = request_of([[1], [2, 2], [3], [4, 4, 4], [5]])
     whole = engine.generate(asked)
     named = [np.array([1, 3]), np.array([0, 2, 4])]
-    found = in_order(asked, [(rows, engine.generate(asked.take(rows))) for rows in named])
+    found = in_order(asked, [(rows, engine.generate(asked.take_rows(rows))) for rows in named])
     for name in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
         assert np.array_equal(getattr(found, name), getattr(whole, name))

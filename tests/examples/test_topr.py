@@ -19,7 +19,7 @@ def test_a_sample_is_compared_with_the_mean_of_its_prompt() -> None:
         tokens=np.arange(5),
         offsets=np.array([0, 3, 5]),
         columns={"loss_mask": mask},
-        rows={"group": np.array([4, 4])},
+        row_columns={"group": np.array([4, 4])},
     )
     found = TOPR(Options()).advantages(samples, np.array([3.0, 1.0], np.float32), np.zeros(5, np.float32))
     assert found.advantages.tolist() == [0.0, 1.0, 1.0, 0.0, -1.0]

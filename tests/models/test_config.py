@@ -43,7 +43,8 @@ def test_a_config_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
         ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
         (json.dumps({"model_type": "qwen3", "hidden_size": "wide"}), "hidden_size"),
-        (json.dumps({"model_type": "t5"}), "'t5' is neither a causal language model nor an image-text model"),
+        (json.dumps({"model_type": "t5"}), "'t5' is neither a causal language model nor .* has T5Model for it; use"),
+        (json.dumps({"model_type": "glm4v_text"}), "has Glm4vTextModel for it; .* in place of .* part the whole one"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expected: str) -> None:

@@ -70,4 +70,4 @@ def assert_same(found: ScoredRollout, wanted: ScoredRollout) -> None:
     assert (found.exact_match, found.failures) == (wanted.exact_match, wanted.failures)
     np.testing.assert_array_equal(found.rewards, wanted.rewards)
     np.testing.assert_array_equal(found.rollout.batch.tokens, wanted.rollout.batch.tokens)
-    np.testing.assert_array_equal(found.rollout.batch.rows["group"], wanted.rollout.batch.rows["group"])
+    np.testing.assert_array_equal(found.rollout.batch.row_columns["group"], wanted.rollout.batch.row_columns["group"])

@@ -18,7 +18,11 @@ def scored(step: int = 0) -> ScoredRollout:
         tokens=np.arange(11) + step,
         offsets=offsets,
         columns={"loss_mask": mask, "rollout_logprobs": np.where(mask, -0.5, 0.0).astype(np.float32)},
-        rows={"group": np.array([0, 0, 1, 1]), "sample": np.array([0, 1, 0, 1]), "truncated": np.zeros(4, np.bool_)},
+        row_columns={
+            "group": np.array([0, 0, 1, 1]),
+            "sample": np.array([0, 1, 0, 1]),
+            "truncated": np.zeros(4, np.bool_),
+        },
         temperature=0.7,
     )
     prompts = (Prompt(index=7, text="a>", answer="x", fields={"id": 3}), Prompt(index=2, text="b>", answer=""))

@@ -32,7 +32,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path: Path) -> None:
     batch, wanted = found.rollout.batch, given.rollout.batch
     for arrays, expected in (
         (batch.columns, wanted.columns),
-        (batch.rows, wanted.rows),
+        (batch.row_columns, wanted.row_columns),
         ({"t": batch.tokens, "o": batch.offsets}, {"t": wanted.tokens, "o": wanted.offsets}),
         ({"r": found.rewards}, {"r": given.rewards}),
     ):

@@ -34,7 +34,7 @@ def rollout(texts: list[str]) -> Rollout:
     batch = SampleBatch(
         tokens=np.zeros(len(texts), dtype=np.int64),
         offsets=np.arange(len(texts) + 1),
-        rows={"group": np.zeros(len(texts), dtype=np.int64)},
+        row_columns={"group": np.zeros(len(texts), dtype=np.int64)},
     )
     return Rollout(batch=batch, prompts=(Prompt(index=7, text="p", answer="a"),), texts=texts)
 

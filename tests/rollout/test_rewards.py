@@ -38,7 +38,7 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     batch = SampleBatch(
         tokens=np.zeros(len(texts), dtype=np.int64),
         offsets=np.arange(len(texts) + 1),
-        rows={"group": np.array(groups)},
+        row_columns={"group": np.array(groups)},
     )
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
@@ -207,7 +207,7 @@ def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:
         offsets=np.array([0, 4, 10, 12]),
         # A response; an episode of two answers; an episode that asked nothing.
         columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
-        rows={"group": np.zeros(3, dtype=np.int64)},
+        row_columns={"group": np.zeros(3, dtype=np.int64)},
     )
     RewardScorer(find_reward("my_rewards:reward", {})).score(
         Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""])

@@ -245,9 +245,9 @@ def test_arrived_prompts_are_the_parts_of_their_step(engines: Engines, use: Use[
         parts = arrivals(engines, begun) if number != 1 else []  # a step is the same if nobody asks for them
         assert sorted(place for part in parts for place in part.prompts) == ([] if number == 1 else [0, 1, 2])
         for part in parts:
-            rows = step.rollout.rows(part.prompts)
+            rows = step.rollout.prompt_rows(part.prompts)
             np.testing.assert_array_equal(part.rewards, step.rewards[rows])
-            np.testing.assert_array_equal(part.batch.tokens, step.rollout.batch.take(rows).tokens)
+            np.testing.assert_array_equal(part.batch.tokens, step.rollout.batch.take_rows(rows).tokens)
             assert part.of == PROMPTS
         assert_same(engines.next(begun), step)
     assert arrivals(engines, begun) == [] and engines.rest(begun) == []
@@ -269,7 +269,9 @@ def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> 
     engines.allow(keys)
     places = [place for part in [first, *arrivals(engines, begun)] for place in part.prompts]
     assert sorted(places) == list(range(PROMPTS))
-    assert engines.next(begun).rollout.batch.rows["group"].tolist() == np.repeat(range(PROMPTS), SAMPLES).tolist()
+    assert (
+        engines.next(begun).rollout.batch.row_columns["group"].tolist() == np.repeat(range(PROMPTS), SAMPLES).tolist()
+    )
     assert progress[0] == (0, PROMPTS * SAMPLES)
     begun.close()
 
@@ -434,7 +436,7 @@ class ByIndex:
     """Half of all prompts have groups whose rewards differ."""
 
     def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        groups, samples = rollout.batch.rows["group"], rollout.batch.rows["sample"]
+        groups, samples = rollout.batch.row_columns["group"], rollout.batch.row_columns["sample"]
         odd = np.array([rollout.prompts[group].index % 2 for group in groups])
         return Scores(rewards=(odd * samples).astype(np.float32), failures={"raised": 1}, first="the first")
 
@@ -464,7 +466,7 @@ def test_groups_without_spread_are_replaced_by_later_prompts(kind: str, engines:
             "groups_missing": 0,
         }
         assert scored.rewards.tolist() == [0.0, 1.0] * 4
-        assert scored.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert scored.rollout.batch.row_columns["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert len(scored.rollout.texts) == len(scored.rollout.batch) == 8
         assert (scored.failures, scored.first_failure) == ({"raised": scored.counts["attempts"]}, "the first")
 
@@ -501,11 +503,11 @@ def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
 
 def test_groups_are_taken_in_the_given_order(engines: Engines) -> None:
     whole = evolve(engines.next(source(engines)), rewards=np.arange(6, dtype=np.float32))
-    taken = whole.take(np.array([2, 0]))
+    taken = whole.take_prompts(np.array([2, 0]))
     assert taken.rewards.tolist() == [4.0, 5.0, 0.0, 1.0]
     assert taken.rollout.texts == [whole.rollout.texts[row] for row in (4, 5, 0, 1)]
     assert taken.rollout.prompts == (whole.rollout.prompts[2], whole.rollout.prompts[0])
-    assert taken.rollout.batch.rows["group"].tolist() == [0, 0, 1, 1]
+    assert taken.rollout.batch.row_columns["group"].tolist() == [0, 0, 1, 1]
 
 
 def test_a_repeated_prompt_gets_other_noise(engines: Engines) -> None:

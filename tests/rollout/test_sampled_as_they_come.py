@@ -370,7 +370,7 @@ def test_an_episode_spans_updates_and_keeps_its_tokens(engines: Engines, episode
             break
     source.close()
     assert scored.step == 2  # not before: it waited while steps 0 and 1 were trained on
-    batch, rows = scored.rollout.batch, np.flatnonzero(scored.rollout.batch.rows["group"] == of.index(first))
+    batch, rows = scored.rollout.batch, np.flatnonzero(scored.rollout.batch.row_columns["group"] == of.index(first))
     for row in rows:
         span = slice(*batch.offsets[row : row + 2])
         sampled = batch.columns["loss_mask"][span]

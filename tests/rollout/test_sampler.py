@@ -95,7 +95,7 @@ def test_every_array_of_a_rollout_equals_one_by_hand() -> None:
         *(0, 0, 0, -8, -9, -10),
     ]
     assert batch.columns["versions"].tolist() == [*[0] * 4, 3, 3, 3, *[0] * 4, 3, 3, *[0] * 3, 3, 3, *[0] * 3, 3, 4, 4]
-    assert {name: row.tolist() for name, row in batch.rows.items()} == {
+    assert {name: row.tolist() for name, row in batch.row_columns.items()} == {
         "group": [0, 0, 1, 1],
         "sample": [0, 1, 0, 1],
         "prompt_length": [4, 4, 3, 3],
@@ -167,7 +167,7 @@ class Faulty(PromptSampler):
     ("change", "said"),
     [
         (lambda rollout: None, "NoneType, wanted a corerl.rollout.Rollout"),
-        (lambda rollout: rollout.at(np.arange(3)), "3 samples of 2 prompts, wanted 4 of 2"),
+        (lambda rollout: rollout.take_rows(np.arange(3)), "3 samples of 2 prompts, wanted 4 of 2"),
         (
             lambda rollout: evolve(rollout, batch=evolve(rollout.batch, temperature=1.0)),
             "a batch of temperature 1, wanted that of the request, 0.5",
@@ -209,7 +209,7 @@ def test_a_stop_text_is_no_part_of_the_text() -> None:
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
     rollout = sample(sampler, params=evolve(PARAMS, stop=("00", "5")))
     assert rollout.texts == ["12", "9", "", ""]
-    assert rollout.batch.rows["response_length"].tolist() == [3, 2, 2, 3]
+    assert rollout.batch.row_columns["response_length"].tolist() == [3, 2, 2, 3]
 
 
 def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
@@ -227,5 +227,5 @@ def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
     assert plain.texts == ["12", "9", "5", "000"]
     # What is trained on, and what a reward gets as tokens, is what was sampled.
     np.testing.assert_array_equal(seen.batch.tokens[seen.batch.columns["loss_mask"]], FOUR.tokens)
-    np.testing.assert_array_equal(seen.batch.rows["response_length"], np.diff(FOUR.offsets))
+    np.testing.assert_array_equal(seen.batch.row_columns["response_length"], np.diff(FOUR.offsets))
     assert [list(tokens) for _, _, tokens in samples_of(seen, tokens=True)][:2] == [[5, 6, 2], [13, 2]]

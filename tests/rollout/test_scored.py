@@ -23,7 +23,7 @@ def test_rewards_can_be_shaped() -> None:
 
 def test_samples_can_be_left_out() -> None:
     def first_prompt(batch: ScoredRollout) -> ScoredRollout:
-        return evolve(batch, rollout=batch.rollout.take(np.array([0])), rewards=batch.rewards[:2])
+        return evolve(batch, rollout=batch.rollout.take_prompts(np.array([0])), rewards=batch.rewards[:2])
 
     kept = through(first_prompt)
     assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
@@ -32,8 +32,8 @@ def test_samples_can_be_left_out() -> None:
 def other_rewards_of_a_row(batch: ScoredRollout) -> ScoredRollout:
     """Where samples 0 and 1, and 2 and 3, are of one episode each."""
     samples = batch.rollout.batch
-    rows = {**samples.rows, "episode": np.array([0, 0, 1, 1]), "final": np.array([False, True] * 2)}
-    return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(samples, rows=rows)))
+    rows = {**samples.row_columns, "episode": np.array([0, 0, 1, 1]), "final": np.array([False, True] * 2)}
+    return evolve(batch, rollout=evolve(batch.rollout, batch=evolve(samples, row_columns=rows)))
 
 
 def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
@@ -53,7 +53,7 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
             r"returned ndarray, wanted a corerl.rollout.ScoredRollout; return the batch",
         ),
         (lambda batch: evolve(batch, rewards=batch.rewards[:3]), r"of 4 samples with 3 rewards and 4 texts"),
-        (other_rewards_of_a_row, r"in which samples of an episode have different rewards; give each its episode's \("),
+        (other_rewards_of_a_row, r"in which rows of an episode have different rewards; give each its episode's \("),
         (lambda batch: evolve(batch, rewards=batch.rewards * np.nan), r"whose rewards are not all finite numbers$"),
         (lambda batch: evolve(batch, rewards=np.array(["1"] * 4)), r"whose rewards are not all finite numbers$"),
         (numbers_for_mask, r"raised ValueError: column 'loss_mask' is int64, expected bool; write mask.astype\(bool\)"),

@@ -94,7 +94,7 @@ def brought(outcomes: Sequence[Any], **rows: list[int]) -> Rollout:
     batch = SampleBatch(
         tokens=np.zeros(count, np.int64),
         offsets=np.arange(count + 1),
-        rows={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
+        row_columns={"group": np.zeros(count, np.int64), **{name: np.array(each) for name, each in rows.items()}},
     )
     texts = ["x" * (1 + row) for row in range(count)]
     return Rollout(batch=batch, prompts=(Prompt(index=3, text="?", answer=""),), texts=texts, outcomes=list(outcomes))

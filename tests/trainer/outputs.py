@@ -16,7 +16,7 @@ def batch_of(*lengths: int) -> SampleBatch:
         tokens=np.arange(total),
         offsets=np.concatenate([[0], np.cumsum(lengths)]),
         columns={"loss_mask": np.ones(total, dtype=np.bool_)},
-        rows={"group": np.arange(len(lengths))},
+        row_columns={"group": np.arange(len(lengths))},
     )
 
 

@@ -279,7 +279,7 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     group, processes = group_with(forward_backward=results)
     found = group.forward_backward(batch, PART, LOSS, outputs=Output.LOGPROBS).result()
     assert (found.metrics, found.tokens) == ({"loss": Metric(6.0, 12.0)}, 20)
-    passed = np.isin(batch.sample_of, [0, 2, 3])
+    passed = np.isin(batch.row_of, [0, 2, 3])
     assert found.outputs[Output.LOGPROBS].tolist() == np.where(passed, batch.tokens, 0).tolist()
     ((verb, *given),) = processes.calls
     assert verb == "forward_backward" and [each[2:] for each in given] == [(LOSS, LOGPROBS, False)] * 2
@@ -406,7 +406,7 @@ def test_a_node_gets_the_samples_of_its_dp_ranks(layouts: list[ParallelLayout], 
         assert again[0] is given[0]  # put once
         beside = {other.dp_rank for other, where in zip(layouts, nodes, strict=True) if where == node}
         wanted = range(8) if len(set(nodes)) == 1 else plan.rows(beside).tolist()
-        assert given[0].offsets.tolist() == batch.take(np.array(wanted)).offsets.tolist()
+        assert given[0].offsets.tolist() == batch.take_rows(np.array(wanted)).offsets.tolist()
         assert given[2:] == (LOSS, STEP)
     # Nodes with the same dp ranks are given the same object, and a rank no other rank's share of the plan.
     read = {frozenset(at.dp_rank for at, where in zip(layouts, nodes, strict=True) if where == node) for node in nodes}

@@ -62,7 +62,7 @@ def assert_equal(one: Rollout, other: Rollout, *, but: Sequence[str] = ()) -> No
     np.testing.assert_array_equal(one.batch.offsets, other.batch.offsets)
     for name, column in other.batch.columns.items():
         np.testing.assert_array_equal(one.batch.columns[name], column, err_msg=name)
-    for name, row in other.batch.rows.items():
+    for name, row in other.batch.row_columns.items():
         if name not in but:
-            np.testing.assert_array_equal(one.batch.rows[name], row, err_msg=name)
+            np.testing.assert_array_equal(one.batch.row_columns[name], row, err_msg=name)
     assert one.texts == other.texts

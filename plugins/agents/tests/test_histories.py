@@ -68,7 +68,7 @@ def assert_trained_once(rollout: Rollout, recorded: Recorded) -> None:
         tokens, mask = batch.tokens[low:high].tolist(), batch.columns["loss_mask"][low:high]
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(int))).tolist()
         found += [(tokens[:begin], tokens[begin:end]) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
-        assert batch.rows["turns"][row] == len(edges) // 2
+        assert batch.row_columns["turns"][row] == len(edges) // 2
     assert sorted(found) == sorted((before, said) for before, said, _ in recorded.said)
     sampled = batch.columns["loss_mask"]
     assert not batch.columns["rollout_logprobs"][~sampled].any() and not batch.columns["versions"][~sampled].any()
@@ -106,7 +106,7 @@ def test_a_summarized_conversation_continues_in_its_own_row(play: Play) -> None:
     rollout = play(summarizing, generate=recorded, samples=2, params=LONG)
     assert rollout.outcomes == [2.0] * 8
     assert_trained_once(rollout, recorded)
-    rows = rollout.batch.rows
+    rows = rollout.batch.row_columns
     assert {name: rows[name].tolist() for name in ("group", "sample", "episode", "turns", "final")} == {
         "group": [0] * 4 + [1] * 4,
         "sample": [0, 0, 1, 1] * 2,
@@ -135,11 +135,11 @@ def test_what_rows_share_is_trained_on_in_the_first(play: Play) -> None:
     recorded = Recorded()
     rollout = play(going_back, generate=recorded, samples=3, prompts=ONE, params=LONG)
     assert_trained_once(rollout, recorded)
-    assert rollout.batch.rows["turns"].tolist() == [3, 1, 1] * 3
-    assert rollout.batch.rows["final"].tolist() == [True, False, False] * 3
+    assert rollout.batch.row_columns["turns"].tolist() == [3, 1, 1] * 3
+    assert rollout.batch.row_columns["final"].tolist() == [True, False, False] * 3
     assert len({key for _, _, key in recorded.said}) == 9  # of each episode its own, and of each branch
     for first in (0, 3, 6):
-        rows = [rollout.batch.take(np.array([row])) for row in range(first, first + 3)]
+        rows = [rollout.batch.take_rows(np.array([row])) for row in range(first, first + 3)]
         shared = np.flatnonzero(np.diff(rows[0].columns["loss_mask"]))[1] + 1  # the first answer's end
         assert len({tuple(row.tokens[:shared].tolist()) for row in rows}) == 1
         assert [bool(row.columns["loss_mask"][:shared].any()) for row in rows] == [True, False, False]
@@ -156,7 +156,7 @@ def test_a_changed_answer_begins_a_row_and_a_note(play: Play, capsys: pytest.Cap
     rollout = play(stripping, generate=recorded, samples=4, prompts=ONE)
     assert_trained_once(rollout, recorded)
     assert [text.partition("[")[0] for text in texts(rollout)] == ["21>", "21>59>"] * 4
-    assert rollout.batch.rows["turns"].tolist() == [1, 2] * 4
+    assert rollout.batch.row_columns["turns"].tolist() == [1, 2] * 4
     told = "corerl: note: an answer came back changed, so the request begins another row of its episode: messages[1].co"
     assert capsys.readouterr().err.count(told) == 1
 
@@ -249,8 +249,8 @@ def test_concurrent_requests_give_the_same_rows_in_any_order(play: Play) -> None
         first, second = played(), played()
         while orders[0] == orders[-1]:  # seldom
             second = played()
-    assert first.outcomes == [1.0] * 8 and first.batch.rows["episode"].tolist() == [0] * 8
-    assert sorted(first.batch.rows["turns"].tolist()) == [1] * 2 + [2] * 5 + [2]
+    assert first.outcomes == [1.0] * 8 and first.batch.row_columns["episode"].tolist() == [0] * 8
+    assert sorted(first.batch.row_columns["turns"].tolist()) == [1] * 2 + [2] * 5 + [2]
     assert_equal(second, first)
     assert len(set(said_in(first))) == 8  # the three are three samples
 
@@ -310,7 +310,7 @@ def test_a_repeated_request_gets_the_first_answer(play: Play) -> None:
 
     rollout = play(impatient, samples=1, prompts=ONE, generate=slow, params=LONG, calls=8)
     assert rollout.outcomes == [1.0]
-    assert rollout.batch.rows["turns"].tolist() == [3] and len(recorded.said) == 4
+    assert rollout.batch.row_columns["turns"].tolist() == [3] and len(recorded.said) == 4
     del recorded.said[[before for before, _, _ in recorded.said].index(TOKENIZER.encode("5>"))]
     assert_trained_once(rollout, recorded)
 
@@ -325,18 +325,18 @@ def test_rows_of_an_episode_stay_together_everywhere(play: Play, tmp_path: Path)
 
     prompts = [evolve(PROMPTS[0], index=index, answer="12") for index in range(3)]
     rollout = play(some, samples=2, prompts=prompts)
-    assert rollout.batch.rows["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert rollout.batch.row_columns["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5, 5]
     rewards = np.repeat(np.arange(6, dtype=np.float32), [1, 1, 2, 2, 3, 3])
     scored = ScoredRollout(step=4, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
-    taken = scored.take(np.array([2, 0]))
+    taken = scored.take_prompts(np.array([2, 0]))
     assert taken.rewards.tolist() == [4, 4, 4, 5, 5, 5, 0, 1]
-    joined = Rollout.concatenate([taken.rollout, scored.take(np.array([0, 1])).rollout])
+    joined = Rollout.concatenate([taken.rollout, scored.take_prompts(np.array([0, 1])).rollout])
     _, episode_of = joined.batch.episodes
     assert episode_of.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 6, 7, 7]
-    assert joined.batch.rows["group"].tolist() == [0] * 6 + [1, 1, 2, 2, 3, 3, 3, 3]
+    assert joined.batch.row_columns["group"].tolist() == [0] * 6 + [1, 1, 2, 2, 3, 3, 3, 3]
     assert [sample.reward for sample in taken.samples()] == [4, 5, 0, 1]
     assert [sample.reward for sample in taken.shown()] == [4, 0]
-    final = [rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])]
+    final = [rollout.texts[row] for row in np.flatnonzero(rollout.batch.row_columns["final"])]
     assert [sample.response for sample in scored.samples()] == final
     assert exact_share(rollout) == sum(text == "12" for text in final) / 6
     read = read_rollout(write_rollout(tmp_path, scored))
@@ -366,7 +366,7 @@ def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
     assert told == pytest.approx([5 / 3, 2, 1])
     assert [sample.reward for sample in found.samples] == [0, 1, 4] and len(found.shown) == 2
     assert [sample.response for sample in found.samples] == [
-        rollout.texts[row] for row in np.flatnonzero(rollout.batch.rows["final"])
+        rollout.texts[row] for row in np.flatnonzero(rollout.batch.row_columns["final"])
     ]
 
 

@@ -47,7 +47,7 @@ def two_turns(episode: Episode) -> float:
 def test_an_episode_of_one_request_equals_a_plain_sample(play: Play, loop: EventLoop) -> None:
     played = play(single)
     assert_equal(played, drawn(loop, prompt_sampler(tokenizer=TOKENIZER, generate=engines(Oracle()), seed=7)))
-    assert played.batch.rows["turns"].tolist() == [1] * 8
+    assert played.batch.row_columns["turns"].tolist() == [1] * 8
     assert played.outcomes == [None] * 8 and played.prompts == tuple(PROMPTS)
 
 
@@ -151,11 +151,11 @@ def test_a_row_is_the_prompt_and_each_turn_behind_it(play: Play) -> None:
             rollout.batch.columns["rollout_logprobs"][low:high], np.where(sampled, -tokens, 0)
         )
         np.testing.assert_array_equal(rollout.batch.columns["versions"][low:high], np.where(sampled, 3, 0))
-        assert rollout.batch.rows["prompt_length"][row] == len(prompt)
-        assert rollout.batch.rows["response_length"][row] == len(first) + len(second)
-        assert rollout.batch.rows["span"][row] == len(tokens) - len(prompt)
-        assert rollout.batch.rows["truncated"][row] == (second[-1] != 2)
-    assert rollout.batch.rows["turns"].tolist() == [2] * 8
+        assert rollout.batch.row_columns["prompt_length"][row] == len(prompt)
+        assert rollout.batch.row_columns["response_length"][row] == len(first) + len(second)
+        assert rollout.batch.row_columns["span"][row] == len(tokens) - len(prompt)
+        assert rollout.batch.row_columns["truncated"][row] == (second[-1] != 2)
+    assert rollout.batch.row_columns["turns"].tolist() == [2] * 8
 
 
 def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
@@ -196,13 +196,13 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     )
     assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
     plain = play(single, samples=3)
-    drawn = [np.flatnonzero(rollout.batch.rows["turns"] == turns).tolist() for turns in (0, 1)]
+    drawn = [np.flatnonzero(rollout.batch.row_columns["turns"] == turns).tolist() for turns in (0, 1)]
     assert drawn == [[0, 2, 4], [1, 3, 5]]
     for row in drawn[1]:
         np.testing.assert_array_equal(
-            rollout.batch.take(np.array([row])).tokens, plain.batch.take(np.array([row])).tokens
+            rollout.batch.take_rows(np.array([row])).tokens, plain.batch.take_rows(np.array([row])).tokens
         )
-    nothing = rollout.batch.take(np.array([4]))
+    nothing = rollout.batch.take_rows(np.array([4]))
     assert nothing.tokens.tolist() == TOKENIZER.encode("5>") and not nothing.columns["loss_mask"].any()
 
 
@@ -242,7 +242,7 @@ def test_a_first_request_without_room_fails_its_episode_alone(play: Play) -> Non
     failed, refused = rollout.outcomes[:2], f"has 31 tokens, but only {longest} fit into rollout.context_length"
     assert all(isinstance(each, Failure) and refused in each.message for each in failed)
     assert rollout.outcomes[2:] == [1.0, 1.0]
-    assert rollout.batch.rows["prompt_length"][2:].tolist() == [longest] * 2
+    assert rollout.batch.row_columns["prompt_length"][2:].tolist() == [longest] * 2
 
 
 def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
@@ -259,18 +259,18 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     (outcome,) = rollout.outcomes
     assert isinstance(outcome, Failure) and "has used up its rollout.max_tokens=30; end it when" in outcome.message
     assert seen[-1] == ("length", "") and all(reason == "stop" for reason, _ in seen[:-2])
-    assert rollout.batch.rows["truncated"].tolist() == [True]
-    assert rollout.batch.rows["response_length"][0] < rollout.batch.rows["span"][0] <= 30
+    assert rollout.batch.row_columns["truncated"].tolist() == [True]
+    assert rollout.batch.row_columns["response_length"][0] < rollout.batch.row_columns["span"][0] <= 30
     assert rollout.batch.columns["loss_mask"][-1]  # nothing stands behind the last thing that was said
-    assert rollout.batch.rows["turns"][0] == len(seen) - 1
+    assert rollout.batch.row_columns["turns"][0] == len(seen) - 1
 
     def once(episode: Episode) -> str:
         return str(episode.chat(episode.messages, max_tokens=1)["finish_reason"])
 
     reasons: list[str] = []
     cut = play(lambda episode: reasons.append(once(episode)), samples=1)
-    assert not cut.batch.rows["truncated"].any()  # by the function's own wish
-    assert cut.batch.rows["response_length"].tolist() == [1, 1]
+    assert not cut.batch.row_columns["truncated"].any()  # by the function's own wish
+    assert cut.batch.row_columns["response_length"].tolist() == [1, 1]
 
 
 def test_an_episode_filled_by_its_environment_is_truncated(play: Play) -> None:
@@ -283,8 +283,8 @@ def test_an_episode_filled_by_its_environment_is_truncated(play: Play) -> None:
 
     rollout = play(filled, samples=1)
     assert reasons == ["length"] * 2
-    assert rollout.batch.rows["truncated"].tolist() == [True, True]
-    assert rollout.batch.rows["response_length"].tolist() == [1, 1]
+    assert rollout.batch.row_columns["truncated"].tolist() == [True, True]
+    assert rollout.batch.row_columns["response_length"].tolist() == [1, 1]
 
 
 def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:
@@ -311,7 +311,10 @@ def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:
 
     rollout = play(leaves, generate=generate, samples=1, prompts=PROMPTS[:1])
     assert rollout.outcomes == [1.0]
-    assert (rollout.batch.rows["turns"].tolist(), rollout.batch.rows["response_length"].tolist()) == ([1], [1])
+    assert (rollout.batch.row_columns["turns"].tolist(), rollout.batch.row_columns["response_length"].tolist()) == (
+        [1],
+        [1],
+    )
 
 
 def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:

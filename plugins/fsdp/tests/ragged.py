@@ -19,4 +19,4 @@ def samples_of(lengths: Sequence[int], seed: int) -> SampleBatch:
     for column in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
         columns[column][~columns["loss_mask"]] = 0.0
     rows = {"group": np.zeros(len(lengths), dtype=np.int64)}
-    return evolve(long, tokens=long.tokens[:total], offsets=offsets, columns=columns, rows=rows)
+    return evolve(long, tokens=long.tokens[:total], offsets=offsets, columns=columns, row_columns=rows)

@@ -133,7 +133,7 @@ def samples_of(lengths: Sequence[int]) -> SampleBatch:
         tokens=draw.integers(3, 97, total),
         offsets=offsets_of(np.array(lengths)),
         columns={"loss_mask": mask, "versions": np.zeros(total, dtype=np.int64), **columns},
-        rows={"group": np.zeros(len(lengths), dtype=np.int64)},
+        row_columns={"group": np.zeros(len(lengths), dtype=np.int64)},
         temperature=1.0,
     )
 

@@ -34,7 +34,7 @@ def test_a_llamas_logprobs_are_those_of_transformers(runs: Runs, tmp_path: Path,
         tokens=np.random.default_rng(0).integers(3, 97, LENGTH),
         offsets=np.array([0, LENGTH]),
         columns={"loss_mask": np.ones(LENGTH, np.bool_)},
-        rows={},
+        row_columns={},
         temperature=1.0,
     )
     for name, parameters in (("scaled", rope), ("plain", {"rope_type": "default", "rope_theta": rope["rope_theta"]})):

@@ -389,7 +389,7 @@ def repeated(findings: Findings) -> None:
     with engine(findings, TINY, "bfloat16", deterministic=True) as served:
         push(served, model, 0, "disk")
         asked = request(16, 512, SamplingParams(max_tokens=64, temperature=0.9, top_p=0.95))
-        first, again, alone = served.generate(asked), served.generate(asked), served.generate(asked.rows(5, 6))
+        first, again, alone = served.generate(asked), served.generate(asked), served.generate(asked.row_range(5, 6))
         findings.tell("drawn twice", "equal", bool(np.array_equal(first.tokens, again.tokens)))
         row = first.tokens[first.offsets[5] : first.offsets[6]]
         findings.tell("drawn alone", "equal", bool(np.array_equal(row, alone.tokens)))

@@ -257,7 +257,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         plain = plain_logprobs(model, prompt + response, temperature=0.7)
         at = range(len(prompt) - 1, len(prompt) + len(response) - 1)
         np.testing.assert_allclose(logprobs, [float(plain[t, k]) for t, k in zip(at, response, strict=True)], atol=1e-5)
-    alone = engine.generate(sampled.rows(3, 4))
+    alone = engine.generate(sampled.row_range(3, 4))
     assert alone.tokens.tolist() == drawn.tokens[drawn.offsets[3] : drawn.offsets[4]].tolist()
 
     # A row may have all tokens of the context, its last one drawn for an input of all others.
@@ -356,7 +356,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         offsets=np.array([0, 10, CONTEXT + 10]),
         noise_keys=np.array([1, 2]),
     )
-    endless = evolve(REQUEST.rows(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
+    endless = evolve(REQUEST.row_range(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
     with ThreadPoolExecutor(2) as others:
         calls = [others.submit(engine.generate, endless) for _ in range(2)]
         await_running(engine, 2)
@@ -383,7 +383,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
             if path == "/abort_request":
                 aborted.set()
 
-    refused = evolve(long.rows(1, 2), params=endless.params)
+    refused = evolve(long.row_range(1, 2), params=endless.params)
     parted = GenerateRequest.concatenate([refused, *[endless] * 7, *[evolve(endless, **one_token(5))] * 8])
     with (
         mock.patch.object(engine._server, "post", delayed),

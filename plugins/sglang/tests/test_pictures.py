@@ -147,7 +147,7 @@ def test_the_server_is_started_for_text_alone(family: str, tmp_path: Path) -> No
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and SGLang")
 @pytest.mark.processes
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", LARGER)
 def test_sglang_serves_what_was_trained_with_it(family: str, tmp_path: Path) -> None:
     attention = os.environ.get("ATTENTION", "triton")
     write_larger(family, tmp_path / "model")

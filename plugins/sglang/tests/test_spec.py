@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from corerl.config import ClusterInfo, TrainConfig, WeightsConfig
+from corerl.config import ClusterInfo, LoraConfig, TrainConfig, WeightsConfig
 from corerl.engines import EngineContext
 from corerl.errors import ConfigError
 from corerl.plugin import Finding, Level
@@ -39,6 +39,21 @@ EXPERTS = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_experts": 6}
 def problems(model: dict[str, Any] | None = None, **options: Any) -> dict[str, str]:
     cluster = ClusterInfo(device="cuda", ranks=1, model=model or {})
     return {problem.path: problem.text for problem in SPEC.check(SglangConfig(**options), cluster)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "way"), [("mistral3", "adapter"), ("mistral3", "merged"), ("gemma3", "adapter")]
+)
+def test_adapters_of_a_class_without_them_are_refused(model_type: str, way: Any) -> None:
+    model = {"model_type": model_type, "text_config": DENSE}
+    lora, weights = LoraConfig(rank=4, alpha=8.0).settled({}), WeightsConfig(lora=way)
+    cluster = ClusterInfo(device="cuda", ranks=1, model=model, lora=lora, weights=weights)
+    refusal = (
+        ".weights.lora",
+        "'adapter', with which SGLang 0.5.17 does not start for models of type 'mistral3'; set it to 'merged'",
+    )
+    found = [(problem.path, problem.text) for problem in SPEC.check(SglangConfig(), cluster)]
+    assert found == ([refusal] if (model_type, way) == ("mistral3", "adapter") else [])
 
 
 def test_arguments_are_those_that_both_versions_of_sglang_have() -> None:

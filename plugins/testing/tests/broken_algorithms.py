@@ -63,7 +63,7 @@ def never(config: Options, run: AlgorithmRun) -> list[Problem]:
 
 class AsksForRows(GRPO):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
-        rewards = rewards * samples.rows.get("difficulty", np.float32(1.0))
+        rewards = rewards * samples.row_columns.get("difficulty", np.float32(1.0))
         return super().advantages(samples, rewards, token_rewards)
 
 
@@ -93,7 +93,7 @@ class ReadsPrompts(GRPO):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         found = super().advantages(samples, rewards, token_rewards)
-        sums = np.bincount(samples.sample_of, weights=samples.columns["rollout_logprobs"], minlength=len(samples))
+        sums = np.bincount(samples.row_of, weights=samples.columns["rollout_logprobs"], minlength=len(samples))
         return evolve(found, advantages=found.advantages * broadcast(np.exp(sums / samples.lengths), samples))
 
 
@@ -107,7 +107,7 @@ class EarlierCountMore(GRPO):
 class NumbersOfPrompts(GRPO):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         found = super().advantages(samples, rewards, token_rewards)
-        number = (samples.rows["group"] % 2 + 1).astype(np.float32)
+        number = (samples.row_columns["group"] % 2 + 1).astype(np.float32)
         return evolve(found, advantages=found.advantages * broadcast(number, samples))
 
 
@@ -116,8 +116,8 @@ class ForgetsEqualRewards(GRPO):
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         compared = np.zeros(len(samples), np.float32)
-        for group in np.unique(samples.rows["group"]):
-            members = samples.rows["group"] == group
+        for group in np.unique(samples.row_columns["group"]):
+            members = samples.row_columns["group"] == group
             centred = rewards[members] - rewards[members].mean()
             compared[members] = centred / (centred.std() + np.float32(1e-8))
         return Advantages(advantages=broadcast(compared, samples))
@@ -266,7 +266,7 @@ def wrong_sign(inputs: LossInputs) -> LossResult:
 
 class FirstOfTheBest(GRPO):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
-        found, groups = np.zeros(len(rewards), np.float32), samples.rows["group"]
+        found, groups = np.zeros(len(rewards), np.float32), samples.row_columns["group"]
         for group in np.unique(groups):
             members = np.flatnonzero(groups == group)
             if rewards[members].min() < rewards[members].max():
@@ -277,7 +277,7 @@ class FirstOfTheBest(GRPO):
 class ComparesSamples(GRPO):
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
-        better = group_advantages(each, samples.rows["group"], normalize_std=True)
+        better = group_advantages(each, samples.row_columns["group"], normalize_std=True)
         return Advantages(advantages=broadcast(better, samples))
 
 

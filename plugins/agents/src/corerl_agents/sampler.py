@@ -104,7 +104,7 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence
     episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
     batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
     return Rollout(
-        batch=batch.with_rows(group=group[episode], sample=sample[episode], episode=episode),
+        batch=batch.with_row_columns(group=group[episode], sample=sample[episode], episode=episode),
         prompts=tuple(prompts),
         texts=[row.text for each in rows for row in each],
         outcomes=[state.outcome for state, each in zip(states, rows, strict=True) for _ in each],
@@ -133,7 +133,7 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
         tokens=np.concatenate([row.tokens for row in rows]),
         offsets=offsets_of(lengths),
         columns=columns,
-        rows={
+        row_columns={
             "prompt_length": prompt_length,
             "response_length": np.array([int(row.loss_mask.sum()) for row in rows]),
             "span": lengths - prompt_length,

@@ -16,6 +16,8 @@ from corerl_sglang.probe import probe
 # Attention backends that SGLang 0.5.15 and 0.5.17 declare batch-invariant.
 DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton", "fa4", "ascend")
 
+WITHOUT_ADAPTERS = ("mistral3",)  # model types whose class has no LoRA in SGLang 0.5.17: the server ends as it starts
+
 
 def environment(config: SglangConfig, cluster: ClusterInfo) -> Environment:
     return {
@@ -55,6 +57,11 @@ def check(config: SglangConfig, cluster: ClusterInfo) -> Iterable[Problem]:
     if apart and cluster.lora is not None and ALL_LINEAR not in (named := cluster.lora.targets or (ALL_LINEAR,)):
         for text in adapter_misfits([name.rpartition(".")[2] for name in named]):
             yield Problem(".weights.lora", text)
+    if apart and (kind := cluster.model.get("model_type")) in WITHOUT_ADAPTERS:
+        yield Problem(
+            ".weights.lora",
+            f"'adapter', with which SGLang 0.5.17 does not start for models of type {kind!r}; set it to 'merged'",
+        )
     for name, text in contradictions(config.server):
         yield Problem(f"server.{name}", text)
     if cluster.model:

@@ -172,7 +172,7 @@ def sampled(fleet: EngineFleet, number: int) -> SampleBatch:
             "advantages": np.where(loss_mask, advantages, 0.0).astype(np.float32),
             "versions": np.concatenate(versions),
         },
-        rows={"group": np.arange(len(prompts)) // 2},
+        row_columns={"group": np.arange(len(prompts)) // 2},
     )
 
 

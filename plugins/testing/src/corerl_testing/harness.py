@@ -138,7 +138,7 @@ def make_samples(
             "returns": column(rng.standard_normal(total)),
             "versions": np.zeros(total, dtype=np.int64),
         },
-        rows={"group": np.arange(samples) // 2},
+        row_columns={"group": np.arange(samples) // 2},
         temperature=temperature,
     )
 
@@ -239,10 +239,10 @@ def parts_of_step(
     """This rank's share of the samples' groups in several calls, with the weights of `plan_part`; and the step's
     denominator."""
     layout = padded_layout(worker, setup)
-    groups = samples.rows["group"]
+    groups = samples.row_columns["group"]
     batches, denominator = [], 0.0
     for chosen in np.array_split(np.unique(groups), parts):
-        part = samples.take(np.flatnonzero(np.isin(groups, chosen)))
+        part = samples.take_rows(np.flatnonzero(np.isin(groups, chosen)))
         plan, count = plan_part(
             part,
             layout,

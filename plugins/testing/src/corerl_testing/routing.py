@@ -87,7 +87,7 @@ def with_aux_loss(
     model.router_aux_loss_coef = coef
     mask, loss, aux = samples.columns["loss_mask"], 0.0, 0.0
     for members in micro_batches:
-        part = samples.take(np.array(members))
+        part = samples.take_rows(np.array(members))
         rows, longest = part.lengths, int(part.lengths.max())
         real = torch.arange(longest) < torch.tensor(rows)[:, None]
         tokens, labels = torch.zeros(real.shape, dtype=torch.long), torch.full(real.shape, -100)

@@ -157,7 +157,7 @@ class Trial:
                 "rollout_logprobs": _masked(-draw.exponential(1.0, len(mask)), mask),
                 "versions": np.where(mask, 1, 0),
             },
-            rows={
+            row_columns={
                 "group": np.repeat(np.arange(len(groups)), groups),
                 "sample": np.concatenate([np.arange(size) for size in groups]),
                 "prompt_length": prompts,
@@ -179,7 +179,7 @@ class Trial:
     def rewards(self, samples: SampleBatch) -> FloatArray:
         """[B] of all sizes and both signs; of three samples of a prompt or more, the two best have the same."""
         rewards = np.random.default_rng(1).normal(0.5, 1.0, len(samples)).astype(np.float32)
-        groups = samples.rows["group"]
+        groups = samples.row_columns["group"]
         for group in np.unique(groups):
             members = np.flatnonzero(groups == group)
             if len(members) > 2:
@@ -224,7 +224,7 @@ class Trial:
         samples, so that some are within any clip and others beyond.
         """
         samples, draw = self.batch, np.random.default_rng(3)
-        mask, sample_of = samples.columns["loss_mask"], samples.sample_of
+        mask, row_of = samples.columns["loss_mask"], samples.row_of
         found: dict[Output, Array] = {}
         for output in self.plan.objectives[role].loss.outputs:
             noise = draw.normal(0.0, 1.0, len(mask))
@@ -232,7 +232,7 @@ class Trial:
                 case Output.LOGPROBS:
                     sizes = np.array([1e-4, 0.02, 0.3, 1.5])[np.arange(len(samples)) % 4]
                     values = samples.columns["old_logprobs"].astype(np.float64)
-                    values = values + sizes[sample_of] * noise
+                    values = values + sizes[row_of] * noise
                 case Output.VALUES:
                     values = samples.columns.get("values", np.zeros(len(mask))) + 0.3 * noise
                 case _:
@@ -337,7 +337,7 @@ def copied(samples: SampleBatch) -> SampleBatch:
         tokens=samples.tokens.copy(),
         offsets=samples.offsets.copy(),
         columns={name: column.copy() for name, column in samples.columns.items()},
-        rows={name: row.copy() for name, row in samples.rows.items()},
+        row_columns={name: row.copy() for name, row in samples.row_columns.items()},
     )
 
 

@@ -19,5 +19,5 @@ def judge(prompt: Prompt, text: str) -> Judged:
 class Sums(PromptSampler):
     async def generate(self, prompts: Sequence[Prompt], request: GenerateRequest, **how: Any) -> Rollout:
         rollout = await super().generate(prompts, request, **how)
-        asked = [prompts[group] for group in rollout.batch.rows["group"]]
+        asked = [prompts[group] for group in rollout.batch.row_columns["group"]]
         return evolve(rollout, outcomes=[judge(*each) for each in zip(asked, rollout.texts, strict=True)])

@@ -61,8 +61,8 @@ class Asked(Mapping[str, Any]):
 @check("A06", level=1, builds_on=["A05"])
 def test_only_existing_columns_and_rows_are_requested(trial: Trial) -> None:
     samples = trial.samples()
-    columns, rows = Asked(samples.columns), Asked(samples.rows)
-    seen = evolve(samples, columns=columns, rows=rows)
+    columns, rows = Asked(samples.columns), Asked(samples.row_columns)
+    seen = evolve(samples, columns=columns, row_columns=rows)
     try:
         trial.plan.estimate(seen, trial.rewards(samples), trial.token_rewards(samples))
     except Exception:  # of one that is missing, which may be any
@@ -87,10 +87,10 @@ def test_only_existing_columns_and_rows_are_requested(trial: Trial) -> None:
 def test_nothing_that_is_given_is_changed(trial: Trial) -> None:
     samples = trial.samples()
     given, rewards, token_rewards = copied(samples), trial.rewards(samples), trial.token_rewards(samples)
-    columns, rows = dict(given.columns), dict(given.rows)
-    trial.plan.estimate(evolve(given, columns=columns, rows=rows), rewards, token_rewards)
+    columns, rows = dict(given.columns), dict(given.row_columns)
+    trial.plan.estimate(evolve(given, columns=columns, row_columns=rows), rewards, token_rewards)
     assert_unchanged("advantages", samples.columns, columns)
-    assert_unchanged("advantages", samples.rows, rows)
+    assert_unchanged("advantages", samples.row_columns, rows)
     before: dict[str, Array] = {"tokens": samples.tokens, "offsets": samples.offsets}
     assert_unchanged("advantages", before, {"tokens": given.tokens, "offsets": given.offsets})
     before = {"rewards": trial.rewards(samples), "token_rewards": trial.token_rewards(samples)}
@@ -162,7 +162,7 @@ def test_neither_the_order_of_samples_nor_prompt_numbers_matter(trial: Trial) ->
     rewards, token_rewards = trial.rewards(samples), trial.token_rewards(samples)
     wanted = trial.estimate(samples, rewards, token_rewards)
     draw = np.random.default_rng(4)
-    groups = samples.rows["group"]
+    groups = samples.row_columns["group"]
     orders = {
         "with samples in another order": (draw.permutation(len(samples)), groups),
         "with the last prompt first": (np.argsort(-groups, kind="stable"), groups),
@@ -170,14 +170,14 @@ def test_neither_the_order_of_samples_nor_prompt_numbers_matter(trial: Trial) ->
     }
     for how, (order, numbers) in orders.items():
         place, _ = rows_at(samples.offsets, order)
-        moved = samples.with_rows(group=numbers).take(order)
+        moved = samples.with_row_columns(group=numbers).take_rows(order)
         found = trial.estimate(moved, rewards[order], token_rewards[place])
         for name, column in columns_of(found).items():
             expected = columns_of(wanted)[name][place]
             near = np.isclose(column, expected, rtol=ADVANTAGES.relative, atol=ADVANTAGES.absolute)
             assert near.all(), (
                 f"{how}, {name} of the same token change from {expected[~near][0]} to {column[~near][0]}; compare "
-                "samples by rows['group'], never by place"
+                "samples by row_columns['group'], never by place"
             )
         for name, value in found.metrics.items():
             assert np.isclose(value, wanted.metrics[name], rtol=ADVANTAGES.relative), (
@@ -192,10 +192,10 @@ def test_a_group_of_equal_rewards_has_advantages_of_exactly_0(trial: Trial) -> N
     samples = trial.samples((*EQUAL, 4))
     rewards = trial.rewards(samples)
     for group, reward in enumerate(EQUAL.values()):
-        rewards[samples.rows["group"] == group] = reward
+        rewards[samples.row_columns["group"] == group] = reward
     mask = samples.columns["loss_mask"]
     found = trial.estimate(samples, rewards, np.zeros(len(mask), np.float32)).advantages
-    group_of = samples.rows["group"][samples.sample_of]
+    group_of = samples.row_columns["group"][samples.row_of]
     for group, (size, reward) in enumerate(EQUAL.items()):
         advantages = found[group_of == group]
         assert not advantages.any(), (
@@ -211,10 +211,10 @@ def test_by_prompt_means_that_other_prompts_do_not_matter(trial: Trial) -> None:
     samples = trial.samples()
     rewards, token_rewards = trial.rewards(samples), trial.token_rewards(samples)
     wanted = columns_of(trial.estimate(samples, rewards, token_rewards))
-    for group in np.unique(samples.rows["group"]):
-        members = np.flatnonzero(samples.rows["group"] == group)
+    for group in np.unique(samples.row_columns["group"]):
+        members = np.flatnonzero(samples.row_columns["group"] == group)
         place, _ = rows_at(samples.offsets, members)
-        alone = samples.take(members).with_rows(group=np.zeros(len(members), np.int64))
+        alone = samples.take_rows(members).with_row_columns(group=np.zeros(len(members), np.int64))
         for name, column in columns_of(trial.estimate(alone, rewards[members], token_rewards[place])).items():
             expected = wanted[name][place]
             near = np.isclose(column, expected, rtol=ADVANTAGES.relative, atol=ADVANTAGES.absolute)
@@ -232,8 +232,8 @@ def test_an_episode_counts_once_however_many_samples_it_is(trial: Trial) -> None
     # Every third one has two more of the same, of which nothing is trained on.
     order = np.concatenate([np.arange(len(samples)), *[np.arange(0, len(samples), 3)] * 2])
     place, _ = rows_at(samples.offsets, order)
-    more = samples.take(order)
-    more = without_truncated(more.with_rows(truncated=np.arange(len(order)) >= len(samples)))
+    more = samples.take_rows(order)
+    more = without_truncated(more.with_row_columns(truncated=np.arange(len(order)) >= len(samples)))
     found = trial.estimate(more, rewards[order], np.where(more.columns["loss_mask"], token_rewards[place], 0.0))
     for name, column in columns_of(found).items():
         expected, given = columns_of(wanted)[name][mask], column[: len(mask)][mask]

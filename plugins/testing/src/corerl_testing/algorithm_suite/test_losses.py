@@ -91,7 +91,7 @@ def test_the_division_and_order_of_samples_do_not_matter(trial: Trial) -> None:
         moved = {output: values[place] for output, values in trial.outputs(role).items()}
         gradients = {output: gradient[place] for output, gradient in wanted.gradients.items()}
         what = f"the loss of the {role}, with samples in another order"
-        found = trial.step(role, trial.batch.take(order), moved, WHOLE)
+        found = trial.step(role, trial.batch.take_rows(order), moved, WHOLE)
         assert_same_step(found, evolve(wanted, gradients=gradients), what)
 
 
