@@ -319,7 +319,7 @@ class TrainGroup:
         """The address of an update with a fresh rendezvous: an unguessable token, and a socket in the first rank if the
         transport joins senders and receivers in a group."""
         address = evolve(address, token=secrets.token_hex(16))
-        if not transport_named(address.transport).joins or not address.engines:
+        if not transport_named(address.transport).one_group or not address.engines:
             return address
         host, port, listen_fd = self.processes.listen(0)
         return evolve(address, host=host, port=port, listen_fd=listen_fd)

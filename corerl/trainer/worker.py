@@ -213,7 +213,7 @@ class Worker:
                 self.sender = None  # also where there will be no other
             lost = self._lost.setdefault(address.token, {})
             self.sender = open_sender(address, rank=self.context.rank, lost=lost)
-        sending = GuardedSender(self.sender, address, self.context.rank, verify=verify)
+        sending = GuardedSender(self.sender, verify=verify)
         result = self.host.update_weights(sender=sending, version=version, adapters=adapters)
         return evolve(result, sums=sending.sums)
 
