@@ -302,15 +302,16 @@ class Run:
             started = role.start(
                 shared, plans, self.progress.steps_done, self.loss_of(role, batch.kl_coef), scale=scale
             )
-            for left_out, why in (
-                (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
-                (len(plans) - len(started), "their samples have no loss tokens"),
-            ):
-                if left_out:
-                    text = f"step {self.progress.steps_done}: {left_out} optimizer steps of {name} are skipped: {why}"
-                    self.progress.notice(text)
+            missing, empty = role.steps_of_batch - len(plans), len(plans) - len(started)
+            self._notice_skipped(name, missing, "the batch has fewer groups than that, and groups are not split")
+            self._notice_skipped(name, empty, "their samples have no loss tokens")
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
+
+    def _notice_skipped(self, role: str, count: int, why: str) -> None:
+        if count:
+            step = self.progress.steps_done
+            self.progress.notice(f"step {step}: {count} optimizer steps of {role} are skipped: {why}")
 
     def loss_of(self, role: Role, kl_coef: float) -> LossSpec:
         """The loss of a role that is trained, with the current coefficient."""

@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any, NoReturn
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import (
@@ -175,8 +175,7 @@ class PluginHost:
             result: InitResult = self._checked("init", config=config, context=context)
         if not result.layout.outputs:
             for hook in ("forward_backward", "forward"):
-                own = self._own[hook]
-                self._own[hook] = WithoutOutputs(own.plugin, own.hook, own.function, own.takes)
+                self._own[hook] = WithoutOutputs(**asdict(self._own[hook], recurse=False))
         self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet

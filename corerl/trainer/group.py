@@ -177,13 +177,14 @@ class TrainGroup:
         plan = plan_group(config, self.role, resume=resume)
         if not self.processes.ended:  # a save in the background ends with the ranks
             self.saved(wait=True, memory=in_memory(resume)).result()
-        slots: Mapping[str, Sequence[Slot]] = {}
         try:
-            found = self._pool.arrange(plan.placement)
-            result = self.restart(None, plan.role, found[self.role]).result()
-            self._config, slots = config, found
-        finally:
-            self._pool.take(slots)  # or give back what was reserved for ranks that did not start
+            slots = self._pool.arrange(plan.placement)
+            result = self.restart(None, plan.role, slots[self.role]).result()
+        except BaseException:
+            self._pool.take({})  # gives back what was reserved for ranks that did not start
+            raise
+        self._pool.take(slots)
+        self._config = config
         return result
 
     # ---- training ---------------------------------------------------------------------------------------------------
