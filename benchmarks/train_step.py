@@ -266,6 +266,9 @@ class Side:
     flops: float = 0.0  # of a step
 
 
+NOBODY = Address(transport="nowhere", engines=())
+
+
 class Nowhere(WeightSender):
     """The first rank gathers every bucket, and no engine takes it."""
 
@@ -335,12 +338,7 @@ class Running:
 
     def update(self) -> float:
         version = len(self.found.updates) + 1
-        return timed(
-            self.device,
-            lambda: self.loop.worker.host.update_weights(
-                sender=Nowhere(Address(transport="nowhere", engines=())), version=version
-            ),
-        )
+        return timed(self.device, lambda: self.loop.worker.host.update_weights(sender=Nowhere(NOBODY), version=version))
 
     def _sleep(self) -> list[float]:
         worker, kinds, slept = self.loop.worker, frozenset(MemoryKind), []

@@ -61,8 +61,7 @@ class RunConfig:
         return self.mode in ("train", "train-only")
 
     @property
-    def samples(self) -> bool:
-        """Whether the run has engines."""
+    def has_engines(self) -> bool:
         return self.mode != "train-only"
 
 

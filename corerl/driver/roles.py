@@ -89,9 +89,9 @@ class Role:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
         return self.group.plan_steps(samples, seed=self._seed(rollout_step))
 
-    def groups_of_first_step(self, groups: int, rollout_step: int) -> IntArray:
-        """Which groups the first of these steps will train on, of a batch of so many."""
-        return groups_of_steps(groups, self.train.mini_batches, self._seed(rollout_step))[0]
+    def groups_of_first_step(self, count: int, rollout_step: int) -> IntArray:
+        """Which groups the first of these steps will train on, of a batch of `count`."""
+        return groups_of_steps(count, self.train.mini_batches, self._seed(rollout_step))[0]
 
     def _seed(self, rollout_step: int) -> int:
         return self.seed * 1_000_003 + rollout_step

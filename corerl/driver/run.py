@@ -33,7 +33,7 @@ from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.residency import COMPARE, FORWARD, SAMPLE
+from corerl.plan.residency import ACTOR_WEIGHTS, COMPARE, FORWARD, SAMPLE
 from corerl.plan.resume import EXPORT
 from corerl.plugin.events import RunFinished, RunRewound
 from corerl.plugin.spec import ACTOR
@@ -91,7 +91,7 @@ class Run:
         """Whether engines have just got new weights, and the reference policy is renewed, as both are when a run
         resumes."""
         step, every = self.progress.steps_done, self.plan.algorithm.settings.reference_every
-        fresh = not self.plan.run.samples or step % self.plan.weights.every == 0
+        fresh = not self.plan.run.has_engines or step % self.plan.weights.every == 0
         return fresh and (not every or step % every == 0)
 
     @property
@@ -287,7 +287,7 @@ class Run:
 
     def _renew_reference(self) -> None:
         if self.earlier.renews(self.progress.steps_done + 1):
-            self.residency.enter(FORWARD)
+            self.residency.enter(ACTOR_WEIGHTS)
             self.earlier.renew()
 
     def _start_training(
@@ -302,15 +302,16 @@ class Run:
             started = role.start(
                 shared, plans, self.progress.steps_done, self.loss_of(role, batch.kl_coef), scale=scale
             )
-            for left_out, why in (
-                (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
-                (len(plans) - len(started), "their samples have no loss tokens"),
-            ):
-                if left_out:
-                    text = f"step {self.progress.steps_done}: {left_out} optimizer steps of {name} are skipped: {why}"
-                    self.progress.notice(text)
+            missing, empty = role.steps_of_batch - len(plans), len(plans) - len(started)
+            self._notice_skipped(name, missing, "the batch has fewer groups than that, and groups are not split")
+            self._notice_skipped(name, empty, "their samples have no loss tokens")
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
+
+    def _notice_skipped(self, role: str, count: int, why: str) -> None:
+        if count:
+            step = self.progress.steps_done
+            self.progress.notice(f"step {step}: {count} optimizer steps of {role} are skipped: {why}")
 
     def loss_of(self, role: Role, kl_coef: float) -> LossSpec:
         """The loss of a role that is trained, with the current coefficient."""
@@ -351,7 +352,7 @@ class Run:
             return
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
-            self.residency.enter(COMPARE)  # for the actor's parameters
+            self.residency.enter(ACTOR_WEIGHTS)
             self.earlier.begin(resumed=True)
             self.earlier.updated()
         if changed and self.updates is not None:
@@ -429,7 +430,7 @@ class Run:
             **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
-            **({"data": self.plan.rollout.prompts.record} if self.plan.run.samples else {}),
+            **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [asdict(shown) for shown in self.evaluations.before],

@@ -46,7 +46,7 @@ class StepNotices:
 
     @classmethod
     def of_run(cls, plan: Plan) -> StepNotices:
-        return cls(algorithm=plan.algorithm, unseen=unseen_tokens(plan.rollout) if plan.run.samples else {})
+        return cls(algorithm=plan.algorithm, unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {})
 
     def of(self, scored: ScoredRollout) -> Iterator[str]:
         if scored.first_failure:

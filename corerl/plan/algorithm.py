@@ -137,7 +137,7 @@ def against_algorithm(config: Config, plugins: Plugins) -> Iterator[str]:
             yield from _trained_in_vain(role, getattr(config.roles, role))
     for role in sorted(given - set(kinds)):
         yield f"roles.{role}: set, but {name} uses no {role}; remove it, or choose an algorithm that does"
-    if not spec.samples and config.run.samples and config.run.trains:
+    if not spec.samples and config.run.has_engines and config.run.trains:
         yield f"run.mode: {config.run.mode!r} samples, but {name} learns from saved batches; set it to 'train-only'"
     if algorithm.advantages and any(kind is RoleKind.CRITIC for kind in spec.roles.values()):
         yield f"algorithm.advantages: replaces those of {name}, which its critic trains on; remove it"

@@ -93,7 +93,7 @@ def _mode(config: Config) -> Iterator[str]:
     if config.run.mode == "eval" and not config.data.held_out and not config.eval.sets:
         yield "data.held_out: 0, but run.mode='eval' scores held-out prompts; set it, or add a table [[eval.sets]]"
     every = {"algorithm.reference_every": config.algorithm.reference_every}
-    if config.run.samples and config.run.trains:
+    if config.run.has_engines and config.run.trains:
         every["weights.every"] = config.weights.every
     for setting, steps in every.items():  # a resumed run starts with fresh weights in its engines and its reference
         if steps and config.checkpoint.every % steps and config.run.mode != "eval":

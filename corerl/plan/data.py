@@ -79,7 +79,7 @@ def plan_rollout(
     if rollout.saved and config.run.mode == "train-only":
         with problems.stage("rollout.saved"):
             SavedRollouts(rollout.saved, steps=config.run.steps, vocab_size=0)  # raises if there are too few
-    if config.run.samples and context and context <= rollout.max_tokens:
+    if config.run.has_engines and context and context <= rollout.max_tokens:
         problems.add(
             f"rollout.max_tokens: {rollout.max_tokens} leaves no room for a prompt, {_context_is(config, context)}; "
             "lower it"
@@ -154,7 +154,7 @@ def _context_is(config: Config, context: int) -> str:
 def with_prompt_check(plan: RolloutPlan, config: Config) -> RolloutPlan:
     """The plan with the check of each prompt that is taken, which the first ones have passed (that takes seconds).
     Prompts that leave no room for a response are left out. Raises UserError."""
-    if not config.run.samples:
+    if not config.run.has_engines:
         return plan
     context, most = plan.context_length, config.rollout.max_tokens
     check = PromptCheck(
@@ -181,7 +181,7 @@ def load_eval_sets(config: Config, rollout: RolloutPlan) -> tuple[list[EvalSet],
     notices: list[str] = []
     problems = Problems()
     for table, own in config.eval.tables.items():
-        if not config.run.samples or (own is config.eval and not config.data.held_out):
+        if not config.run.has_engines or (own is config.eval and not config.data.held_out):
             continue
         with problems.stage():
             try:

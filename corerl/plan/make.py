@@ -193,7 +193,7 @@ def _plan_run(
         *ignored_tables(config),
         *absent_extensions(config),
         *start.data,
-        *(notices_of_data(config, rollout, eval_sets, about_sets) if config.run.samples else ()),
+        *(notices_of_data(config, rollout, eval_sets, about_sets) if config.run.has_engines else ()),
         *about_files,
         *(line for model in models.values() for line in notices_of(model)),
         *notices_of_sampling(config),
@@ -358,7 +358,7 @@ def _title(config: Config, processes: ProcessPlan, rollout: RolloutPlan, plugins
         engines = len(processes.engine.assignments)
         groups.append(f"{engines} {processes.engine.name} engine{'s' * (engines != 1)}")
     source = config.rollout.saved
-    if config.run.samples:
+    if config.run.has_engines:
         own = plugins.sampler.spec.prompts is not None and not names_prompts(config.data)
         shares = " + ".join(share.name for share in rollout.prompts.shares)
         source = shares or (config.rollout.sampler if own else config.data.source)

@@ -76,7 +76,7 @@ def plan_processes(
     engines = evolve(actor, ranks=config.rollout.replicas, weights=config.weights)
     groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
     own, widths = list(config.own_devices), dict[str, int]()
-    if config.run.samples:
+    if config.run.has_engines:
         groups[ENGINES] = config.rollout.replicas
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
@@ -113,7 +113,7 @@ def plan_processes(
     problems.raise_all()
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]
-    if config.run.samples:
+    if config.run.has_engines:
         context = EngineContext(
             name="engine",
             index=0,
@@ -183,7 +183,7 @@ def plan_engines(
 
 def require_form(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if weights would be sent in a form that the engine does not take."""
-    if not config.run.samples:
+    if not config.run.has_engines:
         return
     sent, taken = config.weights.quantize, engine.spec.quantized
     if sent not in taken:
@@ -240,7 +240,7 @@ def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool)
 def check_transport(config: Config, loaded: Loaded, senders: Sequence[int], cluster: ClusterInfo) -> None:
     """Raise ConfigError if the chosen transport works within a device, as 'ipc' does, and an engine is on a device
     without a rank, or for what its spec finds."""
-    if loaded.spec.one_device and config.run.samples and not senders:
+    if loaded.spec.one_device and config.run.has_engines and not senders:
         raise ConfigError(
             f"weights.transport: {config.weights.transport!r} shares memory within one device, but an engine is on a "
             f"device without {ACTOR} ranks; use 'auto', or colocated engines, at most one per rank"

@@ -34,6 +34,7 @@ class Stage:
 
 
 SAMPLE, COMPARE, FORWARD, TRAIN, UPDATE = "sample", "compare", "forward", "train", "update"
+ACTOR_WEIGHTS = "actor weights"  # which snapshots are made of
 REST = "rest"  # nothing is resident, as at the start of a run: a starting engine finds room
 
 
@@ -65,6 +66,7 @@ def residency_plan(
     trained = [role for role in roles if role not in frozen]
     stages = {
         COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
+        ACTOR_WEIGHTS: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
         TRAIN: Stage(),  # only for roles with devices of their own
         **{train_stage(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
@@ -83,7 +85,7 @@ def residency_plan(
 def offloaded(config: Config, device: str) -> tuple[str, ...]:
     """The roles that share devices with engines and take turns with them in device memory."""
     offload = config.cluster.offload
-    separate = config.cluster.placement != "colocated" or not config.run.samples
+    separate = config.cluster.placement != "colocated" or not config.run.has_engines
     if separate or offload == "never" or (offload == "auto" and device != "cuda"):
         return ()
     return tuple(role for role in config.chosen_roles if role not in config.own_devices)

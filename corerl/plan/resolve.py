@@ -57,8 +57,8 @@ def selected(config: Config) -> list[Selection]:
     return [
         Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
         *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
-        Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.samples),
-        Selection(kind=Kind.SAMPLERS, path="rollout.sampler", name=config.rollout.sampler, used=config.run.samples),
+        Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.has_engines),
+        Selection(kind=Kind.SAMPLERS, path="rollout.sampler", name=config.rollout.sampler, used=config.run.has_engines),
         *(
             [Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains)]
             if config.run.mode != "eval"  # which nothing learns from
@@ -69,7 +69,7 @@ def selected(config: Config) -> list[Selection]:
             for index, each in enumerate(config.chosen_extensions)
         ),
         *(
-            [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.samples)]
+            [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.has_engines)]
             if (transport := config.weights.transport) != AUTO
             else []
         ),
@@ -151,7 +151,7 @@ def settle_algorithm(config: Config) -> Config:
     if config.run.mode != "eval":
         spec = _algorithm(config).spec
         defaults = dict(spec.defaults)
-        if not config.run.samples or not spec.compares or config.algorithm.kl_in == "reward":
+        if not config.run.has_engines or not spec.compares or config.algorithm.kl_in == "reward":
             defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
     return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
 

@@ -61,7 +61,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
         state = read_state(resume) if resume else {}
         if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
-        if "data" in state and config.run.samples:
+        if "data" in state and config.run.has_engines:
             data = check_data(config, prompts, state)
     problems.raise_all()
     if starting:
@@ -99,7 +99,7 @@ def check_data(config: Config, prompts: PromptSource, state: Mapping[str, Any]) 
 def require_same_source(state: Mapping[str, Any], config: Config, checkpoint: str) -> None:
     """Raise CheckpointError if a run that samples would resume one that read saved batches, or the other way round."""
     sampled = "prompts" in state["source"]
-    if sampled != config.run.samples:
+    if sampled != config.run.has_engines:
         raise CheckpointError(
             f"{checkpoint} is of a run that {'sampled its batches' if sampled else 'read saved batches'}, but "
             f"run.mode={config.run.mode!r} does not; resume with the run.mode it was trained with"
@@ -225,7 +225,7 @@ def would_overwrite(config: Config, run_dir: Path, resume: Path | None) -> Itera
                     pass
             except DataError as error:
                 yield f"run.dir: {error.message}"
-    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.samples)
+    keeps = config.run.mode == "rollout-only" or (config.rollout.save and config.run.has_engines)
     if keeps and not (goes_on and config.run.trains) and os.path.isdir(run_dir / ROLLOUTS):
         yield f"run.dir: {run_dir} already holds rollouts, which would be mixed with new ones; set another run.dir"
     exports = config.run.trains and config.checkpoint.export

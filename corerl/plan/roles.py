@@ -246,7 +246,7 @@ def process_environment(cluster: ClusterConfig, *, device: str, transport: Loade
         environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
     if device == "cpu":
         environment["OMP_NUM_THREADS"] = "1"  # one core per process: more threads than cores only compete
-    elif transport is not None and transport.spec.joins and cluster.placement == "disaggregated":
+    elif transport is not None and transport.spec.one_group and cluster.placement == "disaggregated":
         # Ranks and engines share an NCCL group, which needs equal settings everywhere; engines turn these off.
         environment |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     return environment

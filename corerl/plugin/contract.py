@@ -14,11 +14,11 @@ from attrs import frozen
 
 from corerl.errors import ContractError, CorerlError, HookFailed, InsufficientResources, WorkerDied
 from corerl.messages import one_line
-from corerl.plugin.hooks import DRIVER_HOOKS, RESULTS, Hooks
+from corerl.plugin.hooks import BACKEND_HOOKS, DRIVER_HOOKS, Hooks
 from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
-WORKER_HOOKS = (*RESULTS, "shutdown")
+WORKER_HOOKS = (*BACKEND_HOOKS, "shutdown")
 SIMILAR = 0.85  # of a method's name to a hook's, by difflib: it is taken for a slip
 
 
@@ -38,7 +38,7 @@ class Method:
 def backend_methods(name: str, backend: object) -> dict[str, Method]:
     """The backend's hooks. Raises ContractError if it lacks one, or has a driver's."""
     found = _methods(name, backend, WORKER_HOOKS)
-    for hook in RESULTS:
+    for hook in BACKEND_HOOKS:
         if hook not in found:
             raise ContractError(f"{name} does not implement {hook}{_text(_specified(hook))}")
     return found
@@ -138,7 +138,7 @@ def _extension_methods(name: str, extension: object, hooks: Collection[str]) -> 
     require_instance(name, extension)
     found = _methods(name, extension, hooks)
     for hook, method in found.items():
-        if hook in RESULTS and not inspect.isgeneratorfunction(inspect.unwrap(method.function)):
+        if hook in BACKEND_HOOKS and not inspect.isgeneratorfunction(inspect.unwrap(method.function)):
             raise ContractError(
                 f"{name} implements {hook} itself, which only a backend may do; to wrap it, end with 'return (yield)'"
             )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
+from corerl.kinds import ALL_KINDS
+from corerl.plugin.capabilities import Capability
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -171,22 +173,32 @@ class Hooks(Protocol):
 
 
 DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
-# The backend's, by what they return.
-RESULTS: dict[str, type] = {
-    "init": InitResult,
-    "forward_backward": GradientResult,
-    "optimizer_step": StepResult,
-    "forward": ForwardResult,
-    "update_weights": UpdateResult,
-    "save": SaveResult,
-    "sleep": SleepResult,
-    "wake_up": WakeResult,
-}
 STATE = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})  # what training goes on from
-NEEDS: dict[str, frozenset[MemoryKind]] = {
-    "forward_backward": frozenset(MemoryKind),
-    "optimizer_step": frozenset(MemoryKind),
-    "forward": frozenset({MemoryKind.PARAM}),
-    "update_weights": frozenset({MemoryKind.PARAM}),
-    "save": STATE,
+
+
+@frozen(kw_only=True)
+class Verb:
+    """When a backend may be called, and what it returns."""
+
+    result: type | None = None  # of the hook of that name; None: it is no hook
+    needs: frozenset[MemoryKind] = frozenset()  # what must be resident
+    capability: Capability | None = None  # that the spec must declare
+    trained: bool = False  # only trained roles have it
+    modifying: bool = False  # after its failure nothing can go on
+
+
+PARAMS = frozenset({MemoryKind.PARAM})
+VERBS: Mapping[str, Verb] = {
+    "init": Verb(result=InitResult, modifying=True),
+    "forward_backward": Verb(result=GradientResult, needs=ALL_KINDS, trained=True, modifying=True),
+    "optimizer_step": Verb(result=StepResult, needs=ALL_KINDS, trained=True, modifying=True),
+    "forward": Verb(result=ForwardResult, needs=PARAMS),
+    "update_weights": Verb(result=UpdateResult, needs=PARAMS, trained=True),
+    "save": Verb(result=SaveResult, needs=STATE, trained=True),
+    "sleep": Verb(result=SleepResult, capability=Capability.SLEEP),
+    "wake_up": Verb(result=WakeResult, capability=Capability.SLEEP),
+    "train": Verb(),  # both halves of a step
+    "snapshot": Verb(needs=PARAMS, capability=Capability.SNAPSHOTS),
+    "drop_snapshot": Verb(capability=Capability.SNAPSHOTS),
 }
+BACKEND_HOOKS = tuple(name for name, verb in VERBS.items() if verb.result is not None)

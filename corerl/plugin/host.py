@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import FrameType
 from typing import Any, NoReturn
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import (
@@ -27,7 +27,7 @@ from corerl.errors import (
 from corerl.messages import one_line, place
 from corerl.plugin.capabilities import Capability, Support, asked_by_role, refusal, support_in
 from corerl.plugin.contract import WORKER_HOOKS, Extensions, Method, backend_methods, call_chain, require_instance
-from corerl.plugin.hooks import NEEDS, RESULTS, Context
+from corerl.plugin.hooks import VERBS, Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -49,7 +49,7 @@ from corerl.types import (
 class State(StrEnum):
     NEW = "new"
     READY = "ready"
-    FAILED = "failed"  # one of MODIFYING raised: weights and moments may be half-written, so only shutdown is allowed
+    FAILED = "failed"  # a modifying verb raised: weights and moments may be half-written, so only shutdown is allowed
     CLOSED = "closed"
 
 
@@ -59,20 +59,6 @@ ADVICE = {
     State.FAILED: "init or a training step failed earlier; only shutdown is allowed",
     State.CLOSED: "it was shut down; start a new worker",
 }
-
-
-# Verbs that need a capability.
-VERBS = {
-    "sleep": Capability.SLEEP,
-    "wake_up": Capability.SLEEP,
-    "snapshot": Capability.SNAPSHOTS,
-}
-
-
-# Verbs of roles that are trained.
-TRAINED = ("forward_backward", "optimizer_step", "save", "update_weights")
-# Verbs after whose failure nothing can go on.
-MODIFYING = ("init", "forward_backward", "optimizer_step")
 
 
 def refused_if_frozen(verb: str, where: str) -> str:
@@ -189,8 +175,7 @@ class PluginHost:
             result: InitResult = self._checked("init", config=config, context=context)
         if not result.layout.outputs:
             for hook in ("forward_backward", "forward"):
-                own = self._own[hook]
-                self._own[hook] = WithoutOutputs(own.plugin, own.hook, own.function, own.takes)
+                self._own[hook] = WithoutOutputs(**asdict(self._own[hook], recurse=False))
         self.state, self._frozen = State.READY, config.frozen
         self.resident = frozenset(MemoryKind)
         self._next_version = result.weights_version  # engines may not have these weights yet
@@ -287,31 +272,35 @@ class PluginHost:
 
     # ---- around every call -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def entering(self, verb: str, *, needs: Set[MemoryKind] | None = None, at: Step | None = None) -> Iterator[None]:
-        """Guard a call of the backend: `with host.entering("snapshot", needs={PARAM}): host.backend...`. `needs` are by
-        default the hook's.
-
-        Raises WrongState, Unsupported or NotResident before the block is entered. A CorerlError from the block keeps
-        its type, and its message gains rank and verb unless it is a UserError; any other error becomes HookFailed.
-        """
+    def require_allowed(self, verb: str) -> None:
+        """Raise WrongState, Unsupported or NotResident if the backend may not be called now."""
         if self.state is not (State.NEW if verb == "init" else State.READY):
             raise WrongState(f"{verb} on {self._where} is not allowed in state {self.state}: {ADVICE[self.state]}")
-        if self._frozen and verb in TRAINED:
+        rules = VERBS[verb]
+        if self._frozen and rules.trained:
             raise WrongState(refused_if_frozen(verb, self._where))
-        if verb in VERBS:
-            self.backend.require(VERBS[verb], verb)
-        if asleep := frozenset(NEEDS.get(verb, ()) if needs is None else needs) - self.resident:
+        if rules.capability is not None:
+            self.backend.require(rules.capability, verb)
+        if asleep := rules.needs - self.resident:
             kinds = ", ".join(kind for kind in MemoryKind if kind in asleep)
             raise NotResident(
                 f"{verb} on {self._where} needs memory that is asleep: {kinds}; call wake_up for it first"
             )
         if refusal := self._out_of_order(verb):
             raise WrongState(f"{verb} on {self._where} was refused: {refusal}")
+
+    @contextmanager
+    def entering(self, verb: str, *, at: Step | None = None) -> Iterator[None]:
+        """Guard a call of the backend: `with host.entering("snapshot"): host.backend...`.
+
+        Raises like `require_allowed` before the block is entered. A CorerlError from the block keeps its type, and its
+        message gains rank and verb unless it is a UserError; any other error becomes HookFailed.
+        """
+        self.require_allowed(verb)
         try:
             yield
         except BaseException as error:
-            if verb in MODIFYING:
+            if VERBS[verb].modifying:
                 self.state = State.FAILED
             if isinstance(error, CorerlError) and not isinstance(error, UserError) and self._where not in error.message:
                 error.args = (f"{self._where}: {verb}{_when(at)}: {error.message}",)
@@ -334,7 +323,8 @@ class PluginHost:
 
     def _checked(self, hook: str, **arguments: Any) -> Any:
         result = self._extensions.wrapped(self._own[hook], arguments)
-        expected = RESULTS[hook]
+        expected = VERBS[hook].result
+        assert expected is not None
         flaw = _flaw(result)
         if isinstance(result, expected) and not flaw:
             return result

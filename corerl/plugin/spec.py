@@ -353,7 +353,7 @@ class TransportSpec(Spec):
     capability: Capability  # required of the backend
     check: Callable[[Any, ClusterInfo], Iterable[Problem]] = nothing
     one_device: bool = False  # both ends access the same device memory
-    joins: bool = False  # both ends join a process group, meeting at the address
+    one_group: bool = False  # both ends join a process group, meeting at the address
     # "package.module:function", called by the driver with the address of ranks that have failed or ended: ends the
     # receivers' wait if they do not notice that themselves, and never raises. Empty if they do.
     abandon: str = ""

@@ -28,7 +28,7 @@ COLLECTIVE = TransportSpec(
     capability=Capability.UPDATE_COLLECTIVE,
     api=(2, 0),
     summary="broadcasts in a group of ranks and engines, over NCCL or gloo",
-    joins=True,
+    one_group=True,
 )
 DISK = TransportSpec(
     sender="corerl.weights.transports.disk:DiskSender",

@@ -177,13 +177,14 @@ class TrainGroup:
         plan = plan_group(config, self.role, resume=resume)
         if not self.processes.ended:  # a save in the background ends with the ranks
             self.saved(wait=True, memory=in_memory(resume)).result()
-        slots: Mapping[str, Sequence[Slot]] = {}
         try:
-            found = self._pool.arrange(plan.placement)
-            result = self.restart(None, plan.role, found[self.role]).result()
-            self._config, slots = config, found
-        finally:
-            self._pool.take(slots)  # or give back what was reserved for ranks that did not start
+            slots = self._pool.arrange(plan.placement)
+            result = self.restart(None, plan.role, slots[self.role]).result()
+        except BaseException:
+            self._pool.take({})  # gives back what was reserved for ranks that did not start
+            raise
+        self._pool.take(slots)
+        self._config = config
         return result
 
     # ---- training ---------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ class TrainGroup:
         """The address of an update with a fresh rendezvous: an unguessable token, and a socket in the first rank if the
         transport joins senders and receivers in a group."""
         address = evolve(address, token=secrets.token_hex(16))
-        if not transport_named(address.transport).joins or not address.engines:
+        if not transport_named(address.transport).one_group or not address.engines:
             return address
         host, port, listen_fd = self.processes.listen(0)
         return evolve(address, host=host, port=port, listen_fd=listen_fd)

@@ -140,8 +140,7 @@ class Worker:
 
     def train(self, samples: SampleBatch, share: StepShare, loss: LossSpec, step: Step) -> TrainResult:
         """Both halves of a step that has no other samples; WrongState if it has."""
-        with self.host.entering("train"):
-            pass
+        self.host.require_allowed("train")
         with self._timed(self._pack_all("train", samples, share), rest="optimizer") as batch:
             return self.train_on(batch, loss, step)
 
@@ -214,7 +213,7 @@ class Worker:
                 self.sender = None  # also where there will be no other
             lost = self._lost.setdefault(address.token, {})
             self.sender = open_sender(address, rank=self.context.rank, lost=lost)
-        sending = GuardedSender(self.sender, address, self.context.rank, verify=verify)
+        sending = GuardedSender(self.sender, verify=verify)
         result = self.host.update_weights(sender=sending, version=version, adapters=adapters)
         return evolve(result, sums=sending.sums)
 
@@ -241,15 +240,15 @@ class Worker:
         empty_cache(torch.device(self.config.device))
 
     def create_snapshot(self, name: str) -> None:
-        with self.host.entering("snapshot", needs=frozenset({MemoryKind.PARAM})):
+        with self.host.entering("snapshot"):
             self.backend.create_snapshot(name)
 
     def load_snapshot(self, name: str, path: str) -> None:
-        with self.host.entering("snapshot", needs=frozenset({MemoryKind.PARAM})):
+        with self.host.entering("snapshot"):
             self.backend.load_snapshot(name, path)
 
     def drop_snapshot(self, name: str) -> None:
-        with self.host.entering("snapshot"):
+        with self.host.entering("drop_snapshot"):
             self.backend.drop_snapshot(name)
 
     # ---- inside -----------------------------------------------------------------------------------------------------

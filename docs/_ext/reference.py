@@ -114,8 +114,9 @@ def hooks_reference() -> str:
         call = f"{name}({', '.join(p.name for p in parameters)})"
         arguments = ", ".join(str(p).replace("'", "") for p in parameters)
         answer = inspect.signature(function).return_annotation
-        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if kind in hooks.NEEDS.get(name, ())) or "nothing"
-        who = "the backend, alone" if name in hooks.RESULTS else "every plugin that has it"
+        verb = hooks.VERBS.get(name)
+        needs = ", ".join(f"`{kind}`" for kind in MemoryKind if verb and kind in verb.needs) or "nothing"
+        who = "the backend, alone" if name in hooks.BACKEND_HOOKS else "every plugin that has it"
         lines += [f"(hook-{name})=", f"### `{call}`", "", "```text", f"{name}({arguments}) -> {answer}", "```", ""]
         lines += [inspect.getdoc(function) or "", "", f"Answered by {who}. Must be resident: {needs}.", ""]
     return "\n".join(lines)

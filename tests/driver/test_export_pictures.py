@@ -127,7 +127,7 @@ def test_a_run_on_text_keeps_what_reads_pictures(
     directory = export(run.checkpoint, tmp_path / "export", merge=None if lora is None else True)
     assert_is_the_base_but_for_text(directory, base, lora)
     for auto in [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in CAUSAL else [])]:
-        assert np.abs(logprobs_of(loaded(directory, auto), run.samples) - run.after).max() < 1e-5
+        assert np.abs(logprobs_of(loaded(directory, auto), run.has_engines) - run.after).max() < 1e-5
 
 
 def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path) -> None:

@@ -536,11 +536,11 @@ def test_other_verbs_are_guarded_as_hooks_are() -> None:
     host.sleep({MemoryKind.PARAM})
     entered = False
     with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that is asleep: param"):
-        with host.entering("snapshot", needs={MemoryKind.PARAM}):
+        with host.entering("snapshot"):
             entered = True
     assert not entered
-    with pytest.raises(HookFailed, match="backend:mine, actor rank 1: snapshot failed: KeyError: 'ref'"):
-        with host.entering("snapshot"):
+    with pytest.raises(HookFailed, match="backend:mine, actor rank 1: drop_snapshot failed: KeyError: 'ref'"):
+        with host.entering("drop_snapshot"):
             raise KeyError("ref")
 
 

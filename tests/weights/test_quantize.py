@@ -126,7 +126,7 @@ def test_the_quantized_manifest_has_aligned_tensors_with_dtypes() -> None:
 def test_quantized_buckets_travel_and_are_verified_as_sent(transport: str, tmp_path: Path) -> None:
     sent = quantized(MANIFEST)
     address = Address(transport=transport, engines=("e",), path=str(tmp_path), timeout=20.0)
-    sender = GuardedSender(open_sender(address), address, 0, verify=True)
+    sender = GuardedSender(open_sender(address), verify=True)
     loaded: dict[str, torch.Tensor] = {}
 
     def load(bucket: Bucket, flat: torch.Tensor) -> None:

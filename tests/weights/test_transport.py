@@ -7,10 +7,8 @@ import torch
 
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address, GuardedSender
+from corerl.weights.transport import GuardedSender
 from corerl_testing.inprocess import InProcessSender
-
-ADDRESS = Address(transport="in process", engines=("engine-0", "engine-1"))
 
 
 def test_sums_are_of_what_was_sent() -> None:
@@ -20,7 +18,7 @@ def test_sums_are_of_what_was_sent() -> None:
     )
     arrived: dict[str, torch.Tensor] = {}
     inside = InProcessSender(lambda got: arrived.update({k: v.clone() for k, v in got.items()}))
-    sender = GuardedSender(inside, ADDRESS, 0, verify=True)
+    sender = GuardedSender(inside, verify=True)
     sender.open(manifest, 1)
     for bucket in manifest.buckets:
         sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
@@ -32,9 +30,9 @@ def test_sums_are_of_what_was_sent() -> None:
 class Elsewhere(InProcessSender):
     """Sends each bucket from the rank that `senders` names for it."""
 
-    def __init__(self, senders: list[int | None]) -> None:
+    def __init__(self, senders: list[int | None], rank: int) -> None:
         super().__init__(lambda _: None)
-        self.senders = senders
+        self.senders, self.rank = senders, rank
 
     def sender_of(self, bucket: Bucket) -> int | None:
         return self.senders[bucket.index]
@@ -48,7 +46,7 @@ def test_each_tensor_is_summed_on_one_rank(senders: list[int | None], summed: li
     manifest = build_manifest([("a", (3,)), ("b", (3,))], dtype="float32", bucket_bytes=12)
     found = []
     for rank in range(2):
-        sender = GuardedSender(Elsewhere(senders), ADDRESS, rank, verify=True)
+        sender = GuardedSender(Elsewhere(senders, rank), verify=True)
         sender.open(manifest, 1)
         for bucket in manifest.buckets:
             if sender.sender_of(bucket) in (None, rank):
@@ -92,13 +90,13 @@ class Breaks(InProcessSender):
 def test_a_sender_that_fails_is_closed_and_not_asked_again(at: str) -> None:
     manifest = build_manifest([("a", (3,)), ("b", (3,))], dtype="float32", bucket_bytes=12)
     inside = Breaks(at)
-    sender = GuardedSender(inside, ADDRESS, 0, verify=True)
+    sender = GuardedSender(inside, verify=True)
     sender.open(manifest, 1)
     for bucket in manifest.buckets:
         assert sender.acquire_buffer(3, torch.float32) is None
         sender.send(bucket, torch.ones(3))
     reason = "the trainer could not send the weights: RuntimeError: out of memory"
-    assert sender.finish() == ({"engine-0": reason, "engine-1": reason} if at else {})
+    assert sender.finish() == ({"engine-0": reason} if at else {})
     every = ["open", "acquire", "send", "acquire", "send", "finish"]
     assert inside.log == ([*every[: every.index(at) + 1], "close"] if at else every)
     assert sender.sums.keys() == {"a", "b"}  # other ranks' sums are compared with these

@@ -49,7 +49,7 @@ class Caller:
         return self.backend.optimizer_step(evolve(step_at(number), lr=lr), scale).applied
 
     def forward(self, batch: PackedBatch) -> None:
-        self.backend.forward(batch, LOSS.outputs, "")
+        self.backend.forward(batch, LOSS.outputs)
 
     def update(self, version: int) -> None:
         self.backend.update_weights(InProcessSender(lambda bucket: None), version, False)
@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
         r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
     ),
     "an output that the model has not": (
-        lambda it: it.backend.forward(it.batch(), ("values",), ""),  # type: ignore[arg-type]
+        lambda it: it.backend.forward(it.batch(), ("values",)),  # type: ignore[arg-type]
         r"forward was asked for \['values'\]",
     ),
     "a version twice": (

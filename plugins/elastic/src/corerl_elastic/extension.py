@@ -34,7 +34,7 @@ class Elastic:
 
     def plan_ready(self, plan: PlanReady) -> PlanAnswer | None:
         config, scaling = plan.config, self._scaling
-        divided = config.run.samples and config.run.trains and config.cluster.placement == "disaggregated"
+        divided = config.run.has_engines and config.run.trains and config.cluster.placement == "disaggregated"
         if scaling is None or scaling.scaler is not balance or divided or config.run.mode == "eval":  # of such a run
             return None
         problem = (

@@ -83,7 +83,7 @@ class Forecaster:
         stages = [self._training(role, known) for role in known if role in self.plan.algorithm.objectives]
         passing = dict.fromkeys(each.role for each in self.plan.algorithm.passes)
         stages += [self._passing(role, known) for role in passing if role in known]
-        if ACTOR in known and self.plan.config.run.samples and ACTOR in self.plan.processes.sharing:
+        if ACTOR in known and self.plan.config.run.has_engines and ACTOR in self.plan.processes.sharing:
             stages.append(self._updating(known))
         return Forecast(
             stages={stage.stage: stage for stage in stages},
@@ -198,7 +198,7 @@ class Forecaster:
         turns. An engine's caches are not known here."""
         config, own = self.plan.config, self.plan.config.own_devices
         together = [each for each in self.plan.processes.roles if each == role or {each, role}.isdisjoint(own)]
-        engine = config.run.samples and config.cluster.placement == "colocated"
+        engine = config.run.has_engines and config.cluster.placement == "colocated"
         others = [each for each in together if each != role and each in known]
         if role in self.plan.processes.sharing:
             found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}

@@ -14,7 +14,7 @@ from attrs import evolve
 
 from corerl.config.schema import RoleConfig
 from corerl.errors import ContractError
-from corerl.plugin.hooks import NEEDS, Context
+from corerl.plugin.hooks import VERBS, Context
 from corerl.types import (
     Array,
     ForwardResult,
@@ -131,7 +131,7 @@ class StrictPlainBackend(PlainBackend):
 
     def _ready(self, hook: str) -> None:
         _owed(self.life == "ready", f"{hook} was called on a backend in state {self.life!r}")
-        asleep = NEEDS.get(hook, frozenset()) - self.awake
+        asleep = VERBS[hook].needs - self.awake
         _owed(not asleep, f"{hook} was called while these are asleep: {_names(asleep)}")
 
     def _in_step(self, hook: str, step: Step, *, again: bool = False) -> None:
