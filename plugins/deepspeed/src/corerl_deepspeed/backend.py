@@ -10,6 +10,7 @@ import torch
 
 from corerl.backend import Backend, StateKey, moments, set_adam_step
 from corerl.config import RoleConfig
+from corerl.errors import Unsupported
 from corerl.models import buffer_chunks, hf_config
 from corerl.plugin import Context
 from corerl.types import (
@@ -28,11 +29,14 @@ from corerl_deepspeed import state
 from corerl_deepspeed.build import build_model
 from corerl_deepspeed.chunks import piece_chunks
 from corerl_deepspeed.runtime import calling_deepspeed, join, leave
+from corerl_deepspeed.spec import NO_FLOAT16
 from corerl_deepspeed.step import forward_backward, forward_pass, optimizer_step
 
 
 class DeepSpeedBackend(Backend):
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        if config.train.precision == "float16":  # also guards against a driver that did not check the spec
+            raise Unsupported(NO_FLOAT16)
         join(self.device, local_rank=context.local_rank)
         with calling_deepspeed(partitioned=False):
             self.model = build_model(

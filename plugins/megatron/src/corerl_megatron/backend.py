@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from corerl.backend import Backend, StateKey
 from corerl.config import RoleConfig
-from corerl.errors import ModelError
+from corerl.errors import ModelError, Unsupported
 from corerl.models import hf_config
 from corerl.plugin import Context
 from corerl.types import (
@@ -52,6 +52,10 @@ class MegatronBackend(Backend):
     gathers_pending = False  # the last step left parameters to be gathered in the next forward pass
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
+        if config.train.precision == "float16":  # both also guard against a driver that did not check the spec
+            raise Unsupported("float16 needs a loss scale, which this backend does not have; use bfloat16")
+        if config.train.layout == "whole":
+            raise Unsupported("megatron-core's models pack sequences; set train.layout to 'auto' or 'packed'")
         source = _source(config)
         turn_all_at_once()
         with calling_megatron(self.device):
