@@ -29,7 +29,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import SampleBatch, TrainResult
+from corerl.types import TURN_REWARDS, SampleBatch, TrainResult
 
 STEPS = 3  # in a row with equal rewards
 NEARLY_ALL = 0.9  # share of a step's groups
@@ -40,29 +40,63 @@ class StepNotices:
     """Reads each step of a run, and remembers what is reported only once."""
 
     algorithm: AlgorithmPlan
+    trains: bool = True  # whether the run trains on its samples
+    max_tokens: int = 0  # rollout.max_tokens of the samples; 0: unknown
     unseen: Mapping[int, str] = field(factory=dict)  # special tokens that texts leave out: id -> token; {}: reported
     _equal: int = field(default=0, init=False)  # steps in a row whose rewards teach nothing
-    _parts: bool = field(default=False, init=False)  # whether those of the reward were reported
+    _reported: set[str] = field(factory=set, init=False)  # names of lines
 
     @classmethod
     def of_run(cls, plan: Plan) -> StepNotices:
-        return cls(algorithm=plan.algorithm, unseen=unseen_tokens(plan.rollout) if plan.run.has_engines else {})
+        samples = plan.run.has_engines
+        return cls(
+            algorithm=plan.algorithm,
+            trains=plan.run.trains,
+            max_tokens=plan.rollout.params.max_tokens if samples else 0,
+            unseen=unseen_tokens(plan.rollout) if samples else {},
+        )
 
     def of(self, scored: ScoredRollout) -> Iterator[str]:
         if scored.first_failure:
             failed = sum(scored.failures.values())
             yield f"step {scored.step}: {failed} samples failed; the first: {scored.first_failure}"
         yield from self._of_unseen(scored.rollout.batch)
-        settings = self.algorithm.settings
-        several = len(scored.parts) > 1 and settings.dynamic_sampling and not settings.dynamic_sampling_on
-        if several and not self._parts:
-            self._parts = True
-            yield (
-                f"the reward has the parts {', '.join(map(repr, scored.parts))}; groups are equal where the sums of "
-                "all parts are; name the part that decides in algorithm.dynamic_sampling_on, if one does"
-            )
+        lines = self._of_parts(scored) | self._of_turns(scored.rollout.batch)
+        yield from (line for name, line in lines.items() if name not in self._reported)
+        self._reported |= lines.keys()
         if not self.algorithm.asks_frozen:
             yield from self._of_equal_rewards(scored)
+
+    def _of_parts(self, scored: ScoredRollout) -> dict[str, str]:
+        """A line about the parts of the reward that dynamic sampling adds up, by its name."""
+        settings = self.algorithm.settings
+        if len(scored.parts) < 2 or not settings.dynamic_sampling or settings.dynamic_sampling_on:
+            return {}
+        return {
+            "parts": f"the reward has the parts {', '.join(map(repr, scored.parts))}; groups are equal where the sums "
+            "of all parts are; name the part that decides in algorithm.dynamic_sampling_on, if one does"
+        }
+
+    def _of_turns(self, batch: SampleBatch) -> dict[str, str]:
+        """Lines about what becomes of the turns of episodes, by name."""
+        settings, rows, lines = self.algorithm.settings, batch.row_columns, dict[str, str]()
+        rewards = batch.columns.get(TURN_REWARDS)
+        adds_up = self.trains and not self.algorithm.credits_turns and not settings.advantages
+        if adds_up and rewards is not None and rewards.any() and (rows["turns"] > 1).any():
+            lines["turns"] = (
+                f"the rewards of an episode's turns are only added up by algorithm.name={settings.name!r}, and all "
+                "tokens of an episode get one advantage; to credit each turn with its own, use an algorithm whose spec "
+                "says credits_turns, or algorithm.advantages"
+            )
+        if self.max_tokens and "span" in rows:
+            full = rows["truncated"] & (rows["span"] < self.max_tokens)  # of others, the last answer was cut
+            if full.any():
+                lines["full"] = (
+                    f"{full.sum()} of {len(full)} rows ended because what follows an answer, such as a tool's result, "
+                    f"left no room in rollout.max_tokens={self.max_tokens}; they count as truncated, also for "
+                    "algorithm.overlong"
+                )
+        return lines
 
     def _of_unseen(self, batch: SampleBatch) -> Iterator[str]:
         """That the reward misses tokens that the policy samples; once."""

@@ -26,7 +26,7 @@ from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
-from corerl.rollout.rewards import Reward, reward_of
+from corerl.rollout.rewards import Reward, require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
@@ -71,6 +71,7 @@ def plan_rollout(
         require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward.name"):
         reward = reward_of(config.reward)
+        _require_part(config, reward, config.algorithm.dynamic_sampling_on, "algorithm.dynamic_sampling_on")
     with problems.stage():
         make_sampler = plan_sampler(config, sampler)
     if rollout.postprocess:
@@ -102,6 +103,11 @@ def plan_rollout(
         postprocess=postprocess,
         vocab_size=vocab_size,
     )
+
+
+def _require_part(config: Config, reward: Reward, part: str, setting: str) -> None:
+    if config.rollout.sampler == fields(RolloutConfig).sampler.default:  # others may bring rewards of their own
+        require_part(reward, part, setting=setting)
 
 
 # ---- the sampler -----------------------------------------------------------------------------------------------------
@@ -207,6 +213,7 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
         source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
         held_out, rewarding, name, every = HeldOut(source, source.train), own.reward, own.called, own.every
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
+    _require_part(config, own_reward or run.reward, settings.correct_on or "", f"{table}.correct_on")
     return EvalSet(
         name=name,
         every=config.eval.every if every is None else every,

@@ -176,13 +176,17 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     """One line that names the settings in which a resumed run differs from its checkpoint's config, if there are any.
     Both are plain data."""
     changes = [
-        f"{path}={short_repr(value, SHOWN_CHARACTERS)} (was {short_repr(old, SHOWN_CHARACTERS)})"
-        if old is not None and value is not None
-        else path
+        "{}={} (was {})".format(path, *_shown_apart(value, old)) if old is not None and value is not None else path
         for path, old, value in _differences(before, now)
         if path not in EXPECTED_CHANGES
     ]
     return [f"resumed with other settings: {listed(changes, SHOWN_CHANGES)}"] if changes else []
+
+
+def _shown_apart(*values: Any) -> list[str]:
+    """The beginnings of values, or the ends of those that begin alike, as long paths do."""
+    shown = [short_repr(each, SHOWN_CHARACTERS) for each in values]
+    return shown if len({*shown}) > 1 else [f"...{str(each)[-SHOWN_CHARACTERS:]}" for each in values]
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:

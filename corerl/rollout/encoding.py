@@ -12,7 +12,7 @@ from attrs import field, frozen
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
-from corerl.messages import LONGEST_LINE, one_line, shorten
+from corerl.messages import LONGEST_LINE, one_line, short_repr, shorten
 from corerl.models.tokenizer import plain
 
 if TYPE_CHECKING:
@@ -175,13 +175,17 @@ class PromptCheck:
             return self._refused(str(rejected))
         if prompt.messages and not text:
             return self._refused("the tokenizer's chat template writes nothing for its messages")
-        if text.strip() and _tokens_at_most(text) <= self.longest:
+        unknown = self.tokenizer.unk_token_id
+        if unknown is None and text.strip() and _tokens_at_most(text) <= self.longest:
             return ""
         (ids,) = _tokens(self.tokenizer, [prompt], [text])
         if not ids:
             return self._refused("it has no tokens, so the model has nothing to continue")
         if len(ids) > self.longest:
             return f"it has {len(ids)} tokens, but at most {self.longest} fit with {self.limit}"
+        if unknown in ids:
+            shown = short_repr(self.tokenizer.decode(ids))
+            return self._refused(f"it has characters that the tokenizer does not know: the model would see {shown}")
         return ""
 
     def _refused(self, why: str) -> str:

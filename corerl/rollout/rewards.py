@@ -302,6 +302,15 @@ def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
     return WeightedSum(name=" + ".join(labels), terms=terms, failed_value=config.failed_value)
 
 
+def require_part(reward: Reward, part: str, *, setting: str) -> None:
+    """Raise ConfigError if the config says which parts a reward has, and this is none of them. The parts of a function
+    without weights are known once it is called."""
+    known = [term.label for term in reward.terms] if isinstance(reward, WeightedSum) else list(reward.weights)
+    if part and part not in known and "." not in part and (known or reward.name in BUILT_IN):
+        has = f"its parts are {', '.join(map(repr, known))}" if known else f"{reward.name!r} has no parts"
+        raise ConfigError(f"{setting}: {part!r} is no part of the reward; {has}{did_you_mean(part, known)}")
+
+
 def find_reward(
     name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
 ) -> Reward:

@@ -13,11 +13,11 @@ from corerl.driver.step_reports import StepNotices
 from corerl.plan.algorithm import AlgorithmPlan
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import SampleBatch
+from corerl.types import TURN_REWARDS, SampleBatch
 from tests.rollout.scored import scored
 
 
-def notices(*, compares: bool = True, algorithm: Any = None, **more: Any) -> StepNotices:
+def notices(*, compares: bool = True, credits_turns: bool = False, algorithm: Any = None, **more: Any) -> StepNotices:
     plan = AlgorithmPlan(
         settings=AlgorithmConfig(**algorithm or {}),
         estimate=None,  # type: ignore[arg-type]  # no step is computed
@@ -25,7 +25,7 @@ def notices(*, compares: bool = True, algorithm: Any = None, **more: Any) -> Ste
         objectives={},
         postprocess=None,
         compares=compares,
-        credits_turns=False,
+        credits_turns=credits_turns,
     )
     return StepNotices(algorithm=plan, **more)
 
@@ -57,6 +57,36 @@ def test_parts_that_dynamic_sampling_adds_up_are_reported_once() -> None:
     assert said(notices(algorithm={"dynamic_sampling": 2}), scored(), several, several) == [line]
     assert said(notices(), several) == []
     assert said(notices(algorithm={"dynamic_sampling": 2, "dynamic_sampling_on": "right"}), several) == []
+
+
+def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int = 3) -> ScoredRollout:
+    step = scored()
+    batch = step.rollout.batch
+    columns = {**batch.columns, TURN_REWARDS: np.full(len(batch.tokens), rewards, np.float32)}
+    rows = {"turns": np.full(4, turns), "span": np.full(4, span), "truncated": np.array([truncated, *[False] * 3])}
+    return evolve(step, rollout=evolve(step.rollout, batch=evolve(batch, columns=columns, rows={**batch.rows, **rows})))
+
+
+def test_rewards_of_turns_that_are_only_added_up_are_reported_once() -> None:
+    line = (
+        "the rewards of an episode's turns are only added up by algorithm.name='grpo', and all tokens of an episode "
+        "get one advantage; to credit each turn with its own, use an algorithm whose spec says credits_turns, or "
+        "algorithm.advantages"
+    )
+    assert said(notices(), of_turns(0.0, 2), of_turns(0.5, 1), of_turns(0.5, 2), of_turns(0.5, 2)) == [line]
+    assert said(notices(credits_turns=True), of_turns(0.5, 2)) == []
+    assert said(notices(algorithm={"advantages": "mine:advantages"}), of_turns(0.5, 2)) == []
+    assert said(notices(trains=False), of_turns(0.5, 2)) == []
+
+
+def test_rows_that_tool_results_filled_are_reported_once() -> None:
+    filled, cut = of_turns(0.0, 2, truncated=True), of_turns(0.0, 2, truncated=True, span=8)
+    line = (
+        "1 of 4 rows ended because what follows an answer, such as a tool's result, left no room in "
+        "rollout.max_tokens=8; they count as truncated, also for algorithm.overlong"
+    )
+    assert said(notices(max_tokens=8), of_turns(0.0, 2), cut, filled, filled) == [line]
+    assert said(notices(), filled) == []
 
 
 def with_rewards(*groups: str) -> ScoredRollout:

@@ -229,6 +229,9 @@ def test_a_resumed_run_names_the_settings_that_have_changed() -> None:
         f"data.source={'x' * 60!r:.37}... (was 'sort-digits')",
         "train.optimizer.lr=0.0001 (was 0.001)",
     ]
+    alike = ({"data": {"source": "/a/long/path/of/a/data/set/in/files/" + name}} for name in ("one.jsonl", "two.jsonl"))
+    (line,) = changed_settings(*alike)
+    assert "two.jsonl (was ..." in line and line.endswith("one.jsonl)")
 
 
 # ---- secrets ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from corerl.rollout.rewards import (
     exact_match,
     find_reward,
     position_match,
+    require_part,
     reward_of,
 )
 from corerl.rollout.sampler import Rollout
@@ -431,3 +433,19 @@ def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
     )[0]
     assert isinstance(odd, Failure)
     assert odd.message.startswith("reward 'exact-match + odd' (odd) returned 'x', wanted a finite number, on prompt")
+
+
+def test_a_part_that_a_reward_cannot_have_is_refused() -> None:
+    free = Reward(name="mine:free", function=lambda prompt, text: {"a": 1.0})
+    listed = evolve(free, weights={"right": 1.0, "length": 0.5})
+    terms = [Term(label="free", weight=1.0, reward=free), Term(label="listed", weight=1.0, reward=listed)]
+    several = WeightedSum(name="free + listed", terms=terms)
+    for reward, name in [(free, "a"), (free, ""), (listed, "right"), (several, "free"), (several, "free.a")]:
+        require_part(reward, name, setting="here")  # what a function returns is known once it is called
+    for reward, name, end in [
+        (listed, "rihgt", "its parts are 'right', 'length'; did you mean 'right'?"),
+        (several, "right", "its parts are 'free', 'listed'"),
+        (find_reward("exact-match", {}), "right", "'exact-match' has no parts"),
+    ]:
+        with pytest.raises(ConfigError, match=f"^here: '{name}' is no part of the reward; {re.escape(end)}$"):
+            require_part(reward, name, setting="here")
