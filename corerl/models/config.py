@@ -39,12 +39,16 @@ ROTARY = r"rope_theta$|^rope_local_base_freq$|^rotary_emb_base$|^((low|high)_fre
 CAPS = r"^(attn|final)_logit_softcapping$|(^|_)soft_?cap$"
 FACTORS = r"_multiplier$|^logits?_scal(e|ing)$|^routed_scaling_factor$|^query_pre_attn_scalar$"
 NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    (SIZES, "at least 1", lambda value: value >= 1),
-    (r"drop(out)?(_p|_prob)?$|layerdrop$", "from 0 to 1", lambda value: 0 <= value <= 1),
-    (r"(^|_)(eps|epsilon)($|_)|initializer_range$|init_std$", "at least 0", lambda value: value >= 0),
-    (r"partial_rotary_factor$|^rotary_pct$", "above 0, at most 1", lambda value: 0 < value <= 1),
-    (f"{ROTARY}|{CAPS}|{FACTORS}", "above 0", lambda value: value > 0),
-    (r"", "a number", lambda value: True),
+    (SIZES, "wanted a finite number, at least 1", lambda value: value >= 1),
+    (r"drop(out)?(_p|_prob)?$|layerdrop$", "wanted a number from 0 to 1", lambda value: 0 <= value <= 1),
+    (
+        r"(^|_)(eps|epsilon)($|_)|initializer_range$|init_std$",
+        "wanted a finite number, at least 0",
+        lambda value: value >= 0,
+    ),
+    (r"partial_rotary_factor$|^rotary_pct$", "wanted a number above 0, at most 1", lambda value: 0 < value <= 1),
+    (f"{ROTARY}|{CAPS}|{FACTORS}", "wanted a finite number above 0", lambda value: value > 0),
+    (r"", "wanted a finite number", lambda value: True),
 )
 
 
@@ -133,12 +137,12 @@ def require_numbers(fields: Mapping[str, Any], where: str) -> None:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             wanted, holds = next((wanted, holds) for names, wanted, holds in NUMBERS if re.search(names, str(name)))
             if not (abs(value) < math.inf and holds(value)):
-                raise ModelError(f"{where}{name}={short_repr(value)}, wanted {wanted} and finite")
+                raise ModelError(f"{where}{name}={short_repr(value)}, {wanted}")
 
 
 def _require_counts(config: PreTrainedConfig, where: str) -> None:
-    """Raise ModelError for heads that cannot share keys and values, or more experts for a token than there are: both are
-    built, and fail in a forward pass."""
+    """Raise ModelError for heads that cannot share keys and values, or more experts for a token than there are, which
+    fail in a forward pass."""
     text = config.get_text_config()
     chosen, experts = getattr(text, "num_experts_per_tok", None), experts_of(text.to_dict())
     if isinstance(chosen, int) and 0 < experts < chosen:

@@ -65,19 +65,31 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
 @pytest.mark.parametrize(
     ("model_type", "fields", "said"),
     [
-        ("qwen3", {"initializer_range": math.nan}, "initializer_range=nan, wanted at least 0"),
-        ("qwen3", {"attention_dropout": 2}, "attention_dropout=2, wanted from 0 to 1"),
-        ("qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06, wanted at least 0"),
-        ("qwen3", {"rope_theta": 0}, "rope_parameters.rope_theta=0, wanted above 0"),
-        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "factor=inf, wanted above 0"),
-        ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers=0, wanted at least 1"),
-        ("qwen3", {"intermediate_size": 0}, "intermediate_size=0, wanted at least 1"),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok=0, wanted at least 1"),
+        ("qwen3", {"initializer_range": math.nan}, "initializer_range=nan, wanted a finite number, at least 0"),
+        ("qwen3", {"attention_dropout": 2}, "attention_dropout=2, wanted a number from 0 to 1"),
+        ("qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06, wanted a finite number, at least 0"),
+        ("qwen3", {"rope_theta": 0}, "rope_parameters.rope_theta=0, wanted a finite number above 0"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "linear", "factor": math.inf}},
+            "factor=inf, wanted a finite number above 0",
+        ),
+        ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers=0, wanted a finite number, at least 1"),
+        ("qwen3", {"intermediate_size": 0}, "intermediate_size=0, wanted a finite number, at least 1"),
+        (
+            "qwen3_moe",
+            {"num_experts": 4, "num_experts_per_tok": 0},
+            "num_experts_per_tok=0, wanted a finite number, at least 1",
+        ),
         ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5, wanted at most 4"),
-        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0, wanted above 0"),
-        ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop=1.5, wanted from 0 to 1"),
-        ("deepseek_v3", {"routed_scaling_factor": math.nan}, "routed_scaling_factor=nan, wanted above 0"),
-        ("falcon_h1", {"lm_head_multiplier": -math.inf}, "lm_head_multiplier=-inf, wanted above 0"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0, wanted a finite number above 0"),
+        ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop=1.5, wanted a number from 0 to 1"),
+        (
+            "deepseek_v3",
+            {"routed_scaling_factor": math.nan},
+            "routed_scaling_factor=nan, wanted a finite number above 0",
+        ),
+        ("falcon_h1", {"lm_head_multiplier": -math.inf}, "lm_head_multiplier=-inf, wanted a finite number above 0"),
     ],
 )
 def test_a_number_that_no_model_can_have_is_refused(

@@ -154,7 +154,7 @@ def test_each_check_has_its_outcome(tmp_path: Path) -> None:
 
 def test_a_failure_names_the_capability_to_declare() -> None:
     assert undeclared([Capability.LORA, Capability.CPU, Capability.SLEEP]) == (
-        "if it lacks lora, declare that in the spec's capabilities"
+        "; if it lacks lora, declare that in the spec's capabilities"
     )
     assert undeclared([Capability.SNAPSHOTS]) == ""
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corerl_testing import suite
+from corerl_testing import algorithm_suite, suite
+from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
 from corerl_testing.suite import CHECKS, test_forward, test_memory, test_routing, test_training
@@ -54,6 +55,12 @@ def test_checks_take_only_what_the_plugin_gives() -> None:
             for argument in (mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0])
         }
         assert parameters - own <= given, name
+
+
+def test_every_check_has_two_or_three_usual_causes() -> None:
+    algorithms = {check.id for function in algorithm_suite.CHECKS.values() if (check := check_of(function)) is not None}
+    assert CAUSES.keys() == {check.id for check in checks().values()} | algorithms
+    assert {id_: causes for id_, causes in CAUSES.items() if not 2 <= len(set(causes)) <= 3} == {}
 
 
 # ---- what checks say -------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from corerl.messages import did_you_mean, one_line
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import RANKS_OF_VARIANTS, Variant
+from corerl_testing.causes import usual
 from corerl_testing.marks import LEVELS, MARK, Check, with_variants
 from corerl_testing.outcomes import (
     FOUNDATION,
@@ -39,6 +40,7 @@ from corerl_testing.outcomes import (
     report,
     summary,
 )
+from corerl_testing.pool import RankFailed
 
 pytest.register_assert_rewrite("corerl_testing.compare", "corerl_testing.routing", "corerl_testing.spec_checks")
 pytest_plugins = ["corerl_testing.fixtures"]
@@ -309,9 +311,10 @@ def pytest_runtest_makereport(
         outcome, reason = "expected", session.expected[found.check.id]
     elif failed:
         outcome, reason = "failed", one_line(call.excinfo.value) if call.excinfo else ""
-        if hint := undeclared(found.needs):
-            reason += f"; {hint}"
-            report.sections.append(("what may help", hint))
+        if compared(call.excinfo) and item.function.__module__.startswith(SUITES):  # type: ignore[attr-defined]
+            causes = usual(found.check.id) + undeclared(found.needs)
+            reason += causes
+            report.sections.append(("what usually causes this", causes.removeprefix("; ")))
     elif report.when == "call":
         outcome = "passed"
     if outcome in ("unsupported", "expected"):
@@ -341,9 +344,18 @@ def pytest_runtest_makereport(
 
 
 def undeclared(needs: Sequence[Capability]) -> str:
-    """What to do if the backend lacks what its spec does not declare as lacking."""
+    """The clause for a check of what the spec does not declare as lacking, though the backend may lack it."""
     asked = ", ".join(str(each) for each in needs if each not in INHERITED)
-    return f"if it lacks {asked}, declare that in the spec's capabilities" if asked else ""
+    return f"; if it lacks {asked}, declare that in the spec's capabilities" if asked else ""
+
+
+def compared(failure: pytest.ExceptionInfo[BaseException] | None) -> bool:
+    """Whether the check failed by a comparison, here or in a rank: any other error names its cause itself."""
+    text = "" if failure is None else str(failure.value)
+    return failure is not None and (
+        failure.errisinstance((AssertionError, pytest.fail.Exception))
+        or (failure.errisinstance(RankFailed) and "AssertionError" in text)
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
