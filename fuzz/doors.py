@@ -278,7 +278,7 @@ def _checked(case: Case, out: str) -> Finding | None:
     if not config.cluster.environment and again != config:
         return Finding(key="written config differs", text=dump_toml(recorded(config)))
     prompts = [rollout.prompts.prompt(index) for index in rollout.prompts.train.tolist()[:32]]
-    if plan.run.samples:
+    if plan.run.has_engines:
         encode(rollout.tokenizer, prompts, config.data.chat_template_options)
     if case.runs:
         _run(config)
