@@ -36,7 +36,7 @@ STATES = {
     "linear_value_head_dim": 8,
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "query_pre_attn_scalar": 8}
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 HALF = {**ROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
 SHARED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
 PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "final_logit_softcapping": 30.0}
@@ -48,12 +48,12 @@ CLIPPED = {"num_hidden_layers": 1, "num_attention_heads": 2, "use_clipped_linear
 PLACEHOLDERS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl": {
-        "text_config": {**TEXT, "rope_parameters": ROPE},
+        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": True}},
         "vision_config": {**TOWER, **PATCHES, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
         **PLACEHOLDERS,
     },
     "qwen3_5": {
-        "text_config": {**TEXT, **STATES, "rope_parameters": HALF},
+        "text_config": {**TEXT, **STATES, "rope_parameters": {**HALF, "mrope_interleaved": True}},
         "vision_config": {**TOWER, **PATCHES, "out_hidden_size": 32},
         **PLACEHOLDERS,
     },
@@ -71,12 +71,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "image_token_index": 5,
     },
     "qwen2_5_vl": {
-        "text_config": {**TEXT, "rope_parameters": {**ROPE, "mrope_interleaved": False}},
+        "text_config": {**TEXT, "rope_parameters": ROPE},
         "vision_config": {**TOWER, **WINDOWED, "out_hidden_size": 32},
         **PLACEHOLDERS,
     },
     "glm4v": {
-        "text_config": {**TEXT, "rope_parameters": {**HALF, "mrope_interleaved": False}, "tie_word_embeddings": False},
+        "text_config": {**TEXT, "rope_parameters": HALF, "tie_word_embeddings": False},
         "vision_config": {**TOWER, "depth": 1, "num_heads": 2, "image_size": 16, "out_hidden_size": 32},
         "image_token_id": 5,
         "video_token_id": 6,

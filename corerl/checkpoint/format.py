@@ -144,7 +144,7 @@ def read_json(path: Path, *, checkpoint: Path) -> dict[str, Any]:
         raise unusable(
             checkpoint, f"{path} is missing; the checkpoint is incomplete, so resume from another one"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise unusable(checkpoint, f"{path} cannot be read ({error}); resume from another checkpoint") from error
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:

@@ -160,7 +160,7 @@ def saved_settings(directory: str | Path) -> dict[str, Any]:
         fields = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); name a directory that PEFT has saved") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{file} is no JSON ({error}); save the adapters again") from error
     if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
         kind = fields.get("peft_type") if isinstance(fields, dict) else None

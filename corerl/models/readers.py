@@ -91,7 +91,7 @@ class SafetensorsSource:
         if index.is_file():
             try:
                 return {str(name): str(file) for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise ModelError(f"{index} is damaged, expected JSON with a weight_map ({error!r})") from error
         found = ", ".join(sorted(entry.name for entry in self.directory.iterdir())) or "nothing"
         raise ModelError(f"{self.directory} has no weights: expected {SINGLE} or {INDEX}, found {found}")

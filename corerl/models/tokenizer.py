@@ -131,7 +131,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> list[i
             try:
                 fields = json.loads(file.read_bytes())
                 named += _ends_in(fields)
-            except (OSError, ValueError, TypeError, AttributeError) as error:
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
                 raise ModelError(f"model.path: cannot read the token ids in {file}: {first_line(error)}") from error
             if file.name == GENERATION:
                 _require_loadable(fields, file)

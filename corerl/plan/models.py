@@ -24,9 +24,10 @@ from corerl.messages import listed
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.files import kept_digest, kept_files, meta_model, model_files
-from corerl.models.layouts import Layout, choose_layout, position_limit
-from corerl.models.lora import PeftFiles
+from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
+from corerl.models.lora import PeftFiles, targets_in
 from corerl.models.names import hf_boxes, peft_names, shapes_of
+from corerl.models.parts import parts_of
 from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import routers
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
@@ -171,7 +172,7 @@ def check_files(
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
-        if path and not model.frozen and (kept := untrained(path, model.hf)):
+        if path and not model.frozen and (kept := untrained(path, model.hf, model.built)):
             yield f"{where}: {kept}"
         if read and (unused := require_weights(path, model.built, model.hf)):
             yield f"{where}: {unused}"
@@ -301,14 +302,18 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def untrained(directory: str, config: PreTrainedConfig) -> str:
-    """A notice of the weights in a directory that a run on text does not train, if the model reads pictures."""
-    if not reads_pictures(config):
+def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) -> str:
+    """A notice of the weights in a directory that a run on text does not train: of a model that reads pictures those
+    that are left out of `model`, the role's on meta; of others those that no pass over text reads. "" if there are
+    none."""
+    if reads_pictures(config):
+        files, names = kept_files(directory, config)
+        kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
+    else:
+        trained = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        kept = {name: trained.pop(name) for name in unread_parameters(model, parts_of(model))}
+    if not kept:
         return ""
-    files, names = kept_files(directory, config)
-    if not names:
-        return ""
-    kept, trained = {name: files.shape(name) or () for name in names}, shapes_of(meta_model(config))
     sizes, others = (sum(map(math.prod, each.values())) for each in (trained, kept))
     inside = {start for name in trained for start in _prefixes(name)}
     parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}
@@ -388,11 +393,16 @@ def _unread_fields(model: RoleModel) -> Iterator[str]:
 def without_adapters(model: RoleModel) -> Iterator[str]:
     """A line if a model with adapters has experts in fused tensors, which get none."""
     count = experts_of(model.hf.get_text_config().to_dict())
-    parameters = model.built.named_parameters()
-    fused = [name for name, param in parameters if param.dim() == 3 and len(param) == count]
+    parameters = dict(model.built.named_parameters())
+    fused = [name for name, param in parameters.items() if param.dim() == 3 and len(param) == count]
     if model.lora is not None and fused:
+        covered = sum(module.weight.numel() for module in targets_in(model.built, model.lora).values())
+        share = covered / sum(param.numel() for param in parameters.values())
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
-        yield f"{model.lora_table}: {len(fused)} fused tensors of experts ({names}) get no adapters"
+        yield (
+            f"{model.lora_table}: adapters cover {share:.2%} of the weights: {len(fused)} fused tensors of experts "
+            f"({names}) get none"
+        )
 
 
 def unpacked(models: Mapping[str, RoleModel]) -> list[str]:

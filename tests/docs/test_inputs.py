@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from corerl.checkpoint import commit
 from corerl.checkpoint.format import RankIndex, SavedBox
 from corerl.config.schema import DataConfig
-from corerl.data.rows import MEDIA
+from corerl.data.media import FIELD
 from corerl.driver.run import Run
 from corerl.plan.models import FURTHER, TERMS
 from tests.docs.test_reference import DOCS, module_at
@@ -85,7 +85,7 @@ def test_every_setting_of_a_rows_fields_has_its_place(inputs: ModuleType) -> Non
     keys = {each.name for each in attrs.fields(DataConfig) if each.name.endswith("_key")}
     assert keys and keys <= {name for rule in inputs.ROW for name in re.findall(r"\w+", rule.names)}
     for name in re.findall(r"\w+", inputs.ROW[2].names):
-        assert MEDIA.fullmatch(name), name
+        assert FIELD.fullmatch(name), name
 
 
 @pytest.mark.parametrize(

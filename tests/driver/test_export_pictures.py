@@ -70,9 +70,18 @@ def logprobs_of(model: Any, samples: Any) -> FloatArray:
 
 def loaded(directory: Path, auto: Any) -> Any:
     """A model of transformers, to which no weight was missing or unknown."""
-    model, told = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    model, info = auto.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     return model.eval()
+
+
+def adapted(base: Path, adapters: Path, lora: LoraConfig) -> Any:
+    """The base as transformers loads it, with what adapters in a directory of PEFT add to modules of their names."""
+    model, held = loaded(base, AutoModelForImageTextToText), tensors_in(adapters)
+    for name in (name for name in held if ".lora_A." in name):
+        module = model.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        module.weight.data += lora.scale * held[name.replace(".lora_A.", ".lora_B.")] @ held[name]
+    return model
 
 
 def elements_of_text(config: Any) -> int:
@@ -127,7 +136,10 @@ def test_a_run_on_text_keeps_what_reads_pictures(
     directory = export(run.checkpoint, tmp_path / "export", merge=None if lora is None else True)
     assert_is_the_base_but_for_text(directory, base, lora)
     for auto in [AutoModelForImageTextToText, *([AutoModelForCausalLM] if family in CAUSAL else [])]:
-        assert np.abs(logprobs_of(loaded(directory, auto), run.has_engines) - run.after).max() < 1e-5
+        assert np.abs(logprobs_of(loaded(directory, auto), run.samples) - run.after).max() < 1e-5
+    if lora is not None:
+        model = adapted(base, export(run.checkpoint, tmp_path / "adapters"), lora)
+        assert np.abs(logprobs_of(model, run.samples) - run.after).max() < 1e-5
 
 
 def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path) -> None:

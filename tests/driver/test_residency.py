@@ -63,7 +63,7 @@ def test_kinds_that_do_not_sleep_stay_in_every_stage() -> None:
     stays = {MemoryKind.MASTER, MemoryKind.OPTIMIZER}
     roles = ["actor", "critic"]
     usual, plan = (residency_plan(roles, ["critic"], sleeps=kinds) for kinds in (ALL, sleeps))
-    assert plan.keys() == usual.keys() and len(plan) == 10
+    assert plan.keys() == usual.keys() and len(plan) == 11
     for name, stage in plan.items():
         assert stage.engines == usual[name].engines
         assert stage.ranks == {role: usual[name].ranks.get(role, frozenset()) | stays for role in roles}

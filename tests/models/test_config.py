@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import architecture_of, build_on_meta
-from corerl.models.config import class_name, hf_config, reads_pictures
+from corerl.models.config import class_name, hf_config, reads_pictures, require_numbers
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_fields
 
@@ -39,6 +46,7 @@ def test_a_config_is_read_again_when_its_file_changes(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("{", r"config\.json is not valid JSON"),
+        ("[" * 100_000, r"config\.json is not valid JSON"),
         ("[1]", "contains a list"),
         ("{}", "has no model_type"),
         (json.dumps({"model_type": "qwen33"}), "'qwen33' is unknown.*did you mean 'qwen3'"),
@@ -52,6 +60,40 @@ def test_a_config_that_cannot_be_read_says_why(tmp_path: Path, text: str, expect
     with pytest.raises(ModelError, match=expected) as caught:
         hf_config(ModelConfig(path=str(tmp_path)))
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "said"),
+    [
+        ("qwen3", {"initializer_range": math.nan}, "initializer_range=nan, wanted at least 0"),
+        ("qwen3", {"attention_dropout": 2}, "attention_dropout=2, wanted from 0 to 1"),
+        ("qwen3", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06, wanted at least 0"),
+        ("qwen3", {"rope_theta": 0}, "rope_parameters.rope_theta=0, wanted above 0"),
+        ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": math.inf}}, "factor=inf, wanted above 0"),
+        ("qwen3", {"num_hidden_layers": 0}, "num_hidden_layers=0, wanted at least 1"),
+        ("qwen3", {"intermediate_size": 0}, "intermediate_size=0, wanted at least 1"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok=0, wanted at least 1"),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5, wanted at most 4"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0, wanted above 0"),
+        ("gpt2", {"resid_pdrop": 1.5}, "resid_pdrop=1.5, wanted from 0 to 1"),
+        ("deepseek_v3", {"routed_scaling_factor": math.nan}, "routed_scaling_factor=nan, wanted above 0"),
+        ("falcon_h1", {"lm_head_multiplier": -math.inf}, "lm_head_multiplier=-inf, wanted above 0"),
+    ],
+)
+def test_a_number_that_no_model_can_have_is_refused(
+    tmp_path: Path, model_type: str, fields: dict[str, Any], said: str
+) -> None:
+    given = {"model_type": model_type, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    for model in (ModelConfig(config=given), ModelConfig(path=str(tmp_path))):
+        with pytest.raises(ModelError, match=re.escape(said)):
+            hf_config(model)
+
+
+def test_each_models_own_numbers_are_possible() -> None:
+    for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        with contextlib.suppress(StrictDataclassError):  # of a class or two, by version
+            require_numbers(CONFIG_MAPPING[model_type]().to_dict(), f"{model_type}: ")
 
 
 def test_heads_that_cannot_share_keys_and_values_are_refused() -> None:
@@ -96,11 +138,12 @@ def test_a_config_whose_layers_differ_in_their_sizes_is_read(tmp_path: Path) -> 
         ("qwen3_5", ["MyModel"], "Qwen3_5ForCausalLM"),  # which transformers does not have for it
         ("qwen3_vl", ["Qwen2ForCausalLM"], "Qwen3VLForConditionalGeneration"),
         ("qwen3", ["Qwen3ForSequenceClassification"], "Qwen3ForCausalLM"),
+        ("qwen3", 1, "Qwen3ForCausalLM"),  # as a damaged file may have it
         ("gemma3", None, "Gemma3ForConditionalGeneration"),
         ("gemma3_text", None, "Gemma3ForCausalLM"),
     ],
 )
-def test_a_model_is_of_the_class_that_its_config_names(model_type: str, named: list[str] | None, wanted: str) -> None:
+def test_a_model_is_of_the_class_that_its_config_names(model_type: str, named: Any, wanted: str) -> None:
     config = smallest_config(model_type)
     config.architectures = named
     assert (class_name(config), architecture_of(config).__name__) == (wanted, wanted)

@@ -143,10 +143,15 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
 
 
-def test_experts_without_adapters_are_said(config: Config) -> None:
+def test_experts_without_adapters_are_said_with_their_share(config: Config) -> None:
     lora, hf = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")}), tiny_config("qwen3-moe")
+    weights = {name: param.numel() for name, param in meta_model(hf).named_parameters()}
+    covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
     assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
-        "lora: 4 fused tensors of experts (gate_up_proj, down_proj) get no adapters"
+        (
+            f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
+            "(gate_up_proj, down_proj) get none"
+        )
     ]
     assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
     assert list(without_adapters(model_of(config, hf))) == []
@@ -156,7 +161,7 @@ def test_a_group_alone_is_told_the_same(config: Config) -> None:
     fields = {**tiny_fields("qwen3-moe"), "output_router_logits": True}
     asked = evolve(config, model=evolve(config.model, config=fields), lora=LoraConfig())
     notices = plan_group(asked, "actor", resume="").notices
-    assert sum("changes transformers' loss" in line or "get no adapters" in line for line in notices) == 2
+    assert sum("changes transformers' loss" in line or "get none" in line for line in notices) == 2
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -310,8 +315,20 @@ def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> N
         held = tensors_in(directory)
         kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
         share = sum(kept.values()) / sum(each.numel() for each in held.values())
-        assert untrained(str(directory), hf) == (
+        assert untrained(str(directory), hf, meta_model(hf)) == (
             f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
             f"export has them unchanged: {parts}"
         )
         assert require_weights(str(directory), meta_model(hf, value_head=False), hf) == ""
+
+
+def test_weights_that_no_pass_reads_are_noted() -> None:
+    hf = smallest_config("bart")
+    model = meta_model(hf)
+    unread = {name: param.numel() for name, param in model.named_parameters() if "encoder_attn" in name}
+    share = sum(unread.values()) / sum(param.numel() for param in model.parameters())
+    line = untrained("", hf, model)
+    assert line.startswith(f"{len(unread)} tensors ({share:.1%} of the weights) are not trained, as the run reads text")
+    assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
+    dense = smallest_config("qwen3")
+    assert untrained("", dense, meta_model(dense)) == ""
