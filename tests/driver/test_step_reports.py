@@ -64,7 +64,10 @@ def of_turns(rewards: float, turns: int, *, truncated: bool = False, span: int =
     batch = step.rollout.batch
     columns = {**batch.columns, TURN_REWARDS: np.full(len(batch.tokens), rewards, np.float32)}
     rows = {"turns": np.full(4, turns), "span": np.full(4, span), "truncated": np.array([truncated, *[False] * 3])}
-    return evolve(step, rollout=evolve(step.rollout, batch=evolve(batch, columns=columns, rows={**batch.rows, **rows})))
+    return evolve(
+        step,
+        rollout=evolve(step.rollout, batch=evolve(batch, columns=columns, row_columns={**batch.row_columns, **rows})),
+    )
 
 
 def test_rewards_of_turns_that_are_only_added_up_are_reported_once() -> None:
