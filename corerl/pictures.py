@@ -34,7 +34,7 @@ class Picture:
     def id(self) -> str:
         """The digest of its size and pixels, in hex."""
         digest = hashlib.sha256(repr(self.pixels.shape).encode())
-        digest.update(np.ascontiguousarray(self.pixels))
+        digest.update(np.ascontiguousarray(self.pixels).data)
         return digest.hexdigest()
 
     @property
