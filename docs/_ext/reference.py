@@ -43,9 +43,9 @@ from corerl.plugin.hooks import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
-from corerl_doctor.matrix import Status
 from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
+from corerl_testing.matrix import Status
 from corerl_testing.suite import CHECKS
 
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
