@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from corerl.errors import ContractError
 from corerl.kinds import MemoryKind as MemoryKind
 from corerl.kinds import ModelSize as ModelSize
+from corerl.pictures import Picture
 
 Array = NDArray[Any]
 IntArray = NDArray[np.int64]
@@ -28,6 +29,7 @@ BoolArray = NDArray[np.bool_]
 
 Scalar = bool | int | float | str
 
+PICTURE = "picture"  # column [N] int32 of batches with pictures: 1 + the picture that the token stands for, 0 for text
 TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere
 
 
@@ -111,6 +113,28 @@ def rows_at(offsets: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
     return np.arange(picked[-1]) + np.repeat(offsets[:-1][rows] - picked[:-1], lengths), picked
 
 
+def only_shown(column: Array, pictures: Sequence[Picture]) -> tuple[Array, tuple[Picture, ...]]:
+    """A column `picture` and its pictures, without those that no token stands for."""
+    shown = np.unique(column[column > 0])
+    number = np.zeros(len(pictures) + 1, np.int32)
+    number[shown] = np.arange(1, len(shown) + 1)
+    return number[column], tuple(pictures[each - 1] for each in shown)
+
+
+def all_shown(parts: Sequence[tuple[Array, Sequence[Picture]]]) -> tuple[Array, tuple[Picture, ...]]:
+    """The columns `picture` of several batches as one, and the pictures of all, each once."""
+    place: dict[str, int] = {}
+    every: list[Picture] = []
+    columns = []
+    for column, pictures in parts:
+        for picture in pictures:
+            if picture.id not in place:
+                every.append(picture)
+                place[picture.id] = len(every)
+        columns.append(np.array([0, *(place[picture.id] for picture in pictures)], np.int32)[column])
+    return np.concatenate(columns), tuple(every)
+
+
 @frozen(kw_only=True)
 class SampleBatch:
     """The rows of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
@@ -122,6 +146,9 @@ class SampleBatch:
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.
 
+    `picture` is there if rows show pictures: the tokens of each, up to its last placeholder, hold 1 + its index in
+    `pictures`, in which each is once.
+
     A sample of several rows, an episode, has the same number `row_columns["episode"]` in each of them. Its rows share
     its reward, and each token that the policy chose is a loss token of exactly one of them.
     """
@@ -131,6 +158,7 @@ class SampleBatch:
     columns: Mapping[str, Array] = field(factory=dict)  # each [N, ...], aligned with tokens
     row_columns: Mapping[str, Array] = field(factory=dict)  # each [B, ...]: group, truncated, prompt_length, ...
     temperature: float = 1.0  # at which the samples were generated
+    pictures: tuple[Picture, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         bounds = self.offsets
@@ -187,26 +215,38 @@ class SampleBatch:
         def taken(values: Array) -> Array:
             return np.concatenate([values[span] for span in spans] or [values[:0]])
 
+        columns = {name: taken(column) for name, column in self.columns.items()}
+        pictures = self.pictures
+        if PICTURE in columns:
+            columns[PICTURE], pictures = only_shown(columns[PICTURE], pictures)
         return evolve(
             self,
             tokens=taken(self.tokens),
             offsets=offsets_of(self.lengths[rows]),
-            columns={name: taken(column) for name, column in self.columns.items()},
+            columns=columns,
             row_columns={name: column[rows] for name, column in self.row_columns.items()},
+            pictures=pictures,
         )
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
         """Concatenate batches with the same columns, row columns and temperature."""
         first = parts[0]
+        names = [name for name in first.columns if name != PICTURE]
+        columns = {name: np.concatenate([part.columns[name] for part in parts]) for name in names}
+        pictures: tuple[Picture, ...] = ()
+        if any(PICTURE in part.columns for part in parts):
+            shown = [(part.columns.get(PICTURE, np.zeros(len(part.tokens), np.int32)), part.pictures) for part in parts]
+            columns[PICTURE], pictures = all_shown(shown)
         return evolve(
             first,
             tokens=np.concatenate([part.tokens for part in parts]),
             offsets=offsets_of(np.concatenate([part.lengths for part in parts])),
-            columns={name: np.concatenate([part.columns[name] for part in parts]) for name in first.columns},
+            columns=columns,
             row_columns={
                 name: np.concatenate([part.row_columns[name] for part in parts]) for name in first.row_columns
             },
+            pictures=pictures,
         )
 
     def with_columns(self, **columns: Array) -> SampleBatch:
@@ -236,6 +276,8 @@ class PackedBatch:
     count: int  # of micro-batches
     temperature: float = 1.0  # divides the logits
     step_tokens: int = 0  # tokens of the whole optimizer step on all dp ranks, without padding; 0 if not known
+    # The pictures that the micro-batches show, fillers included, by the numbers in their column `picture`.
+    pictures: Mapping[int, Picture] = field(factory=dict)
 
 
 # ---- the contract's arguments and results ----------------------------------------------------------------------------

@@ -39,14 +39,16 @@ RAY_SECONDS = 90.0  # for these, which hold no device: they look for the GCS of 
 VICTIMS = ("actor rank 0", "actor rank 1", "engine-0", "engine-1", "driver", "reward worker")
 SETTINGS = [
     *(f"run.steps={STEPS}", "eval.every=0", "extensions=[{name='jsonl'},{name='elastic'}]", "train.schedule.steps=6"),
-    *("rollout.prompts=8", "rollout.samples=4", "rollout.restarts=2", "train.restarts=2", "algorithm.on_mismatch=off"),
+    *("rollout.restarts=2", "train.restarts=2", "algorithm.on_mismatch=off"),
     *("reward.processes=1", "reward.timeout=20", "checkpoint.every=1", "checkpoint.keep=0"),
     # On a busy machine a healthy process may send no heartbeat for long.
     *("cluster.watchdog=10", "cluster.health_timeout=25", "cluster.start_timeout=90"),
 ]
 # The driver writes its processes' ids, by name, into a directory.
 BEFORE = """
+from corerl.cluster import heartbeat
 from corerl.cluster.heartbeat import Member
+heartbeat.BEAT_SECONDS = 0.1  # a run takes few seconds, and ids come with heartbeats
 receive = Member.receive
 def recorded(self, beat):
     receive(self, beat)

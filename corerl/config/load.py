@@ -33,6 +33,7 @@ PLUGINS = {
     "backend": ("backends",),
     "rollout": ("engines", "samplers"),
     "weights": ("transports",),
+    "model": ("pictures",),
 }
 
 

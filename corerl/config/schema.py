@@ -151,6 +151,16 @@ class ModelConfig:
         default=0,
         validator=at_least(0),
     )
+    pictures: str = option(
+        "the plugin that reads the pictures of a run's rows, 'vision' for example; empty: rows have none, and of a "
+        "model that reads pictures the text half is trained",
+        default="",
+    )
+    tower: Literal["frozen", "projector", "trained"] = option(
+        "what is trained of the parts that read pictures: nothing, what is between the tower and the text decoder, or "
+        "all; without model.pictures they stay as they are in model.path",
+        default="frozen",
+    )
 
 
 @frozen(kw_only=True)
@@ -887,6 +897,9 @@ class Config:
     backends: Mapping[str, Mapping[str, Any]] = option("backend-specific options, one table per backend", factory=dict)
     engines: Mapping[str, Mapping[str, Any]] = option("engine-specific options, one table per engine", factory=dict)
     samplers: Mapping[str, Mapping[str, Any]] = option("sampler-specific options, one table per sampler", factory=dict)
+    pictures: Mapping[str, Mapping[str, Any]] = option(
+        "options of the readers of pictures, one table per reader", factory=dict
+    )
     algorithms: Mapping[str, Mapping[str, Any]] = option(
         "algorithm-specific options, one table per algorithm", factory=dict
     )

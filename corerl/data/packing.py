@@ -11,7 +11,9 @@ import numpy as np
 from attrs import frozen
 
 from corerl.errors import ConfigError, DataError
+from corerl.pictures import Picture
 from corerl.types import (
+    PICTURE,
     Array,
     BoolArray,
     FloatArray,
@@ -291,10 +293,13 @@ def pack(
     samples that the share's rows count.
 
     Every micro-batch carries `weights` [T], scales[sample] * loss_mask, and `columns` of the batch; None takes all.
+    `picture` is always among them, if rows show pictures.
     Padding to `sequence_multiple` has token 0 and zeros in every column. A filler has its sample's tokens, with
     weights 0, loss_mask False and sample -1.
     """
     names = tuple(batch.columns) if columns is None else tuple(columns)
+    if PICTURE in batch.columns and PICTURE not in names:
+        names = (*names, PICTURE)
     unknown = [name for name in names if name not in batch.columns]
     if unknown:
         raise ValueError(f"the rollout batch has no column {unknown[0]!r}; it has: {', '.join(sorted(batch.columns))}")
@@ -309,7 +314,18 @@ def pack(
         count=len(micro_batches),
         temperature=batch.temperature,
         step_tokens=share.step_tokens,
+        pictures=_shown(batch, share.rows),
     )
+
+
+def _shown(batch: SampleBatch, rows: IntArray) -> dict[int, Picture]:
+    """The pictures of these rows, by their numbers in the column `picture`."""
+    if PICTURE not in batch.columns:
+        return {}
+    column = batch.columns[PICTURE]
+    spans = [column[batch.offsets[row] : batch.offsets[row + 1]] for row in np.unique(rows)]
+    numbers = np.unique(np.concatenate([np.zeros(0, np.int32), *spans]))
+    return {int(number): batch.pictures[number - 1] for number in numbers if number}
 
 
 @frozen(kw_only=True, eq=False)

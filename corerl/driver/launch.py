@@ -299,7 +299,7 @@ def load_all(
     progress: Progress,
     *,
     in_turns: bool,
-    restarts: int = 0,
+    restarts: int,
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot

@@ -11,7 +11,8 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
-from corerl.types import Array, BoolArray, FloatArray, IntArray, offsets_of, rows_at
+from corerl.pictures import Picture
+from corerl.types import Array, BoolArray, FloatArray, IntArray, all_shown, offsets_of, only_shown, rows_at
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -56,6 +57,9 @@ class GenerateRequest:
     answered: IntArray = field(default=Factory(lambda self: self.response_lengths, takes_self=True))
     # [R] maximum length of each row's response, where an episode's turn asks for fewer than params.max_tokens.
     limits: IntArray = field(default=Factory(lambda self: np.full(len(self), UNLIMITED), takes_self=True))
+    # [n] 1 + the index in `pictures` of the picture that each token stands for, 0 for text; see `SampleBatch`.
+    picture: IntArray = field(default=Factory(lambda self: np.zeros(len(self.tokens), dtype=np.int32), takes_self=True))
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -76,6 +80,7 @@ class GenerateRequest:
     def take_rows(self, rows: IntArray) -> GenerateRequest:
         """The given rows [n], in that order, as a new request."""
         tokens, offsets = rows_at(self.offsets, rows)
+        picture, pictures = only_shown(self.picture[tokens], self.pictures)
         return evolve(
             self,
             tokens=self.tokens[tokens],
@@ -84,6 +89,8 @@ class GenerateRequest:
             response_lengths=self.response_lengths[rows],
             answered=self.answered[rows],
             limits=self.limits[rows],
+            picture=picture,
+            pictures=pictures,
         )
 
     @property
@@ -94,6 +101,7 @@ class GenerateRequest:
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
         """The rows of several requests with the same parameters, in order."""
+        picture, pictures = all_shown([(part.picture, part.pictures) for part in parts])
         return cls(
             tokens=np.concatenate([part.tokens for part in parts]),
             offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
@@ -102,6 +110,8 @@ class GenerateRequest:
             response_lengths=np.concatenate([part.response_lengths for part in parts]),
             answered=np.concatenate([part.answered for part in parts]),
             limits=np.concatenate([part.limits for part in parts]),
+            picture=picture,
+            pictures=pictures,
         )
 
 

@@ -110,7 +110,7 @@ def _only_token(text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
     if text in tokenizer.get_added_vocab():
         return ids[0]
     piece = tokenizer.convert_ids_to_tokens(list(ids))[0]
-    if not text.isascii() or len(text) > 1 or len(piece) > 1:
+    if not text.isascii() or not len(text) == len(piece) == 1:
         return None
     special = set(special_tokens(tokenizer).values())
     holders = [token for token in tokenizer.get_vocab() if piece in token and token not in special]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
+    from corerl.models.files import Described as Described
     from corerl.models.files import meta_model as meta_model
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import shapes_of as shapes_of
     from corerl.models.parts import parts_of as parts_of
+    from corerl.models.parts import size_of as size_of
     from corerl.models.policy import Policy as Policy
     from corerl.models.routing import Routers as Routers
     from corerl.models.routing import routers as routers

@@ -64,7 +64,7 @@ def logprobs_of_logits(
     targets: Tensor,
     *,
     temperature: float,
-    with_entropy: bool = False,
+    with_entropy: bool,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [C] of `targets` [C] under softmax(logits / temperature) for logits [C, V], and its entropy [C], which

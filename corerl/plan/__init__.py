@@ -3,7 +3,16 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.plan.plan import Plan as Plan
     from corerl.plan.plan import PlanReady as PlanReady
+    from corerl.plan.processes import ENGINES as ENGINES
+    from corerl.plan.residency import FORWARD as FORWARD
+    from corerl.plan.residency import UPDATE as UPDATE
+    from corerl.plan.residency import train_stage as train_stage
+    from corerl.plan.resolve import place_of as place_of
+    from corerl.plan.resolve import role_options as role_options
+    from corerl.plan.settle import REPLICAS as REPLICAS
+    from corerl.plan.settle import with_other_sizes as with_other_sizes
 else:
     from corerl.imports import on_demand
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Capability(StrEnum):
-    """What a backend may be able to do; one that its spec does not name counts as present, except AUX_LOSS."""
+    """What a backend may be able to do; one that its spec does not name counts as present, except ABSENT ones."""
 
     CRITIC = "critic"  # a value head, and losses on values
     LORA = "lora"  # low-rank adapters in place of all weights
@@ -38,6 +38,7 @@ class Capability(StrEnum):
     WHOLE = "whole"  # passes padded rows through any causal language model of transformers, as its authors wrote it
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
     AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
+    PICTURES = "pictures"  # passes a batch's pictures through the model's tower, and trains it if asked
 
 
 class Grade(StrEnum):
@@ -58,7 +59,9 @@ class Support:
 
 FULL = Support(Grade.FULL)
 # Capabilities whose setting a backend that does not know of them would ignore without a word.
-ABSENT = {Capability.AUX_LOSS: Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it")}
+ABSENT = dict.fromkeys(
+    (Capability.AUX_LOSS, Capability.PICTURES), Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it")
+)
 # The precisions that need a capability. Every backend has float32.
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 

@@ -31,6 +31,7 @@ from corerl.plugin.spec import (
     DisplaySpec,
     EngineSpec,
     ExtensionSpec,
+    PicturesSpec,
     SamplerSpec,
     Spec,
     TransportSpec,
@@ -51,6 +52,7 @@ class Kind(Enum):
     ALGORITHMS = "algorithms", AlgorithmSpec
     COMMANDS = "commands", CommandSpec
     TRANSPORTS = "transports", TransportSpec
+    PICTURES = "pictures", PicturesSpec
 
     spec: type[Spec]
 
@@ -88,8 +90,9 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         },
         Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
-        Kind.COMMANDS: {"doctor": "doctor models", "elastic": "scale", "testing": "new-backend verify"},
+        Kind.COMMANDS: {"doctor": "doctor", "elastic": "scale", "testing": "models new-backend verify"},
         Kind.TRANSPORTS: {"delta": "delta"},
+        Kind.PICTURES: {"vision": "vision"},
     }.items()
 }
 

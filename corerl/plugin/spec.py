@@ -5,7 +5,7 @@ importable without torch.
     mine = "corerl_mine:SPEC"
 
 Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
-`corerl.displays`, `corerl.algorithms`, `corerl.commands`, `corerl.transports`.
+`corerl.displays`, `corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`.
 """
 
 from __future__ import annotations
@@ -212,6 +212,15 @@ class EngineSpec(Spec):
     # Whether it holds adapters separately from the weights, by the names of `corerl.weights.adapters`: in one update
     # with these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
+    pictures: bool = False  # whether it shows the model `GenerateRequest.pictures`
+
+
+@frozen(kw_only=True)
+class PicturesSpec(Spec):
+    """What the driver knows of a reader of pictures before it is constructed; its module imports no torch."""
+
+    implementation: str  # "package.module:Class", a corerl.pictures.PictureReader; imported in the driver only
+    inputs: str  # "package.module:Class", a corerl.pictures.PictureInputs; imported in ranks and engines
 
 
 @frozen(kw_only=True)

@@ -176,7 +176,7 @@ class Sampler(ABC):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        ahead: bool,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Call `generate`, and raise PluginBroken if it returns no rollout of these prompts and this request."""

@@ -30,6 +30,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
 from corerl.types import (
+    PICTURE,
     Array,
     InitResult,
     IntArray,
@@ -59,7 +60,7 @@ class SharedBatch:
     def piece(self, rows: IntArray | None, columns: Iterable[str]) -> Any:
         """A reference to the samples `rows` [n], None: all, with the `columns` that they have. Raises
         CorerlError if neither the object store nor the disk has room."""
-        wanted = frozenset(columns).intersection(self.samples.columns)
+        wanted = frozenset((*columns, PICTURE)).intersection(self.samples.columns)
         key = (wanted, b"all" if rows is None else rows.tobytes())
         if key not in self._pieces:
             chosen = {name: column for name, column in self.samples.columns.items() if name in wanted}

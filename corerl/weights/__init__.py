@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
     from corerl.weights.checksums import bit_sums as bit_sums
-    from corerl.weights.checksums import checksum as checksum
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from corerl.weights.manifest import Bucket as Bucket
     from corerl.weights.manifest import Manifest as Manifest
     from corerl.weights.manifest import build_manifest as build_manifest
+    from corerl.weights.manifest import proportionate_bucket as proportionate_bucket
     from corerl.weights.quantize import FP8 as FP8
     from corerl.weights.quantize import SCALE as SCALE
     from corerl.weights.quantize import as_sent as as_sent

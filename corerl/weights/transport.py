@@ -93,7 +93,7 @@ class GuardedSender(WeightSender):
     """What a backend sends to: one update of one rank. It passes all to the transport's sender until that fails; then
     it closes that, so that receivers notice, goes on without sending, and `finish` says why for every engine."""
 
-    def __init__(self, sender: WeightSender, *, verify: bool = False) -> None:
+    def __init__(self, sender: WeightSender, *, verify: bool) -> None:
         """With `verify`, sum what this rank sends; if all ranks send the same, only rank 0 sums."""
         super().__init__(sender.address, sender.rank)
         self._sender = sender

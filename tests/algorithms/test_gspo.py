@@ -38,6 +38,8 @@ def test_loss_and_gradient_are_the_papers_for_each_sample(loss: Loss, token: boo
     assert 0.1 < step.metrics["clip_fraction"].value < 0.9
     means = [math.prod(each.ratios) ** (1 / len(each.ratios)) for each in samples for _ in each.ratios]
     assert step.metrics["sequence_ratio"].value == pytest.approx(sum(means) / len(means))
+    papers = step_of(loss, samples, clip_low=3e-4, clip_high=4e-4)  # section 5.1
+    assert step_of(loss, samples).gradients == papers.gradients
 
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.plugin.registry import Kind, scan
+from corerl.plugin.registry import Kind, load, scan
 from corerl.plugin.spec import ACTOR
 from tests.algorithms.enumeration import planned
 
@@ -35,6 +35,13 @@ def test_an_algorithm_has_its_papers_settings(name: str) -> None:
     bounds = (loss.params["clip_low"], loss.params["clip_high"])
     found = (settings.aggregation, settings.dynamic_sampling, settings.overlong, loss.name, *bounds)
     assert found == DECLARED[name]
+
+
+def test_what_an_algorithm_compares_is_what_its_advantages_need() -> None:
+    specs = {name: load(Kind.ALGORITHMS, name).spec for name in DECLARED}
+    over_the_batch = {"reinforce++", "reinforce++-baseline", "ppo"}
+    assert {name for name, spec in specs.items() if not spec.by_prompt} == over_the_batch
+    assert {name for name, spec in specs.items() if not spec.compares} == over_the_batch | {"distill"}
 
 
 @pytest.mark.parametrize("name", DECLARED)

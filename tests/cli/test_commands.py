@@ -130,7 +130,13 @@ def test_a_command_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture
 def test_a_command_of_a_missing_wheel_names_its_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extras = {"doctor": "doctor", "models": "doctor", "new-backend": "testing", "scale": "elastic", "verify": "testing"}
+    extras = {
+        "doctor": "doctor",
+        "models": "testing",
+        "new-backend": "testing",
+        "scale": "elastic",
+        "verify": "testing",
+    }
     assert INSTALL_HINTS[Kind.COMMANDS] == {name: f"pip install 'corerl[{extras[name]}]'" for name in extras}
     monkeypatch.setitem(INSTALL_HINTS[Kind.COMMANDS], "missing", "pip install 'corerl[missing]'")
     assert error(capsys, "missing").endswith("; to install 'missing': pip install 'corerl[missing]'")

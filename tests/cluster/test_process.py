@@ -86,7 +86,9 @@ def test_what_a_plugin_derives_arrives_as_the_nearest_of_ours() -> None:
 
 def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     process = Process("engine-0", "fractions:Fraction")
+    assert process.heartbeat().phase == "process"
     assert process.construct(0, 3, 4).error is None
+    assert process.heartbeat().phase == ""
     assert process.call(1, "as_integer_ratio").value == (3, 4)
     failed = process.call(1, "no_such_method")
     assert failed.value is None

@@ -167,14 +167,14 @@ def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))
     fleet: Any = Starts(1_000_000)
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
-        load_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns)  # type: ignore[dict-item]
+        load_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns, restarts=0)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
 
 
 def test_in_turns_engines_sleep_before_ranks_load() -> None:
     hears, ranks, fleet = Ears(), Starts(0), Starts(2)
     telling = Progress(Observers([("hears", hears)]), 0)
-    found: Any = load_all({"actor": ranks}, fleet, telling, in_turns=True)  # type: ignore[dict-item,arg-type]
+    found: Any = load_all({"actor": ranks}, fleet, telling, in_turns=True, restarts=0)  # type: ignore[dict-item,arg-type]
     assert found == {"actor": "init is done"}
     assert (ranks.asked, fleet.asked) == (["construct", "init"], ["construct", "sleep"])
     assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [

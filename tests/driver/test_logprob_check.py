@@ -24,6 +24,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
+from corerl.plan.make import make_plan
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
 from tests.driver.fakes import Ears, progress, told
@@ -134,6 +135,17 @@ def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
 def make_check(ears: Ears | None = None, **parts: Any) -> LogprobCheck:
     given = {"sampler": None, "rollout": None, "bound": 0.1, "stops": True, "every": 3, "run_dir": Path("runs/a b")}
     return LogprobCheck(**{**given, "progress": progress(ears), **parts})
+
+
+def test_only_samples_that_are_trained_on_are_checked(tmp_path: Path) -> None:
+    samples = Mock()
+
+    def made(*overrides: str, sampler: Any = samples) -> LogprobCheck | None:
+        return LogprobCheck.of(make_plan(small(tmp_path, *overrides)), sampler, progress())
+
+    check = made("weights.verify_every=7")
+    assert check is not None and (check.every, check.stops) == (7, True)
+    assert made(sampler=None) is made("run.mode=eval") is made("algorithm.on_mismatch=off") is None
 
 
 AGREES = np.array([0.0, -1.0, -1.0], np.float32)

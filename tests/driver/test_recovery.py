@@ -76,9 +76,11 @@ class Case:
     ears: Ears
     points: list[RestartPoint] = field(factory=list)
 
-    def dies(self, why: str) -> None:
+    def dies(self, why: str, details: str = "") -> None:
+        died = WorkerDied(why)
+        died.details = details
         with self.recovery.around(self.points.append) as deaths:
-            raise WorkerDied(why)
+            raise died
         assert deaths
 
 
@@ -128,7 +130,8 @@ def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
 
     case = make(failed=refuse)
     with pytest.raises(WorkerDied) as caught:
-        case.dies("one")
+        case.dies("one", "the traceback")
+    assert caught.value.details == "the traceback"
     assert caught.value.message == (
         "one; a machine is gone, and its processes have no other places: roles.actor.ranks: devices are left for 0 of 2"
     )

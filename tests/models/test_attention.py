@@ -61,6 +61,18 @@ def test_what_packed_attention_cannot_do_is_refused() -> None:
         attention(torch.zeros(1, 2, 5, 8), q, CausalMask())
 
 
+def test_the_compiler_looks_into_attention_unless_it_is_to_leave_it_out() -> None:
+    def left_out() -> bool:
+        return getattr(ALL_ATTENTION_FUNCTIONS[PACKED], "_torchdynamo_disable", False)
+
+    try:
+        register_packed_attention(compiled=False)
+        assert left_out()
+    finally:
+        register_packed_attention()
+    assert not left_out()
+
+
 def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return key % 2 == 0
 

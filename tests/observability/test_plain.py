@@ -93,6 +93,12 @@ def test_hours_that_are_left_do_not_run_into_the_column_before() -> None:
     assert row.endswith("  12,346 33h10") and len(row) == 79
 
 
+def test_the_column_of_steps_is_as_wide_as_the_last_step() -> None:
+    *_, heading, row = lines([evolve(started("runs/long"), steps=12345), *steps(1, 2)], every=1)
+    assert heading.startswith("       step  reward")
+    assert row.startswith("    2/12345")
+
+
 def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
     clock, stream = Clock(), io.StringIO()
     view = PlainView(RunState(clock), stream, every=1)

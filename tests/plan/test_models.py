@@ -81,6 +81,8 @@ def test_a_coefficient_that_only_transformers_reads_is_said(
     )
     assert lines(config, hf) == [line]
     assert lines(balancing(config), hf) == []
+    others = [evolve(model_of(config, hf), **{name: value}) for name, value in (("trained", False), ("critic", True))]
+    assert [list(notices_of(other)) for other in others] == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,8 @@ def test_only_samples_that_are_waited_for_are_urgent() -> None:
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
     ahead = asyncio.run(sampler.generate(PROMPTS, request, ahead=True, on_tokens=drawn.append))
     awaited = sample(sampler)
-    assert engine.asked == [(False, None), (True, told)]
+    asyncio.run(sampler.generate(PROMPTS, request))
+    assert engine.asked == [(False, None), (True, told), (True, told)]
     assert len(drawn) == 1 and drawn[0] is FOUR
     assert ahead.texts == awaited.texts and np.array_equal(ahead.batch.tokens, awaited.batch.tokens)
 

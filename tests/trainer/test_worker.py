@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -236,6 +237,16 @@ def test_a_traced_weight_update_shows_whom_it_waits_for(worker: Worker, tmp_path
     assert buckets > 1
     parts = ["meet engines", *["wait for room", "gather", "send"] * buckets, "wait for engines"]
     assert shown.log == [f"{way} {part}" for part in parts for way in "><"]
+
+
+def test_extensions_wrap_the_backend_and_write_to_the_runs_directory(config: Config, tmp_path: Path) -> None:
+    config = evolve(config, extensions=(ExtensionChoice(name="corerl_testing.wrappers:FIRST"),))
+    planned = plan_role("actor", config, plugins_of(config), device="cpu", run_dir=str(tmp_path), resume="")
+    worker = Worker(planned.assignments[0])
+    worker.init("127.0.0.1", 0)
+    worker.shutdown("finished")
+    calls = [json.loads(line)[1:] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert calls[:2] == [["FIRST", "init", "in"], ["FIRST", "init", "out"]]
 
 
 # ---- verbs -----------------------------------------------------------------------------------------------------------

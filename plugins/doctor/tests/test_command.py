@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from corerl.cli.main import main
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level
 from corerl_doctor import examine as examination
+from corerl_testing import main
 
 OK = Finding(level=Level.OK, what="Python 3")
 OLD = Finding(level=Level.WARNING, what="torch is old", why="it is slow", fix="pip install torch")

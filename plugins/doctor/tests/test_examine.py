@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import PluginNotFound
-from corerl.plugin.registry import Kind, load
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Kind, Level, load
 from corerl_doctor import installation
 from corerl_doctor.child import run_check
 from corerl_doctor.examine import examine

@@ -11,15 +11,13 @@ import pytest
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.schema import ModelConfig
+from corerl.config import ModelConfig
+from corerl.models import Policy
 from corerl.models.layouts import PackedPolicy, WholePolicy
-from corerl.models.policy import Policy
-from corerl.plan.make import make_plan
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level
 from corerl_doctor import layers
 from corerl_doctor.layers import TOLERANCE, compare, compare_layers, plain_model, policy_like, shorten_windows
-from corerl_doctor.smallest import smallest_config
-from corerl_testing.models import tiny_config
+from corerl_testing import make_plan, smallest_config, tiny_config
 from tests.driver.forgetful import LEFT_OUT, model_with
 from tests.in_process import small
 

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from corerl.backend import Backend
-from corerl.plugin import Finding, Level
-from corerl.plugin.registry import Kind
-from corerl.plugin.spec import API
+from corerl.plugin import API, Finding, Kind, Level
 from corerl_doctor.moved import MOVED
 from corerl_doctor.plugins import check_plugins
 

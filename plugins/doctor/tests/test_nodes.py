@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from attrs import frozen
 
-from corerl.plugin.registry import Kind, installed_names
+from corerl.plugin import Kind, installed_names
 from plugins.doctor.tests.sites import distribution, spec
 from tests.cluster.nodes import cluster
 from tests.end_to_end.command import STARTS_WITHIN, write_small
@@ -33,7 +33,7 @@ STORE = 100 * 2**20  # bytes of each node's object store
 MAIN = """
 import sys
 sys.path.insert(0, {packages!r})
-from corerl.cli.main import main
+from corerl_testing import main
 sys.exit(main())
 """
 

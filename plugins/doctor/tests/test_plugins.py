@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corerl.errors import PluginBroken
-from corerl.plugin.registry import Kind
+from corerl.plugin import Kind
 from corerl_doctor.child import CheckStarted
 from corerl_doctor.plugins import check_named, finding_of
 from corerl_sglang import SPEC

@@ -12,9 +12,8 @@ from attrs import asdict, evolve
 from corerl.cluster.nodes import Answer
 from corerl.cluster.runtime import ray_session
 from corerl.plan.resolve import Selection
+from corerl.plugin import Kind, Level
 from corerl.plugin.origins import origins_here
-from corerl.plugin.registry import Kind
-from corerl.plugin.spec import Level
 from corerl_doctor import run
 from corerl_doctor.run import named_by
 

@@ -12,15 +12,15 @@ from attrs import asdict
 
 from corerl.cluster import placement as of_cluster
 from corerl.cluster.placement import Gpu, Slot
-from corerl.config.load import config_of
+from corerl.config import config_of
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, WorkerDied
-from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
+from corerl.plan import Plan
 from corerl.plugin import RunStarted, StepFinished
 from corerl_elastic import Devices, scaling
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
 from corerl_elastic.places import Places
+from corerl_testing import make_plan
 from tests.cluster.test_placement import Rooms as RealRooms
 from tests.cluster.test_placement import rooms_of
 from tests.driver import test_groups

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cli.main import main
-from corerl.config.toml_text import to_plain
 from corerl.driver.run_dir import occupied, write_config
 from corerl_elastic import scaling
 from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
+from corerl_testing import main, to_plain
 from tests.driver.saved import make_config
 
 pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork

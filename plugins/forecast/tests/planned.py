@@ -9,13 +9,11 @@ from unittest import mock
 
 from attrs import evolve
 
-from corerl.config.schema import Config, ExtensionChoice
-from corerl.plan import make
-from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan, PlanReady
-from corerl.plugin import ExtensionSpec, Process
-from corerl.plugin.spec import NoOptions
+from corerl.config import Config
+from corerl.plan import Plan, PlanReady
+from corerl.plugin import ExtensionSpec, NoOptions, Process
 from corerl_forecast.forecast import Forecast, Forecaster
+from corerl_testing import make_plan
 from tests.driver.saved import DATA, config_in
 
 # Four layers of the 8B shape.
@@ -51,19 +49,18 @@ SEES = ExtensionSpec(
     process=Process.DRIVER,
     plans=True,
 )
-EXTENSIONS = (ExtensionChoice(name="plugins.forecast.tests.planned:SEES"),)  # the forecast takes part by itself
+EXTENSIONS = [{"name": "plugins.forecast.tests.planned:SEES"}]  # the forecast takes part by itself
 
 
 def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Config:
     """Of a run on the GPUs of a cluster, which is not asked anything."""
-    config = config_in(tmp_path / "run", backend={"name": backend}, **tables)
-    cluster = evolve(config.cluster, device="cuda", address="10.0.0.1:6379")
-    return evolve(config, cluster=cluster, extensions=EXTENSIONS)
+    config = config_in(tmp_path / "run", backend={"name": backend}, **{"extensions": EXTENSIONS, **tables})
+    return evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
 
 
 def planned_on(there: int, tmp_path: Path, **tables: Any) -> Plan:
     """A run on GPUs of `there` bytes."""
-    with mock.patch.object(make, "device_memory", return_value=there):
+    with mock.patch("corerl.plan.make.device_memory", return_value=there):
         return make_plan(on_gpus(tmp_path, **{"model": {**DATA["model"], "config": LARGE}, **tables}))
 
 

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig
 
-from corerl.models.build import materialize
-from corerl.models.layouts import make_policy
-from corerl.ops.packing import PackedSequences
+from corerl.models import make_policy, materialize
+from corerl.ops import PackedSequences
 from corerl.types import Output
 from corerl_forecast.activations import activations_of
-from corerl_testing.models import tiny_fields
+from corerl_testing import tiny_fields
 
 LOGPROBS = (Output.LOGPROBS,)
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 97, "num_hidden_layers": 2}

@@ -8,14 +8,11 @@ import pytest
 from attrs import evolve
 
 from benchmarks.memory import CASES, predicted
-from corerl.config.schema import ModelConfig
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.parts import size_of
-from corerl.plan.make import make_plan
-from corerl.plan.roles import RolePlan
+from corerl.config import ModelConfig
+from corerl.models import hf_config, meta_model, size_of
 from corerl.types import MemoryKind
 from corerl_forecast.forecast import GIB, PROCESS, Forecaster
+from corerl_testing import make_plan
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, forecaster_of, memory_of, on_gpus, predictions
 from tests.driver.saved import CRITIC, DATA, TEACHER, config_in
 
@@ -111,7 +108,7 @@ def test_memory_that_never_sleeps_counts_in_every_stage(tmp_path: Path) -> None:
         assert stage.total - before[name].total == both - sum(kinds.get(own, {}).values()), name
 
 
-def with_actor(forecaster: Forecaster, actor: RolePlan) -> Forecaster:
+def with_actor(forecaster: Forecaster, actor: Any) -> Forecaster:
     processes = evolve(forecaster.plan.processes, roles={"actor": actor})
     return Forecaster(evolve(forecaster.plan, processes=processes))
 
@@ -158,7 +155,7 @@ def test_a_backends_own_error_is_raised(tmp_path: Path) -> None:
 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
-    assert make_plan(evolve(config_in(tmp_path / "run"), extensions=EXTENSIONS)).notices == ()
+    assert make_plan(config_in(tmp_path / "run", extensions=EXTENSIONS)).notices == ()
 
 
 def test_a_start_notes_the_fullest_stage_alone(tmp_path: Path) -> None:

@@ -9,13 +9,11 @@ from unittest import mock
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import ExtensionChoice
 from corerl.errors import ConfigError
-from corerl.plan import make
-from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
+from corerl.plan import Plan
 from corerl_forecast.extension import settings_of
 from corerl_forecast.forecast import GIB
+from corerl_testing import make_plan
 from plugins.forecast.tests.planned import LARGE, memory_on, on_gpus, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, make_config
 
@@ -61,9 +59,9 @@ def test_what_another_extension_sets_is_counted(tmp_path: Path) -> None:
     there = round(1.15 * needed_on(200 * GIB, tmp_path))
     alone = planned_on(there, tmp_path)
     larger = {"settings": {"train.tokens_per_micro_batch": 32768}}
-    config = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE})
-    config = evolve(config, extensions=(ExtensionChoice(name="tests.plan.planners:FIRST", options=larger),))
-    with mock.patch.object(make, "device_memory", return_value=there):
+    first = {"name": "tests.plan.planners:FIRST", "options": larger}
+    config = on_gpus(tmp_path, model={**DATA["model"], "config": LARGE}, extensions=[first])
+    with mock.patch("corerl.plan.make.device_memory", return_value=there):
         both = make_plan(config)
     assert (settings(alone)[1], settings(both)[1]) == ("none", "full")
     chosen = [line for line in both.notices if "recompute" in line]

@@ -11,14 +11,11 @@ import pytest
 from attrs import evolve
 
 from corerl.config import ClusterInfo
-from corerl.kinds import InPieces, ModelSize
-from corerl.plan import make, resolve
-from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
-from corerl.plugin import SlowPath
-from corerl.plugin.helpers import IN_PIECES
-from corerl.plugin.registry import Kind, Loaded, load
+from corerl.kinds import ModelSize
+from corerl.plan import Plan
+from corerl.plugin import Kind, SlowPath, load
 from corerl_forecast.extension import FLOAT32
+from corerl_testing import make_plan
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, planned_on, predictions
 from tests.driver.saved import CRITIC, DATA, config_in
 
@@ -34,12 +31,12 @@ def told(plan: Plan) -> list[str]:
 def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any] | None = None, **tables: Any) -> Plan:
     """A run on GPUs of this machine, which are large."""
     table = {**DATA["model"], "config": model or LARGE}
-    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": table, **tables})
-    config = evolve(config, cluster=evolve(config.cluster, device="cuda"), extensions=EXTENSIONS)
+    config = config_in(tmp_path / "run", backend={"name": backend}, extensions=EXTENSIONS, **{"model": table, **tables})
+    config = evolve(config, cluster=evolve(config.cluster, device="cuda"))
     with (
-        mock.patch.object(make, "resolve_device", return_value="cuda"),
-        mock.patch.object(make, "has_bfloat16", return_value=True),
-        mock.patch.object(make, "device_memory", return_value=2**40),
+        mock.patch("corerl.plan.make.resolve_device", return_value="cuda"),
+        mock.patch("corerl.plan.make.has_bfloat16", return_value=True),
+        mock.patch("corerl.plan.make.device_memory", return_value=2**40),
     ):
         return make_plan(config)
 
@@ -56,16 +53,14 @@ def test_float32_is_noted_with_its_price(
         f"precision; {FLOAT32}; "
     )
     assert told(planned(tmp_path, train={"precision": "float32"})) == [f"{what}set it to 'bfloat16'"]
-    with mock.patch.object(make, "has_bfloat16", return_value=False):
+    with mock.patch("corerl.plan.make.has_bfloat16", return_value=False):
         plan = planned_on(0, tmp_path, backend="deepspeed")
     assert told(plan) == [f"{what}bfloat16, which the GPU or the backend lacks, would avoid it"]
 
 
 def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": GEMMA2}
-    plan = make_plan(
-        evolve(config_in(tmp_path / "run", model=model, train={"precision": "float32"}), extensions=EXTENSIONS)
-    )
+    plan = make_plan(config_in(tmp_path / "run", model=model, train={"precision": "float32"}, extensions=EXTENSIONS))
     assert plan.notices == ()
 
 
@@ -73,7 +68,7 @@ def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> N
     (line,) = told(planned(tmp_path, model=GEMMA2))
     assert line == (
         "model.config: attention runs on padded rows instead of one kernel over packed tokens, because it caps its "
-        f"scores; {IN_PIECES[InPieces.CAPS]}; no setting avoids it, only another model"
+        "scores; a step takes 1.2 times as long; no setting avoids it, only another model"
     )
 
 
@@ -92,11 +87,11 @@ def test_slow_paths_of_a_backend_are_placed_in_its_table(tmp_path: Path, monkeyp
         seen.append((cluster, size))
         yield SlowPath(path="speed", text="it is low", price="a step takes 3 times as long", instead="raise it")
 
-    def slower(kind: Kind, name: str) -> Loaded:
+    def slower(kind: Kind, name: str) -> Any:
         loaded = load(kind, name)
         return evolve(loaded, spec=evolve(loaded.spec, slow=slow)) if kind is Kind.BACKENDS else loaded
 
-    monkeypatch.setattr(resolve, "load", slower)
+    monkeypatch.setattr("corerl.plan.resolve.load", slower)
     line = "backends.deepspeed.speed: it is low; a step takes 3 times as long; raise it"
     assert told(planned(tmp_path)) == told(planned_on(2**40, tmp_path, backend="deepspeed")) == [line]
     assert [cluster.elsewhere for cluster, _ in seen] == [False, True]

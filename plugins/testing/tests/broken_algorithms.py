@@ -14,12 +14,25 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from corerl.algorithms.advantages import broadcast, group_advantages, sample_rewards
-from corerl.algorithms.base import Advantages, ForwardPass, Objective
+from corerl.algorithms import (
+    ACTOR,
+    Advantages,
+    AlgorithmRun,
+    AlgorithmSpec,
+    ForwardPass,
+    LossInputs,
+    LossResult,
+    Objective,
+    PolicyTokens,
+    RoleKind,
+    TensorMetric,
+    broadcast,
+    group_advantages,
+    sample_rewards,
+)
 from corerl.algorithms.grpo import GRPO, Options
 from corerl.algorithms.grpo import SPEC as PLAIN
-from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens, TensorMetric
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from corerl.plugin import Problem
 from corerl.types import FloatArray, LossSpec, Output, Reduction, SampleBatch
 
 

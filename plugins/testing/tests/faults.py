@@ -9,13 +9,10 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.backend import StateKey
-from corerl.config.options import option
-from corerl.config.schema import ClusterInfo, RoleConfig
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.hooks import Context
-from corerl.plugin.spec import BackendSpec, Problem
+from corerl.config import ClusterInfo, RoleConfig, option
+from corerl.plugin import BackendSpec, Capability, Context, Problem
 from corerl.types import MicroBatch, Output, ParallelLayout
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 from corerl_testing.broken.backends import LeaksBetweenLongSequences
 from corerl_testing.plain.backend import PlainBackend
 from corerl_testing.plain.spec import SPEC as PLAIN

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corerl.messages import one_line
-from corerl.plugin.registry import Kind, installed_names
+from corerl.plugin import Kind, installed_names
 from corerl_testing import algorithm_suite
 from corerl_testing.algorithm_suite import CHECKS
 from corerl_testing.marks import Check, check_of

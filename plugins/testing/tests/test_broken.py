@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corerl.plugin.registry import Kind, load
+from corerl.plugin import Kind, load
 from corerl_testing.broken import BROKEN
 from corerl_testing.subject import Runs, Subject
 from corerl_testing.suite import test_gpu

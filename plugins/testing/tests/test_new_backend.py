@@ -18,9 +18,10 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import corerl
-from corerl.cli.main import main
-from corerl.config.load import load_config
-from corerl.plugin.registry import INSTALL_HINTS, Kind
+from corerl.config import load_config
+from corerl.plugin import Kind
+from corerl.plugin.registry import INSTALL_HINTS
+from corerl_testing import main
 from corerl_testing.new_backend import LONGEST, TEMPLATE
 from tests.end_to_end.command import Command
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl_testing.plugin import undeclared
 
 SUITE = """

@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from corerl.errors import ContractError
-from corerl.plugin.hooks import Context
+from corerl.plugin import Context
 from corerl.types import MemoryKind, MicroBatch, Output, PackedBatch
 from corerl_testing.harness import LOSS, Setup, make_worker, packed_for_training, samples_at, step_at
 from corerl_testing.inprocess import InProcessSender

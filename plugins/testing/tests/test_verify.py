@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cli.main import main
+from corerl_testing import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def verify(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from corerl.cli.main import main; raise SystemExit(main())", "verify", *arguments],
+        [sys.executable, "-c", "from corerl_testing import main; raise SystemExit(main())", "verify", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,

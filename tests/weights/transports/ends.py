@@ -115,7 +115,7 @@ def push(
     rank: int = 0,
 ) -> dict[str, str]:
     """Send as a backend does; returns engine -> why it lacks buckets."""
-    sending = GuardedSender(sender)
+    sending = GuardedSender(sender, verify=False)
     sending.open(manifest, version)
     for bucket in manifest.buckets:
         if sending.sender_of(bucket) in (None, rank):

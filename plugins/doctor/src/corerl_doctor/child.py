@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from attrs import asdict, frozen
 
 from corerl.messages import one_line
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Level
 
 LIMIT = 300.0  # seconds for one check: importing torch from a cold shared file system takes a minute
 # Sets the doctor's own sys.path, as a plugin will see it, before the first import.

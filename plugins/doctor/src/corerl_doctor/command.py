@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.plugin.spec import Finding
+    from corerl.plugin import Finding
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit status: 1 if a finding is an error, else 0."""
     from pathlib import Path
 
-    from corerl.config.load import CONFIG_FILE
+    from corerl.config import CONFIG_FILE
     from corerl.errors import ConfigError
     from corerl.messages import printable
-    from corerl.plugin.spec import Level
+    from corerl.plugin import Level
     from corerl_doctor.examine import examine
 
     name, overrides, run_dir = args.name, list(args.overrides), ""
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _address(file: str, overrides: Sequence[str]) -> str:
-    from corerl.config.load import load_config
+    from corerl.config import load_config
 
     return load_config(file, overrides).cluster.address if file else ""
 

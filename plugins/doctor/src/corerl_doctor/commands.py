@@ -7,8 +7,3 @@ DOCTOR = CommandSpec(
     api=(2, 0),
     summary="diagnose the installation, a plugin or a run",
 )
-MODELS = CommandSpec(
-    implementation="corerl_doctor.models_command:add_arguments",
-    api=(2, 0),
-    summary="list transformers' language models: packed, whole, or refused and why",
-)

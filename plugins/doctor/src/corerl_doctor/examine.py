@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from corerl.config.load import load_config
-from corerl.config.schema import Config
+from corerl.config import Config, load_config
 from corerl.errors import ConfigError
 from corerl.observability.jsonl import NOTICES_FILE, read_notices
 from corerl.plan.resolve import selected
-from corerl.plugin.registry import Entry, Kind
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin import Finding, Kind, Level
+from corerl.plugin.registry import Entry
 from corerl_doctor import installation
 from corerl_doctor.child import run_check, run_checks
 

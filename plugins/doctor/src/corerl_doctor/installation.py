@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from corerl.ops.buildable import lacking
+from corerl.ops import lacking
+from corerl.plugin import Finding, Kind, Level, ok
 from corerl.plugin.origins import installing, unmet
-from corerl.plugin.registry import Entry, Kind, scan
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.plugin.registry import Entry, scan
 
 PIP = "python -m pip"
 LIBRARIES = ("torch", "transformers", "ray", "numpy")

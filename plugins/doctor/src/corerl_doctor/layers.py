@@ -17,17 +17,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.schema import ModelConfig, RoleConfig
-from corerl.models.build import build_on_meta, materialize, stored_buffers
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model, model_files
+from corerl.config import ModelConfig, RoleConfig
+from corerl.models import (
+    Policy,
+    buffer_chunks,
+    build_on_meta,
+    hf_boxes,
+    hf_config,
+    local_chunks,
+    make_policy,
+    materialize,
+    meta_model,
+    routers,
+    stored_buffers,
+)
+from corerl.models.files import model_files
 from corerl.models.initial import RandomSource, initials
-from corerl.models.layouts import WholePolicy, make_policy, own_attention
-from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
-from corerl.models.policy import Policy
-from corerl.models.routing import routers
-from corerl.ops.packing import PackedSequences
-from corerl.plugin.spec import Finding, Level, ok
+from corerl.models.layouts import WholePolicy, own_attention
+from corerl.ops import PackedSequences
+from corerl.plugin import Finding, Level, ok
 from corerl.types import Output, offsets_of
 from corerl.weights.chunks import fill
 from corerl_doctor.child import CheckStarted, Report

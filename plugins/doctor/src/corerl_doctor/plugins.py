@@ -9,22 +9,12 @@ from typing import Any
 
 from attrs import evolve
 
-from corerl.config.schema import ClusterInfo
+from corerl.config import ClusterInfo
 from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.messages import did_you_mean
-from corerl.plugin.registry import (
-    INSTALL_HINTS,
-    Entry,
-    Kind,
-    Loaded,
-    installed_names,
-    kinds_of,
-    load,
-    load_implementation,
-    locate,
-    usable,
-)
-from corerl.plugin.spec import API, BackendSpec, Finding, Level, all_ranks, ok
+from corerl.plugin import API, BackendSpec, Finding, Kind, Level, installed_names, load, load_implementation, ok
+from corerl.plugin.registry import INSTALL_HINTS, Entry, Loaded, kinds_of, locate, usable
+from corerl.plugin.spec import all_ranks
 from corerl_doctor.child import CheckStarted, Report
 from corerl_doctor.installation import PIP
 from corerl_doctor.moved import replaced
@@ -121,7 +111,7 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
     """Whether the backend keeps the hook contract, as a worker checks before the first call."""
-    from corerl.plugin.hooks import Context
+    from corerl.plugin import Context
     from corerl.plugin.host import PluginHost
 
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")

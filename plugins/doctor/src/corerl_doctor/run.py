@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from corerl.algorithms import ACTOR
 from corerl.cluster.nodes import ask_each_node
 from corerl.cluster.runtime import ray_session
-from corerl.config.load import load_config
+from corerl.config import load_config
 from corerl.errors import CorerlError, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import ProcessPlan
 from corerl.plan.resolve import Selection, ignored_tables, selected
+from corerl.plugin import Finding, Kind, Level, ok
 from corerl.plugin.origins import Origin, origins_here
-from corerl.plugin.registry import Kind
-from corerl.plugin.spec import ACTOR, Finding, Level, ok
 from corerl_doctor.child import CheckStarted, Report
 
 ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins

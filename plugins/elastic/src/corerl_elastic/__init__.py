@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from corerl_elastic.scaling import Spent as Spent
     from corerl_elastic.scaling import balance as balance
 else:
-    from corerl.imports import on_demand
+    from corerl.plugin import on_demand
 
     __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from corerl.config.functions import imported
+from corerl.algorithms import ACTOR
+from corerl.config import imported
 from corerl.driver.control import Control
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
-from corerl.plan.plan import PlanReady
-from corerl.plan.processes import ENGINES
+from corerl.plan import ENGINES, PlanReady
 from corerl.plugin import Event, PlanAnswer, ProcessFailure, RunControl, RunStarted, StepFinished
-from corerl.plugin.spec import ACTOR
 from corerl_elastic.config import ElasticOptions
 from corerl_elastic.fewer import fewer
 from corerl_elastic.places import Places

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from corerl.errors import ConfigError, UserError
 from corerl.messages import one_line
-from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES
-from corerl.plan.settle import REPLICAS
+from corerl.plan import ENGINES, REPLICAS, Plan
 from corerl_elastic.places import Places
 
 

@@ -23,11 +23,11 @@ def run(args: argparse.Namespace) -> int:
     import sys
     from pathlib import Path
 
-    from corerl.config.load import CONFIG_FILE, load_config
+    from corerl.config import CONFIG_FILE, load_config
     from corerl.driver.run_dir import is_occupied
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean_path
-    from corerl.plan.settle import with_other_sizes
+    from corerl.plan import with_other_sizes
     from corerl_elastic.scaling import ask
 
     run_dir = Path(args.what)

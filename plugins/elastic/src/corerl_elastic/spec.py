@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from corerl.config import ClusterInfo
-from corerl.config.functions import imported
+from corerl.config import ClusterInfo, imported
 from corerl.errors import ConfigError
 from corerl.plugin import CommandSpec, ExtensionSpec, Problem, Process
 from corerl_elastic.config import ElasticOptions

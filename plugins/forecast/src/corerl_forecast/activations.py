@@ -21,11 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig
 
-from corerl.models.build import decoder_layers, recompute_layers
-from corerl.models.files import Described
-from corerl.models.layouts import make_policy
-from corerl.models.policy import Policy
-from corerl.ops.packing import PackedSequences
+from corerl.models import Described, Policy, decoder_layers, make_policy, recompute_layers
+from corerl.ops import PackedSequences
 from corerl.types import Output
 
 KNOWN = 64  # passes whose memory a process keeps: roles of one model ask alike

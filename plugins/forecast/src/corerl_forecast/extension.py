@@ -8,14 +8,10 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import evolve
 
-from corerl.config.schema import ClusterInfo, Config
-from corerl.config.toml_text import to_plain
-from corerl.models.parts import size_of
-from corerl.plan.plan import PlanReady
-from corerl.plan.resolve import place_of, role_options
-from corerl.plugin import PlanAnswer
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import SlowPath
+from corerl.config import ClusterInfo, Config
+from corerl.models import size_of
+from corerl.plan import PlanReady, place_of, role_options
+from corerl.plugin import Capability, PlanAnswer, SlowPath
 
 Choice: TypeAlias = Literal["none", "full"]
 # Of whole steps, of `python -m benchmarks.train_step` on an H100: docs/models.md has the table of all.
@@ -70,7 +66,7 @@ def settings_of(choices: Mapping[str, Choice], asked: Config) -> dict[str, Any]:
     if len(set(shared.values())) == 1:
         settings["train.recompute"] = next(iter(shared.values()))
     elif shared:
-        full = to_plain(evolve(asked.train, recompute="full"))
+        full = evolve(asked.train, recompute="full")
         settings |= {"train.recompute": "none"}
         settings |= {f"roles.{role}.train": full for role, choice in shared.items() if choice == "full"}
     return settings

@@ -9,11 +9,11 @@ from typing import Any
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.config.schema import ClusterInfo
+from corerl.config import ClusterInfo
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.parts import size_of
-from corerl.plugin.spec import BackendSpec, RankMemory
+from corerl.models import size_of
+from corerl.plugin import BackendSpec, RankMemory
 from corerl.types import MemoryKind, Output
 from corerl_forecast.activations import activations_of
 

@@ -7,17 +7,13 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
+from corerl.algorithms import ACTOR
 from corerl.errors import ModelError
-from corerl.models.files import meta_model
-from corerl.models.parts import size_of
-from corerl.plan.plan import PlanReady
-from corerl.plan.processes import ENGINES
-from corerl.plan.residency import FORWARD, UPDATE, train_stage
-from corerl.plan.resolve import role_options
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import ACTOR
+from corerl.models import meta_model, size_of
+from corerl.plan import ENGINES, FORWARD, UPDATE, PlanReady, role_options, train_stage
+from corerl.plugin import Capability
 from corerl.types import MemoryKind
-from corerl.weights.manifest import proportionate_bucket
+from corerl.weights import proportionate_bucket
 from corerl_forecast.footprint import RoleMemory, role_memory
 
 GIB = 2**30

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from corerl.plugin import ExtensionSpec, Process
-from corerl.plugin.spec import NoOptions
+from corerl.plugin import ExtensionSpec, NoOptions, Process
 
 SPEC = ExtensionSpec(
     implementation="corerl_forecast.extension:Forecasting",

@@ -7,14 +7,16 @@ if TYPE_CHECKING:
     from corerl.backend.primitives import SAVED as SAVED
     from corerl.checkpoint.format import WEIGHTS as WEIGHTS
     from corerl.checkpoint.writer import BackgroundWriter as BackgroundWriter
+    from corerl.cli.main import main as main
+    from corerl.config.toml_text import to_plain as to_plain
     from corerl.data.packing import StepPlan as StepPlan
     from corerl.data.packing import pack as pack
     from corerl.driver.advantages import compute_advantages as compute_advantages
+    from corerl.engines import Stops as Stops
     from corerl.engines.continuation import append as append
     from corerl.engines.continuation import continued as continued
     from corerl.engines.specs import TRANSFORMERS as TRANSFORMERS
     from corerl.engines.specs import TransformersConfig as TransformersConfig
-    from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import until_stop as until_stop
     from corerl.engines.transformers import TransformersEngine as TransformersEngine
     from corerl.models.build import named_weights as named_weights
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
     from corerl.weights.quantize import quantize as quantize
     from corerl.weights.quantize import to_blocks as to_blocks
     from corerl.weights.transport import GuardedSender as GuardedSender
-    from corerl_doctor.smallest import drawn_model as drawn_model
-    from corerl_doctor.smallest import smallest_config as smallest_config
     from corerl_testing.allocations import Allocations as Allocations
     from corerl_testing.compare import Tensors as Tensors
     from corerl_testing.compare import Trajectory as Trajectory
@@ -92,6 +92,8 @@ if TYPE_CHECKING:
     from corerl_testing.routing import token_mean as token_mean
     from corerl_testing.scenarios.training import EXPERTS as EXPERTS
     from corerl_testing.scenarios.training import Trained as Trained
+    from corerl_testing.smallest import drawn_model as drawn_model
+    from corerl_testing.smallest import smallest_config as smallest_config
     from corerl_testing.subject import CASES as CASES
     from corerl_testing.subject import PACKINGS as PACKINGS
     from corerl_testing.subject import PLAIN as PLAIN
@@ -109,6 +111,6 @@ if TYPE_CHECKING:
     from corerl_testing.tolerances import Tolerance as Tolerance
     from corerl_testing.trial import Trial as Trial
 else:
-    from corerl.imports import on_demand
+    from corerl.plugin import on_demand
 
     __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -2,6 +2,11 @@
 
 from corerl.plugin import CommandSpec
 
+MODELS = CommandSpec(
+    implementation="corerl_testing.models_command:add_arguments",
+    api=(2, 0),
+    summary="list transformers' language models: packed, whole, or refused and why",
+)
 NEW_BACKEND = CommandSpec(
     implementation="corerl_testing.new_backend:add_arguments",
     api=(2, 0),

@@ -18,7 +18,7 @@ import torch
 from attrs import field, frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.checkpoint.reader import CheckpointSource
+from corerl.checkpoint import CheckpointSource
 from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
 from corerl_testing.harness import State
 from corerl_testing.require import require, require_equal, require_near

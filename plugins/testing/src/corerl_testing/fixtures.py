@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from corerl.config.load import config_of
-from corerl.config.schema import ClusterInfo
-from corerl.config.structuring import structure
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import Variant
+from corerl.config import ClusterInfo, config_of, structure
+from corerl.plugin import Capability, Kind, Variant, load
+from corerl.plugin.registry import Loaded
 from corerl_testing.outcomes import SELECTED, gpus
 from corerl_testing.pool import OneRank, RankPool, Ranks
 

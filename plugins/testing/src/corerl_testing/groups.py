@@ -13,25 +13,26 @@ from typing import Any
 import numpy as np
 from attrs import evolve, frozen
 
+from corerl.algorithms import ACTOR
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
 from corerl.cluster.placement import Slot, reserved
 from corerl.cluster.runtime import ray_session
-from corerl.config.schema import BackendChoice, Config, ExtensionChoice, ModelConfig, RoleChoice, RolesConfig
-from corerl.engines.base import EngineContext, GenerateRequest, SamplingParams
+from corerl.config import Config, ModelConfig
+from corerl.config.schema import BackendChoice, ExtensionChoice, RoleChoice, RolesConfig
+from corerl.engines import EngineContext, GenerateRequest, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed
-from corerl.event_loop import EventLoop
 from corerl.plan.models import build_models, load_configs
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, plan_role
+from corerl.plugin import Kind, load
 from corerl.plugin.origins import origins_of
-from corerl.plugin.registry import Kind, load
-from corerl.plugin.spec import ACTOR
+from corerl.rollout import EventLoop
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import FloatArray, Output, SampleBatch, TrainResult, offsets_of
-from corerl.weights.transport import Address
+from corerl.weights import Address
 from corerl_testing import wrappers
 from corerl_testing.harness import LOSS, Setup, samples_at, step_at
 

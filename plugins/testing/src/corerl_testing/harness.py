@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from attrs import evolve, field, frozen
 
-from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
-from corerl.backend.primitives import SAVED, StateKey
+from corerl.algorithms import LossInputs, LossResult, TensorMetric
+from corerl.backend import StateKey
+from corerl.backend.primitives import SAVED
 from corerl.checkpoint.format import BUFFER
-from corerl.config.schema import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
-from corerl.data.packing import pack, plan_forward, plan_part, plan_steps
+from corerl.config import LoraConfig, ModelConfig, OptimizerConfig, RoleConfig, TrainConfig, WeightsConfig
+from corerl.data import plan_forward, plan_steps
+from corerl.data.packing import pack, plan_part
 from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
-from corerl.plugin.hooks import Context
+from corerl.plugin import Context, Kind, load
 from corerl.plugin.origins import origins_of
-from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, WeightSender
+from corerl.weights import Address, Bucket, Manifest, WeightSender
 
 
 class InProcessSender(WeightSender):

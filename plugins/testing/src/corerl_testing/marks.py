@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import pytest
 from attrs import frozen
 
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
+from corerl.plugin import Capability, Kind, load
 
 F = TypeVar("F", bound=Callable[..., Any])
 

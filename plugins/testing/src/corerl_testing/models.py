@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from corerl_doctor.smallest import drawn_model
+from corerl_testing.smallest import drawn_model
 
 KINDS = ("qwen3", "qwen3-tied", "qwen2", "llama", "qwen3-moe")
 BUFFERS = "glm4-moe"  # has weights in buffers

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
 def check_name(name: str) -> None:
     """Raise UserError if the name is invalid or already taken."""
     from corerl.errors import UserError
-    from corerl.plugin.registry import INSTALL_HINTS, Kind, scan
+    from corerl.plugin import Kind
+    from corerl.plugin.registry import INSTALL_HINTS, scan
 
     if not re.fullmatch("[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise UserError(

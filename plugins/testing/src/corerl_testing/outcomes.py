@@ -10,9 +10,8 @@ import pytest
 from attrs import asdict, define, field, frozen
 
 from corerl.errors import CorerlError
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import BackendSpec
+from corerl.plugin import BackendSpec, Capability, Kind, load
+from corerl.plugin.registry import Loaded
 from corerl_testing.marks import MARK, Check
 
 SEED = 0

@@ -22,9 +22,8 @@ from typing import Any
 import pytest
 
 from corerl.messages import did_you_mean, one_line
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
-from corerl.plugin.spec import RANKS_OF_VARIANTS, Variant
+from corerl.plugin import Capability, Kind, Variant, load
+from corerl.plugin.spec import RANKS_OF_VARIANTS
 from corerl_testing.causes import usual
 from corerl_testing.marks import LEVELS, MARK, Check, with_variants
 from corerl_testing.outcomes import (

@@ -11,11 +11,11 @@ from typing import Any
 
 import attrs
 
-from corerl.config.structuring import structure
+from corerl.config import structure
 from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
-from corerl.plugin.registry import Kind, Loaded
-from corerl.plugin.spec import API
+from corerl.plugin import API, Kind
+from corerl.plugin.registry import Loaded
 from corerl_testing.require import require
 
 HEAVY = ("torch", "ray", "transformers")

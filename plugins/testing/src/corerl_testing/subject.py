@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import pytest
 from attrs import evolve, field, frozen
 
-from corerl.checkpoint.commit import begin, commit
-from corerl.config.schema import ClusterInfo
-from corerl.config.structuring import structure
-from corerl.plugin.registry import Kind, load
-from corerl.plugin.spec import BackendSpec
+from corerl.checkpoint import begin
+from corerl.checkpoint.commit import commit
+from corerl.config import ClusterInfo, structure
+from corerl.plugin import BackendSpec, Kind, load
 from corerl_testing.compare import Trajectory, together
 from corerl_testing.harness import Setup
 from corerl_testing.models import write_tiny_model

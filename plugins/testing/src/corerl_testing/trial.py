@@ -10,20 +10,17 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from corerl.algorithms.base import Advantages
-from corerl.algorithms.losses import LossInputs, LossResult
-from corerl.algorithms.metrics import MetricSum
+from corerl.algorithms import ACTOR, Advantages, AlgorithmSpec, LossInputs, LossResult
 from corerl.algorithms.overlong import without_truncated
-from corerl.algorithms.registry import resolve_loss
-from corerl.backend.batches import to_device
-from corerl.config.load import config_of
-from corerl.config.schema import Config
-from corerl.data.packing import pack, plan_steps
+from corerl.backend import MetricSum, resolve_loss, to_device
+from corerl.config import Config, config_of
+from corerl.data import plan_steps
+from corerl.data.packing import pack
 from corerl.driver.advantages import compute_advantages
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
-from corerl.plugin.registry import Kind, Loaded, load
-from corerl.plugin.spec import ACTOR, AlgorithmSpec
+from corerl.plugin import Kind, load
+from corerl.plugin.registry import Loaded
 from corerl.types import (
     Array,
     FloatArray,

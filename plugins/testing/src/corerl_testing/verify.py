@@ -88,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _backend(args: argparse.Namespace) -> list[str]:
     """The arguments of pytest for the backend. Raises CorerlError if there is none of this name."""
-    from corerl.config.load import config_of
+    from corerl.config import config_of
     from corerl.errors import UserError
     from corerl.plan.resolve import resolve_tables
-    from corerl.plugin.registry import Kind, load
+    from corerl.plugin import Kind, load
 
     if options := [each for each in args.names if "=" in each]:
         raise UserError(
@@ -119,9 +119,9 @@ def _backend(args: argparse.Namespace) -> list[str]:
 
 def _algorithm(args: argparse.Namespace) -> list[str]:
     """The arguments of pytest for the algorithm. Raises CorerlError if there is none, or a setting is wrong."""
-    from corerl.config.load import config_of
+    from corerl.config import config_of
     from corerl.plan.resolve import resolve_tables
-    from corerl.plugin.registry import Kind, load
+    from corerl.plugin import Kind, load
 
     load(Kind.ALGORITHMS, args.algorithm)
     given = {"backend": {"name": "plain"}, "rollout": {"engine": "fake"}, "algorithm": {"name": args.algorithm}}

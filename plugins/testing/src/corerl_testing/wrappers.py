@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from corerl.plugin.spec import API, ExtensionSpec, Process
+from corerl.plugin import API, ExtensionSpec, Process
 
 NAMES = ("FIRST", "SECOND", "THIRD")
 

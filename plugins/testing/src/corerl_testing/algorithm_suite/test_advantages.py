@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.algorithms.base import Advantages
+from corerl.algorithms import Advantages
 from corerl.algorithms.overlong import without_truncated
 from corerl.types import Array, Output, rows_at
 from corerl_testing.marks import algorithm_check as check

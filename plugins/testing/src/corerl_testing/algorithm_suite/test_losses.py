@@ -9,11 +9,10 @@ import numpy as np
 import torch
 from attrs import evolve
 
+from corerl.algorithms import ACTOR, PolicyTokens, RoleKind
 from corerl.algorithms.kl import penalty
-from corerl.algorithms.losses import PolicyTokens
-from corerl.algorithms.metrics import MetricSum
+from corerl.backend import MetricSum
 from corerl.driver.metrics import train_metrics
-from corerl.plugin.spec import ACTOR, RoleKind
 from corerl.types import Array, Metric, MicroBatch, Output, Reduction, rows_at
 from corerl_testing.marks import algorithm_check as check
 from corerl_testing.tolerances import DIFFERENCES, FLOAT64

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import attrs
 
-from corerl.algorithms.base import Algorithm, ForwardPass, Objective
+from corerl.algorithms import ACTOR, Algorithm, ForwardPass, Objective, RoleKind
+from corerl.config import structure
 from corerl.config.schema import AlgorithmConfig
-from corerl.config.structuring import structure
 from corerl.data.packing import AGGREGATIONS
 from corerl.plan.algorithm import against_algorithm, check_algorithm
 from corerl.plan.resolve import plugins_of
-from corerl.plugin.registry import Kind, load_implementation
-from corerl.plugin.spec import ACTOR, RoleKind
+from corerl.plugin import Kind, load_implementation
 from corerl.types import Output
 from corerl_testing.marks import algorithm_check as check
 from corerl_testing.spec_checks import (

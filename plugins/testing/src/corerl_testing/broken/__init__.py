@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from attrs import evolve, frozen
 
-from corerl.config.schema import ClusterInfo
+from corerl.config import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.spec import BackendSpec, RankMemory, Variant
+from corerl.plugin import BackendSpec, Capability, RankMemory, Variant
 from corerl_testing.plain.spec import SPEC as PLAIN
 from corerl_testing.plain.spec import PlainConfig, memory
 

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from attrs import evolve
 from safetensors.torch import save as serialized
 
-from corerl.backend import StateKey
-from corerl.backend.batches import OutputCollector
+from corerl.backend import OutputCollector, StateKey, adamw, moments
 from corerl.backend.experts import COLUMN
-from corerl.backend.optimizer import adamw, moments
 from corerl.backend.primitives import SAVED
+from corerl.checkpoint import stage, write
 from corerl.checkpoint.format import tensor_file, write_index
-from corerl.checkpoint.writer import stage, with_sums, write
-from corerl.config.schema import RoleConfig
+from corerl.checkpoint.writer import with_sums
+from corerl.config import RoleConfig
 from corerl.errors import SaveFailed
 from corerl.models.lora import LoraLinear
-from corerl.plugin.hooks import Context
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -44,9 +43,7 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
-from corerl.weights.chunks import Chunk, TensorSource
-from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import WeightSender
+from corerl.weights import Bucket, Chunk, Manifest, TensorSource, WeightSender, build_manifest
 from corerl_testing.plain.backend import PlainBackend
 
 # ---- the contract of hooks -------------------------------------------------------------------------------------------

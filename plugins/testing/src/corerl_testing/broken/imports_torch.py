@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from corerl.plugin.capabilities import Capability, unsupported
+from corerl.plugin import Capability, unsupported
 from corerl_testing.plain.spec import SPEC as PLAIN
 
 SPEC = evolve(

@@ -9,20 +9,39 @@ from collections.abc import Iterable, Sequence, Set
 import numpy as np
 import torch
 
-from corerl.backend import Backend, LossInputs, MetricSum, StateKey, resolve_loss
-from corerl.backend.batches import OutputCollector
-from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
-from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
-from corerl.config.schema import RoleConfig
-from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
+from corerl.backend import (
+    Backend,
+    LossInputs,
+    MetricSum,
+    OutputCollector,
+    StateKey,
+    adamw,
+    moments,
+    replayed_experts,
+    require_balance,
+    resolve_loss,
+    set_adam_step,
+    set_lr,
+)
+from corerl.backend.experts import ExpertLoad
+from corerl.config import RoleConfig
+from corerl.models import (
+    VALUE_HEAD,
+    Routers,
+    buffer_chunks,
+    build_on_meta,
+    hf_boxes,
+    hf_config,
+    local_chunks,
+    materialize,
+    meta_model,
+    parts_of,
+    put_adapters,
+    trained_parameters,
+)
 from corerl.models.layouts import choose_layout
-from corerl.models.lora import put_adapters, trained_parameters
-from corerl.models.names import buffer_chunks, hf_boxes, local_chunks
-from corerl.models.parts import parts_of
-from corerl.models.routing import Routed, Routers
-from corerl.plugin.hooks import Context
+from corerl.models.routing import Routed
+from corerl.plugin import Context
 from corerl.types import (
     ForwardResult,
     GradientResult,
@@ -35,7 +54,7 @@ from corerl.types import (
     Step,
     StepResult,
 )
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
 
 
 class PlainBackend(Backend):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from attrs import frozen
 
-from corerl.config.schema import ClusterInfo
+from corerl.config import ClusterInfo
 from corerl.kinds import MemoryKind, ModelSize
-from corerl.plugin.capabilities import FULL, Capability, not_implemented, unsupported
-from corerl.plugin.spec import BackendSpec, RankMemory
+from corerl.plugin import FULL, BackendSpec, Capability, RankMemory, not_implemented, unsupported
 
 FLOAT32 = 4
 LOGITS = 6  # tensors of the size of all logits, at the peak of the backward pass

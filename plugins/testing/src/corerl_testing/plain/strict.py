@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 import numpy as np
 from attrs import evolve
 
-from corerl.config.schema import RoleConfig
+from corerl.config import RoleConfig
 from corerl.errors import ContractError
-from corerl.plugin.hooks import VERBS, Context
+from corerl.plugin import Context
+from corerl.plugin.hooks import VERBS
 from corerl.types import (
     Array,
     ForwardResult,
@@ -32,7 +33,7 @@ from corerl.types import (
     UpdateResult,
     WakeResult,
 )
-from corerl.weights.transport import WeightSender
+from corerl.weights import WeightSender
 from corerl_testing.plain.backend import PlainBackend
 
 

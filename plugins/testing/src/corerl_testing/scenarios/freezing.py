@@ -6,12 +6,10 @@ from collections.abc import Mapping
 
 from attrs import evolve, frozen
 
-from corerl.backend.primitives import StateKey
-from corerl.config.schema import ClusterInfo
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.parts import size_of
-from corerl.plugin.registry import Kind, load
+from corerl.backend import StateKey
+from corerl.config import ClusterInfo
+from corerl.models import hf_config, meta_model, size_of
+from corerl.plugin import Kind, load
 from corerl.types import ForwardResult, MemoryKind, SleepResult
 from corerl_testing.harness import Setup, error_of, forward, make_samples, running, step_at, train
 from corerl_testing.inprocess import InProcessSender

@@ -7,7 +7,7 @@ from functools import partial
 
 from attrs import evolve, frozen
 
-from corerl.backend.primitives import StateKey
+from corerl.backend import StateKey
 from corerl.data.packing import count_loss_tokens
 from corerl.trainer.worker import Worker
 from corerl.types import ForwardResult, MemoryKind, Output, PackedBatch, SampleBatch, TrainResult

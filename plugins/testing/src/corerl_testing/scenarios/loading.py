@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 
-from corerl.backend.primitives import StateKey
-from corerl.memory.storage import resident_bytes
+from corerl.backend import StateKey
+from corerl.memory import resident_bytes
 from corerl.types import (
     MemoryKind,
 )
-from corerl.weights.chunks import Chunk, TensorSource
+from corerl.weights import Chunk, TensorSource
 from corerl_testing.allocations import Allocations
 from corerl_testing.harness import (
     Setup,

@@ -9,13 +9,11 @@ import torch
 from attrs import field, frozen
 from torch._subclasses import FakeTensor
 
-from corerl.backend.primitives import StateKey
-from corerl.config.schema import ClusterInfo
-from corerl.memory.storage import resident_bytes
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.parts import size_of
-from corerl.plugin.registry import Kind, load
+from corerl.backend import StateKey
+from corerl.config import ClusterInfo
+from corerl.memory import resident_bytes
+from corerl.models import hf_config, meta_model, size_of
+from corerl.plugin import Kind, load
 from corerl.trainer.worker import Worker
 from corerl.types import (
     MemoryKind,
@@ -23,7 +21,7 @@ from corerl.types import (
     TrainResult,
     WakeResult,
 )
-from corerl.weights.adapters import is_adapter
+from corerl.weights import is_adapter
 from corerl_testing.harness import (
     Setup,
     State,

@@ -11,9 +11,9 @@ import torch
 from attrs import evolve, frozen
 
 from corerl.checkpoint.reader import written_ranks
-from corerl.data.packing import plan_forward
+from corerl.data import plan_forward
 from corerl.errors import CorerlError
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import (
     MemoryKind,
     MicroBatch,
@@ -22,7 +22,7 @@ from corerl.types import (
     ParallelLayout,
     TrainResult,
 )
-from corerl.weights.transport import Address
+from corerl.weights import Address
 from corerl_testing.harness import (
     LOSS,
     Setup,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve, field, frozen
 
-from corerl.backend.primitives import StateKey
+from corerl.backend import StateKey
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,

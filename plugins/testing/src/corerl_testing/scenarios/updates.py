@@ -11,7 +11,7 @@ from corerl.types import (
     Array,
     UpdateResult,
 )
-from corerl.weights.manifest import Bucket
+from corerl.weights import Bucket
 from corerl_testing.allocations import Allocations
 from corerl_testing.harness import (
     Setup,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin, latest
-from corerl.checkpoint.reader import CheckpointSource
+from corerl.checkpoint import CheckpointSource, begin
+from corerl.checkpoint.commit import latest
 from corerl.errors import SaveFailed
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl_testing.compare import (
     SAVED,
     assert_losses,

@@ -12,8 +12,8 @@ from attrs import evolve
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from corerl.models.build import VALUE_HEAD_WEIGHT
-from corerl.plugin.capabilities import Capability
+from corerl.models import VALUE_HEAD_WEIGHT
+from corerl.plugin import Capability
 from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     assert_follows,

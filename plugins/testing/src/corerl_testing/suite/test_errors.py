@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
-from corerl.plugin.capabilities import Capability
+from corerl.checkpoint import begin
+from corerl.plugin import Capability
 from corerl.plugin.registry import Loaded
 from corerl_testing.compare import loss_of
 from corerl_testing.marks import check

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     SAVED,

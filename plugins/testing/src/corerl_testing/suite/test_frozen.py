@@ -9,7 +9,7 @@ import numpy as np
 from attrs import evolve
 
 from corerl.config.schema import Precision
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import FloatArray, ForwardResult, Output
 from corerl_testing.compare import in_order
 from corerl_testing.harness import make_samples

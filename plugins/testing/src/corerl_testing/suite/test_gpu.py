@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import MemoryKind, Output
 from corerl_testing import gpu_scenarios
 from corerl_testing.compare import (

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import Output
 from corerl_testing.compare import (
     Trajectory,

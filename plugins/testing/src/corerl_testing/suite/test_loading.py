@@ -11,10 +11,8 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import ClusterInfo
-from corerl.config.structuring import structure
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
+from corerl.config import ClusterInfo, structure
+from corerl.plugin import Capability, Kind, load
 from corerl_testing.compare import (
     different,
     files_of,

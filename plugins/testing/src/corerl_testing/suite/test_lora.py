@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.checkpoint.commit import begin
-from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.schema import LoraConfig
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
+from corerl.checkpoint import CheckpointSource, begin
+from corerl.config import LoraConfig
+from corerl.plugin import Capability, Kind, load
 from corerl.types import Array
-from corerl.weights.adapters import adapters_of, is_adapter
+from corerl.weights import adapters_of, is_adapter
 from corerl_testing.compare import (
     SAVED,
     Tensors,

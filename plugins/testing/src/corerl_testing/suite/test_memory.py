@@ -8,8 +8,7 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Precision
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, load
+from corerl.plugin import Capability, Kind, load
 from corerl.types import MemoryKind
 from corerl_testing.compare import (
     SAVED,

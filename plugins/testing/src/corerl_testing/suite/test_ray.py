@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import ClusterInfo
-from corerl.config.structuring import structure
+from corerl.config import ClusterInfo, structure
 from corerl.errors import PluginIncompatible
-from corerl.plugin.registry import Kind, Loaded, scan
+from corerl.plugin import Kind
+from corerl.plugin.registry import Loaded, scan
 from corerl.plugin.transports import transport_named
 from corerl_testing.compare import metrics_of
 from corerl_testing.marks import check

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from attrs import evolve
 
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl_testing.marks import check
 from corerl_testing.models import drawn_model, tiny_config
 from corerl_testing.routing import assert_balances, assert_replays

@@ -16,16 +16,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from corerl.config.schema import ClusterInfo
-from corerl.config.structuring import structure
+from corerl.config import ClusterInfo, structure
 from corerl.config.toml_text import to_plain
 from corerl.errors import Unsupported
 from corerl.messages import one_line
-from corerl.plugin.capabilities import Capability, check_capabilities
+from corerl.plugin import BackendSpec, Capability, Kind, Problem, Resources, load_implementation
+from corerl.plugin.capabilities import check_capabilities
 from corerl.plugin.contract import backend_methods
 from corerl.plugin.host import BackendBase
-from corerl.plugin.registry import Kind, Loaded, load_implementation
-from corerl.plugin.spec import BackendSpec, Problem, Resources
+from corerl.plugin.registry import Loaded
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
 from corerl_testing.spec_checks import (

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Precision
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl.types import FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     assert_follows,

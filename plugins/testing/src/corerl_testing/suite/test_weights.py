@@ -15,9 +15,9 @@ from attrs import evolve
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from corerl.config.schema import WeightsConfig
-from corerl.models.build import stored_buffers
-from corerl.plugin.capabilities import Capability
+from corerl.config import WeightsConfig
+from corerl.models import stored_buffers
+from corerl.plugin import Capability
 from corerl_testing.compare import (
     assert_follows,
     files_of,

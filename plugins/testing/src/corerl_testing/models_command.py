@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from corerl_doctor.matrix import Row
+    from corerl_testing.matrix import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """1 if what an accepted model computes is not what transformers does."""
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean
-    from corerl_doctor.matrix import Status, model_types, rows
+    from corerl_testing.matrix import Status, model_types, rows
 
     known = model_types()
     for each in args.types:
@@ -51,7 +51,7 @@ def _line(row: Row) -> str:
 
 
 def _summary(found: Sequence[Row]) -> str:
-    from corerl_doctor.matrix import Status
+    from corerl_testing.matrix import Status
 
     counts = {status: sum(row.status is status for row in found) for status in Status}
     return ", ".join(f"{count} {status}" for status, count in counts.items() if count)

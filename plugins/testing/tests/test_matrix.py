@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corerl.models import parts
-from corerl_doctor.matrix import TOLERANCE, Row, Status, examine, model_types, rows
+from corerl_testing.matrix import TOLERANCE, Row, Status, examine, model_types, rows
 
 # What the documentation's page of models says of each type.
 PUBLISHED = {

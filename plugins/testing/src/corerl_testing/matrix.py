@@ -23,14 +23,11 @@ from transformers.utils import logging
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models.build import build_on_meta, materialize, stored_buffers
-from corerl.models.files import meta_model
-from corerl.models.layouts import choose_layout, make_policy
-from corerl.models.names import hf_boxes
-from corerl.models.policy import Policy
-from corerl.ops.packing import PackedSequences
+from corerl.models import Policy, build_on_meta, hf_boxes, make_policy, materialize, meta_model, stored_buffers
+from corerl.models.layouts import choose_layout
+from corerl.ops import PackedSequences
 from corerl.types import Output
-from corerl_doctor.smallest import drawn_model, smallest_config
+from corerl_testing.smallest import drawn_model, smallest_config
 
 LIMIT = 60  # seconds for one type
 LENGTHS = (24, 9, 17)  # tokens of the sequences that are compared, longer than the smallest configs' windows

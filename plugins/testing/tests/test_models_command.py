@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from corerl.cli.main import main
+from corerl_testing import main
 
 
 @pytest.mark.processes

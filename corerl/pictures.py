@@ -1,0 +1,87 @@
+"""Pictures in prompts: what a row holds of them, and the two classes with which a wheel reads files and feeds a tower.
+
+A picture is read once, in the driver, at the size at which the model's tower takes it, and from there on known by its
+content. Rows hold the tokens that stand for it; its pixels travel with the batch, once, however many rows show it.
+
+Axes: H rows and W columns of pixels, n tokens of one picture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from corerl.config.schema import ModelConfig
+    from corerl.types import Array, IntArray
+
+
+@frozen(eq=False, slots=False)
+class Picture:
+    """A picture at its model's size. Two of equal pixels are the same picture."""
+
+    pixels: Array  # [H, W, 3] uint8, RGB; not to be written to
+
+    @cached_property
+    def id(self) -> str:
+        """The digest of its size and pixels, in hex."""
+        digest = hashlib.sha256(repr(self.pixels.shape).encode())
+        digest.update(np.ascontiguousarray(self.pixels).data)
+        return digest.hexdigest()
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(W, H), as picture files and libraries give it."""
+        return self.pixels.shape[1], self.pixels.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<picture {self.id[:4]} {self.size[0]}x{self.size[1]}>"
+
+
+class PictureReader(ABC):
+    """Finds and reads the pictures of a run's rows, in the driver, for one model."""
+
+    placeholder: int  # the id of the token that stands where the tower's features go
+
+    @abstractmethod
+    def __init__(self, options: Any, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`options` is an instance of the spec's config class. Raises ModelError for a model whose pictures it cannot
+        prepare."""
+
+    @abstractmethod
+    def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
+        """The prompt of a row, a text or messages, with a mark where each picture goes, and a reference to each of
+        them, in this order: what `read` takes. In messages the mark is the part `{"type": "image"}`, as chat templates
+        expect it, in a text what the model's own template would write. `root` is the directory of the row's file. Looks
+        at the beginnings of files only. Raises `corerl.data.Refused` for what cannot be shown to the model."""
+
+    @abstractmethod
+    def read(self, reference: Any) -> Picture:
+        """Decode and resize a picture; a picture that is alive is not decoded again. Raises `corerl.data.Refused`."""
+
+    @abstractmethod
+    def expand(self, picture: Picture) -> IntArray:
+        """[n] the tokens that take the place of the one token that a chat template writes for it: as many
+        `placeholder`s as the tower gives features, and what the model's processor writes between them."""
+
+
+class PictureInputs(ABC):
+    """Prepares pictures for the tower of a model, in each rank and in engines that run transformers' own classes."""
+
+    placeholder: int  # as of `PictureReader`
+
+    @abstractmethod
+    def __init__(self, model: ModelConfig) -> None: ...
+
+    @abstractmethod
+    def inputs(self, pictures: Sequence[Picture]) -> Mapping[str, Array]:
+        """The arguments of the model's `get_image_features`, such as `pixel_values` and `image_grid_thw`, for these
+        pictures together."""
