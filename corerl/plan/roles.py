@@ -194,6 +194,7 @@ def needed(
         value_head=plugins.is_critic(role),
         frozen=cluster.frozen,
         lora=config.lora_table_of(role) if cluster.lora else "",
+        pictures=config.model.pictures,
     )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")

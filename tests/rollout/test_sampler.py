@@ -14,9 +14,11 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, PluginBroken
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
+from corerl.pictures import FoundPicture
+from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, assemble, sampling_params
 from corerl.rollout.scoring import samples_of
 from tests.rollout.samplers import prompt_sampler
+from tests.tiny_pictures import TinyOptions, TinyReader
 
 TOKENIZER = load_tokenizer(
     tokenizer="characters:0123456789>s", path=""
@@ -230,3 +232,41 @@ def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
     np.testing.assert_array_equal(seen.batch.tokens[seen.batch.columns["loss_mask"]], FOUR.tokens)
     np.testing.assert_array_equal(seen.batch.row_columns["response_length"], np.diff(FOUR.offsets))
     assert [list(tokens) for _, _, tokens in samples_of(seen, tokens=True)][:2] == [[5, 6, 2], [13, 2]]
+
+
+def test_rows_show_the_pictures_of_their_prompts() -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0*|!123456789>", path="")
+    reader = TinyReader(TinyOptions(), None, tokenizer)
+    found = {name: FoundPicture(reader=reader, reference=name) for name in ("1x1:3", "2x1:4")}
+    prompts = [
+        Prompt(index=0, text="1*>", answer="", pictures=(found["2x1:4"],)),
+        Prompt(index=1, text="2>", answer=""),
+        Prompt(index=2, text="**>", answer="", pictures=(found["1x1:3"], found["2x1:4"])),
+    ]
+    sampler = prompt_sampler(tokenizer=tokenizer, pictures=reader, generate=None, seed=0)
+    request = sampler.request(prompts, rollout_step=0, samples=2, params=PARAMS)
+    first, second = "2x1:4", "1x1:3"
+    assert [repr(each) for each in request.pictures] == [repr(found[first]), repr(found[second])]
+    assert [tokenizer.decode(row) for row in request.by_row()[::2]] == ["<bos>1**!>", "<bos>2>", "<bos>*!**!>"]
+    assert "".join(map(str, request.picture)) == 2 * "001100" + 2 * "000" + 2 * "0201100"
+    assert reader.decoded == {first: 1, second: 1}
+
+    generation = Generation(
+        tokens=np.arange(4, 10),
+        offsets=np.arange(7),
+        logprobs=np.zeros(6, np.float32),
+        versions=np.zeros(6, np.int64),
+        truncated=np.zeros(6, np.bool_),
+        unfinished=np.zeros(6, np.bool_),
+    )
+    batch = assemble(request, generation)
+    assert batch.pictures == request.pictures
+    assert "".join(map(str, batch.columns["picture"])) == 2 * "0011000" + 2 * "0000" + 2 * "02011000"
+    assert {repr(each) for each in batch.take_rows(np.array([4])).pictures} == {repr(each) for each in found.values()}
+    assert batch.take_rows(np.array([2])).pictures == ()
+
+
+def test_a_run_on_text_has_no_column_of_pictures() -> None:
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=None, seed=0)
+    request = sampler.request(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
+    assert not request.picture.any() and request.pictures == ()
