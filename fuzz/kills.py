@@ -138,9 +138,7 @@ def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str
     run.status(trial.step)
     if trial.resize:  # which starts ranks
         threading.Thread(target=run.resize, daemon=True).start()
-    goes_on = trial.victim != "actor rank 1"  # which a resize to one rank ends
-    seconds = start if not trial.step else start / 3 if trial.resize and goes_on else 0.5
-    until = time.monotonic() + trial.fraction * seconds
+    until = time.monotonic() + trial.fraction * (start / 3 if trial.resize else 0.5 if trial.step else start)
     done_by = min(trial.step + 2, STEPS - 1) if trial.step else 1
     while time.monotonic() < until and len(numbers(run.run_dir)) < done_by:
         time.sleep(0.01)
@@ -189,7 +187,8 @@ def main() -> int:
     for number in range(args.trials):
         resize = chosen.random() < 0.25
         step, kind = chosen.randrange(resize, STEPS - resize), kinds[number % len(kinds)]
-        trials.append(Trial(*kind, step, chosen.random(), resize))
+        victim = "actor rank 0" if resize and kind[0] == "actor rank 1" else kind[0]  # the one that goes on
+        trials.append(Trial(victim, kind[1], step, chosen.random(), resize))
     with tempfile.TemporaryDirectory(prefix="corerl-") as name, ThreadPoolExecutor(args.at_once) as pool:
         os.environ |= {DIRECTORY: name, OWNER: str(os.getpid())}
         connect().close()  # once what it forks has been imported
