@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from corerl.backend.batches import OutputCollector as OutputCollector
     from corerl.backend.batches import counted as counted
     from corerl.backend.batches import to_device as to_device
-    from corerl.backend.batches import unpadded as unpadded
     from corerl.backend.experts import AUX_LOSS as AUX_LOSS
     from corerl.backend.experts import free_tokens as free_tokens
     from corerl.backend.experts import metrics_of_load as metrics_of_load

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from corerl.config.schema import WeightsConfig as WeightsConfig
     from corerl.config.structuring import structure as structure
     from corerl.config.structuring import try_structure as try_structure
-    from corerl.config.toml_text import spell_value as spell_value
 else:
     from corerl.imports import on_demand
 

@@ -27,7 +27,7 @@ from corerl.data.prompts import HeldOut, PromptSource
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
-from corerl.models.tokenizer import end_tokens
+from corerl.models.tokenizer import end_tokens, ignored_sampling
 from corerl.pictures import PictureReader
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation
@@ -297,6 +297,9 @@ def notices_of_data(
     yield from rollout.prompts.notices
     yield from about_sets
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
+    sampling = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
+    if ignored := ignored_sampling(config.model, sampling):
+        yield ignored
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
     from corerl.weights.checksums import bit_sums as bit_sums
-    from corerl.weights.checksums import checksum as checksum
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
 from corerl.models.lora import HARMLESS, READ
+from corerl.models.tokenizer import SHAPING
 from corerl.plan.models import FURTHER, TERMS
 from corerl_agents.chat_requests import FIELDS, REFUSED
 
@@ -59,14 +60,7 @@ MODEL = (
 )
 GENERATION = (
     Rule("^eos_token_id$", "used", "ends samples"),
-    Rule(
-        "^(temperature|.*top_p|typical_p|guidance_scale|num_beams|(encoder_)?repetition_penalty|top_[kh]|min_p|epsilon_cutoff"
-        "|eta_cutoff|penalty_alpha|dola_layers|(encoder_)?no_repeat_ngram_size|exponential_decay_length_penalty|.*_words_ids"
-        "|(begin_)?suppress_tokens|sequence_bias|forced_.*|min_length|min_new_tokens|stop_strings|constraints"
-        "|watermarking_config)$",
-        "ignored",
-        "samples are drawn as `[rollout]` says",
-    ),
+    Rule(f"^({'|'.join(SHAPING)})$", "noted", "sampling follows `[rollout]`; said of a value that differs from it"),
     Rule("^max_|^do_sample$|^num_return", "ignored", "`[rollout]` says how many, and how long"),
     Rule("^(length_penalty|early_stopping|num_beam_groups|diversity_penalty|low_memory)$", "ignored", "of beams"),
     Rule(

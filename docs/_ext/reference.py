@@ -12,11 +12,12 @@ algorithm     that of algorithms, likewise
 matrix        what each backend can do, from the suite's reports in benchmarks/results/conformance
 models        what becomes of each model type of transformers, from benchmarks/results/models.json
 inputs        what becomes of each field of a model's files, of a request and of a directory of PEFT
-users, authors, testers   the names that each package has for them, with the first sentence of what documents each
+users, authors, testers, wheels   the names that each package has for them, with what documents each
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -149,10 +150,29 @@ def hooktypes_reference() -> str:
     return "\n".join(lines)
 
 
-CIRCLES = {  # who relies on the names of which packages; all others are for authors of plugins
-    "users": ("corerl", "corerl.data", "corerl.rollout"),
-    "testers": ("corerl_testing",),
-}
+USERS = ("corerl", "corerl.data", "corerl.rollout")  # packages whose names in guides are for users
+IMPORTED = re.compile(r"^ *from (corerl[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
+@functools.cache
+def in_guides() -> set[tuple[str, str]]:
+    """(package, name) for each name that a page of the documentation, an example or a new backend imports, and each
+    type of what hooks are given and return."""
+    root = CORE.parent
+    files = [page for page in (root / "docs").rglob("*.md") if not {"_build", "reference"} & {*page.parts}]
+    files += [root / "README.md", *(root / "examples").rglob("*.py")]
+    files += (Path(corerl_testing.__file__).parent / "backend_template").rglob("*.py")
+    found = (each for file in files for each in IMPORTED.findall(file.read_text()))
+    of_hooks = re.findall(r"^`(corerl\.\w+)\.(\w+)`$", hooktypes_reference(), re.MULTILINE)
+    return {*of_hooks, *((package, name) for package, names in found for name in re.findall(r"\w+", names))}
+
+
+def circle_of(package: str, name: str) -> str:
+    if package == corerl_testing.__name__:
+        return "testers"
+    if package != "corerl" and (package, name) not in in_guides():
+        return "wheels"
+    return "users" if package in USERS else "authors"
 
 
 def faces() -> dict[str, list[str]]:
@@ -165,12 +185,10 @@ def faces() -> dict[str, list[str]]:
 
 def public_reference(circle: str) -> str:
     """The names of one circle, package by package, with their number."""
-    elsewhere = {package for packages in CIRCLES.values() for package in packages}
-    shown = {
-        package: names
-        for package, names in faces().items()
-        if (package in CIRCLES[circle] if circle in CIRCLES else package not in elsewhere)
+    found = {
+        package: [name for name in names if circle_of(package, name) == circle] for package, names in faces().items()
     }
+    shown = {package: names for package, names in found.items() if names}
     lines = [f"{sum(map(len, shown.values()))} names.", ""]
     for package, names in shown.items():
         lines += [f"### `{package}`", "", "| name | |", "|---|---|"]
@@ -297,5 +315,6 @@ REFERENCES = {
     "users": partial(public_reference, "users"),
     "authors": partial(public_reference, "authors"),
     "testers": partial(public_reference, "testers"),
+    "wheels": partial(public_reference, "wheels"),
     "inputs": inputs_reference,
 }

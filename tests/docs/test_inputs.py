@@ -96,7 +96,7 @@ def test_every_setting_of_a_rows_fields_has_its_place(inputs: ModuleType) -> Non
         *(("MODEL", name, "noted") for name in (*TERMS, *FURTHER)),
         ("MODEL", "rope_theta", "used"),
         ("MODEL", "quantization_config", "refused"),
-        ("GENERATION", "repetition_penalty", "ignored"),
+        ("GENERATION", "repetition_penalty", "noted"),
         ("REQUEST", "reasoning_effort", "refused"),
         ("ADAPTERS", "lora_dropout", "ignored"),
         ("ADAPTERS", "eva_config", "ignored"),

@@ -15,6 +15,7 @@ from corerl.config.schema import Config
 from corerl.plugin import hooks as hook_module
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load
+from tests.public import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -98,3 +99,20 @@ def test_every_capability_is_in_the_table_for_backend_authors() -> None:
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     named = [name for cell in cells for name in re.findall(r"`([a-z0-9-]+)`", cell) if name in set(Capability)]
     assert sorted(named) == sorted(Capability)
+
+
+def test_circles_of_public_names_are_small_and_apart() -> None:
+    found: dict[str, list[str]] = {}
+    for part in re.split(r"^<!-- reference: ", page("reference/public.md"), flags=re.MULTILINE)[1:]:
+        circle, _, text = part.partition(" -->")
+        for package in re.split(r"^### `", text, flags=re.MULTILINE)[1:]:
+            names = re.findall(r"^\| `(\w+)` \|", package, re.MULTILINE)
+            found.setdefault(circle, []).extend(f"{package.partition('`')[0]}.{name}" for name in names)
+    assert found.keys() == {"users", "authors", "testers", "wheels"}
+    assert len(found["users"]) <= 25 and len(found["authors"]) <= 110
+    everything = [name for names in found.values() for name in names]
+    listed = [f"{package}.{name}" for package, names in PUBLIC.items() for name in names]
+    assert sorted(everything) == sorted(listed)
+    of_authors = {"corerl.backend.Backend", "corerl.plugin.StepFinished", "corerl.weights.WeightSender"}
+    assert of_authors < {*found["authors"]} and "corerl.train" in found["users"]
+    assert "corerl.models.parts_of" in found["wheels"]  # of the DeepSpeed backend

@@ -20,7 +20,7 @@ from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from tests.driver.saved import DATA, TEACHER, chats_of, config_in, make_config
+from tests.driver.saved import DATA, TEACHER, chats_of, config_in, make_config, make_model
 
 # ---- models ----------------------------------------------------------------------------------------------------------
 
@@ -78,6 +78,30 @@ def prompts_of(tmp_path: Path, *digits: int) -> dict[str, Any]:
     path = tmp_path / "digits.jsonl"
     path.write_text("".join(json.dumps({"prompt": "7" * n}) + "\n" for n in digits))
     return {"source": str(path), "held_out": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "rollout", "noted"),
+    [
+        (
+            {"repetition_penalty": 1.05, "top_k": 20, "eos_token_id": 2, "do_sample": True},
+            {},
+            "repetition_penalty=1.05, top_k=20",
+        ),
+        ({"suppress_tokens": [7], "min_new_tokens": 0, "repetition_penalty": 1.0}, {}, "suppress_tokens=[7]"),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 9}, {"temperature": 0.6, "top_p": 0.9, "top_k": 9}, ""),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": None}, {"temperature": 0.7}, ""),
+    ],
+)
+def test_sampling_that_a_models_files_ask_for_is_noted(
+    tmp_path: Path, fields: dict[str, Any], rollout: dict[str, Any], noted: str
+) -> None:
+    make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(fields))
+    model = {"path": str(tmp_path / "model"), "tokenizer": DATA["model"]["tokenizer"]}
+    plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
+    line = f"model.path: generation_config.json has {noted}, which is ignored: sampling follows [rollout]"
+    assert [each for each in plan.notices if "generation_config.json" in each] == ([line] if noted else [])
 
 
 def test_prompts_without_room_for_a_response_are_skipped(tmp_path: Path) -> None:

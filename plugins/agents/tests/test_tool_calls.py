@@ -389,14 +389,19 @@ def test_the_template_says_which_format_its_model_writes() -> None:
         format_of("hermés", ours)
 
 
-def test_a_format_of_ones_own_is_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["my_calls:read", "mine"])
+def test_a_format_is_a_function_named_or_installed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_calls.py").write_text(
         "def read(text, tools):\n"
         "    content, found, name = text.partition('CALL ')\n"
         "    return content, [{'name': name, 'arguments': {'of': len(tools)}}] if found else []\n"
     )
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[corerl.tool_calls]\nmine = my_calls:read\n")
     monkeypatch.syspath_prepend(tmp_path)
-    reader = format_of("my_calls:read", byte_tokenizer())
+    reader = format_of(name, byte_tokenizer())
     assert isinstance(reader, UserFormat)
     found = reader.read("<think>CALL sub</think>I add. CALL add", TOOLS)
     assert found.content == "<think>CALL sub</think>I add."

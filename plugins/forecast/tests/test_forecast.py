@@ -155,7 +155,7 @@ def test_a_backends_own_error_is_raised(tmp_path: Path) -> None:
 
 
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
-    assert make_plan(evolve(config_in(tmp_path / "run"), extensions=EXTENSIONS)).notices == ()
+    assert make_plan(config_in(tmp_path / "run", extensions=EXTENSIONS)).notices == ()
 
 
 def test_a_start_notes_the_fullest_stage_alone(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ def told(plan: Plan) -> list[str]:
 def planned(tmp_path: Path, *, backend: str = "deepspeed", model: dict[str, Any] | None = None, **tables: Any) -> Plan:
     """A run on GPUs of this machine, which are large."""
     table = {**DATA["model"], "config": model or LARGE}
-    config = config_in(tmp_path / "run", backend={"name": backend}, **{"model": table, **tables})
-    config = evolve(config, cluster=evolve(config.cluster, device="cuda"), extensions=EXTENSIONS)
+    config = config_in(tmp_path / "run", backend={"name": backend}, extensions=EXTENSIONS, **{"model": table, **tables})
+    config = evolve(config, cluster=evolve(config.cluster, device="cuda"))
     with (
         mock.patch("corerl.plan.make.resolve_device", return_value="cuda"),
         mock.patch("corerl.plan.make.has_bfloat16", return_value=True),
@@ -60,9 +60,7 @@ def test_float32_is_noted_with_its_price(
 
 def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
     model = {**DATA["model"], "config": GEMMA2}
-    plan = make_plan(
-        evolve(config_in(tmp_path / "run", model=model, train={"precision": "float32"}), extensions=EXTENSIONS)
-    )
+    plan = make_plan(config_in(tmp_path / "run", model=model, train={"precision": "float32"}, extensions=EXTENSIONS))
     assert plan.notices == ()
 
 

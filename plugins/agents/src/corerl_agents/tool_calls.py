@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoints, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import field, frozen
@@ -258,9 +259,15 @@ class Shipped:
         return Answered(content=parsed.get("content") or "", calls=calls, reasoning=reasoning)
 
 
+def installed() -> EntryPoints:
+    """The formats of other distributions: entry points of the group `corerl.tool_calls`, each a function as
+    'module:function' names it."""
+    return entry_points(group="corerl.tool_calls")
+
+
 def names() -> list[str]:
     """All that `samplers.episodes.tool_calls` may be, besides 'module:function'."""
-    return ["auto", "none", *FORMATS]
+    return ["auto", "none", *FORMATS, *installed().names]
 
 
 def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | None:
@@ -275,8 +282,9 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | 
         return format_of(taught, tokenizer) if taught else None
     if name in FORMATS:
         return FORMATS[name]
-    if ":" in name:
-        return UserFormat(name, imported(name, setting="samplers.episodes.tool_calls"))
+    where = installed()[name].value if name in installed().names else name
+    if ":" in where:
+        return UserFormat(name, imported(where, setting="samplers.episodes.tool_calls"))
     known = names()
     raise ConfigError(
         f"samplers.episodes.tool_calls: unknown format {name!r}; known: {', '.join(known)}, or 'module:function'"
