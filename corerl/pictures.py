@@ -90,6 +90,7 @@ class PictureReader(ABC):
     """Finds and reads the pictures of a run's rows, in the driver, for one model."""
 
     placeholder: int  # the id of the token that stands where the tower's features go
+    mark: int  # the id of the one token that a chat template writes for each picture, for most models the placeholder
 
     @abstractmethod
     def __init__(self, options: Any, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

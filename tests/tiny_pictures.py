@@ -30,8 +30,8 @@ class TinyReader(PictureReader):
     one is the placeholder's own."""
 
     def __init__(self, options: TinyOptions, model: Any, tokenizer: Any) -> None:
-        self.options, self.placeholder = options, options.placeholder
-        self.mark = tokenizer.decode([options.placeholder])
+        self.options, self.placeholder, self.mark = options, options.placeholder, options.placeholder
+        self._written = tokenizer.decode([self.mark])
         self.decoded = Counter[str]()
         self._alive = WeakValueDictionary[str, Picture]()
 
@@ -40,7 +40,7 @@ class TinyReader(PictureReader):
         if wrong := [each for each in references if not re.fullmatch(r"\d+x\d+:(\d+|broken)", each)]:
             raise Refused("with pictures that cannot be read", f"no picture in {wrong[0]!r}")
         if isinstance(prompt, str):
-            return prompt.replace("<image>", self.mark), references
+            return prompt.replace("<image>", self._written), references
         return [self._marked(message) for message in prompt], references
 
     def _marked(self, message: Mapping[str, Any]) -> Mapping[str, Any]:

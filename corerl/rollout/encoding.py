@@ -79,7 +79,7 @@ def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReade
     """[n] tokens and [n] their column `picture`: the tokens of each picture in the place of the one that a template
     writes for it. Raises Refused if these are not as many as pictures."""
     tokens = np.asarray(ids, dtype=np.int64)
-    places = np.flatnonzero(tokens == reader.placeholder)
+    places = np.flatnonzero(tokens == reader.mark)
     if len(places) != len(pictures):
         raise Refused(
             "whose pictures and marks differ in number",
