@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ class TinyReader(PictureReader):
         self._alive = WeakValueDictionary[str, Picture]()
 
     def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
-        references = row.get(self.options.key) or []
+        references = row.get(self.options.key) or [sent for message in prompt for sent in _sent(message)]
         if wrong := [each for each in references if not re.fullmatch(r"\d+x\d+:(\d+|broken)", each)]:
             raise Refused("with pictures that cannot be read", f"no picture in {wrong[0]!r}")
         if isinstance(prompt, str):
@@ -67,6 +68,13 @@ class TinyReader(PictureReader):
         width, height = picture.size
         row = [self.placeholder] * width
         return np.array([*[*row, BREAK] * (height - 1), *row, END])
+
+
+def _sent(message: Any) -> list[str]:
+    """The references in the data: URLs of a message's parts."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    urls = [part["image_url"]["url"] for part in parts if "image_url" in part] if isinstance(parts, list) else []
+    return [base64.b64decode(url.partition(",")[2]).decode() for url in urls]
 
 
 class TinyInputs(PictureInputs):

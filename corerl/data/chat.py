@@ -53,8 +53,9 @@ def read_messages(value: Sequence[Any], *, pictures: bool = False) -> Messages:
 def read_message(message: Any, *, pictures: bool = False) -> dict[str, Any]:
     """A message in OpenAI's format as chat templates expect it: without null fields, content as one text ("" beside
     tool calls; what refuses in words is content), the arguments of tool calls as objects, and calls and results of
-    functions in their older form as those of tools. With `pictures` content may have parts `{"type": "image"}`, and is
-    a list of parts if it has some. Raises ValueError that says what it is instead."""
+    functions in their older form as those of tools. With `pictures` content may have parts `{"type": "image"}`, with
+    the picture's `id` or without, and is a list of parts if it has some. Raises ValueError that says what it is
+    instead."""
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
@@ -90,8 +91,8 @@ def _read_parts(parts: Sequence[Any], *, pictures: bool) -> str | list[Mapping[s
     """One text; around pictures, texts as parts."""
     found: list[Mapping[str, str]] = []
     for part in parts:
-        if pictures and part == IMAGE:
-            found.append(IMAGE)
+        if pictures and _is_image(part):
+            found.append(part)
         elif _is_text(part):
             found.append({"type": "text", "text": part[part.get("type", "text")]})
         else:
@@ -100,7 +101,11 @@ def _read_parts(parts: Sequence[Any], *, pictures: bool) -> str | list[Mapping[s
                 f"has the content part {short_repr(part, SHOWN)}, but the model reads only text parts, which have "
                 f"a string 'text'; remove it{way}"
             )
-    return found if IMAGE in found else "".join(part["text"] for part in found)
+    return found if any(map(_is_image, found)) else "".join(part["text"] for part in found)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image" and part.keys() <= {"type", "id"}
 
 
 def _is_text(part: Any) -> bool:

@@ -199,6 +199,8 @@ class RowPrompts(PromptSource):
         value = row[self._prompt_key]
         pictures: tuple[FoundPicture, ...] = ()
         if (reader := self._pictures) is not None:
+            if self._chat and isinstance(value, str) and value:
+                value = [{"role": "user", "content": value}]
             value, references = reader.find(row, value, root=self._rows.root)
             pictures = tuple(FoundPicture(reader=reader, reference=each) for each in references)
         for name, held in row.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,17 +29,18 @@ from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, ignored_sampling
-from corerl.pictures import PictureReader
+from corerl.pictures import PictureReader, read
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
+from corerl.rollout.encoding import FIRST, PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards import Reward, require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
+MEASURED = 8  # pictures that a run reads to say how many tokens one takes
 MakeSampler = Callable[[SamplerContext], Sampler]
 
 
@@ -296,10 +298,27 @@ def notices_of_data(
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
     yield from rollout.prompts.notices
     yield from about_sets
+    if rollout.pictures is not None:
+        yield tokens_of_pictures(rollout.prompts, rollout.pictures)
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
     sampling = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
     if ignored := ignored_sampling(config.model, sampling):
         yield ignored
+
+
+def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
+    """A line about how long pictures are for the model, by the first ones."""
+    first = [index for index in prompts.train[:FIRST].tolist() if index not in prompts.left_out]
+    found = itertools.chain.from_iterable(prompts.prompt(index).pictures for index in first)
+    pictures = [read(each) for each in itertools.islice(found, MEASURED)]
+    if not pictures:
+        return f"model.pictures: none of the first {len(first)} prompts has a picture"
+    tokens = [len(reader.expand(picture)) for picture in pictures]
+    width, height = pictures[int(np.argmax(tokens))].size
+    return (
+        f"model.pictures: of the first {len(pictures)} pictures each takes {min(tokens)} to {max(tokens)} tokens of a "
+        f"prompt; the model sees the largest at {width}x{height}"
+    )
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import Config
+from corerl.config.schema import Config, DataConfig
 from corerl.errors import ConfigError, DataError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
-from corerl.plan.data import plan_rollout, with_prompt_check
+from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
 from corerl.plan.processes import require_sight
 from corerl.plan.resolve import plugins_of, resolve_tables, selected
 from corerl.plan.roles import cluster_of, needed
@@ -119,3 +119,16 @@ def test_every_role_reads_the_rows_pictures(tmp_path: Path) -> None:
     assert config.model_of("critic").pictures == SPEC and config.model_of("critic").tower == "projector"
     assert (config.model_table_of("critic"), config.model_table_of(ACTOR)) == ("roles.critic.model", "model")
     assert hf_config(config.model).model_type == "qwen3"
+
+
+def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "5<image>", "images": ["4x3:1"]}]
+    plan = planned(evolve(config_of(tmp_path, rows), data=DataConfig(source=str(tmp_path / "rows.jsonl"), held_out=0)))
+    assert tokens_of_pictures(plan.prompts, plan.pictures) == (
+        "model.pictures: of the first 3 pictures each takes 6 to 15 tokens of a prompt; the model sees the largest at "
+        "4x3"
+    )
+    alone = planned(config_of(tmp_path, [{"prompt": "1"}, {"prompt": "2"}]))
+    assert tokens_of_pictures(alone.prompts, alone.pictures) == (
+        "model.pictures: none of the first 1 prompts has a picture"
+    )

@@ -15,7 +15,8 @@ from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.pictures import FoundPicture, read
 from corerl.rollout.encoding import PromptCheck, check_first, encode, expand, require_encodable
-from corerl_agents.conversation import Conversation, Refused, Renderer
+from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.refused import Refused
 from tests.tiny_pictures import TinyOptions, TinyReader
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.
