@@ -24,10 +24,11 @@ PLACEHOLDER, BREAK, END = 5, 6, 7
 class TinyOptions:
     key: str = "images"
     placeholder: int = PLACEHOLDER
+    patch: int = 1  # pixels of a placeholder, in each direction
 
 
 class TinyReader(PictureReader):
-    """One placeholder for each pixel, and BREAK between the rows of a picture; END behind it. The text that stands for
+    """One placeholder for each patch, and BREAK between the rows of a picture; END behind it. The text that stands for
     one is the placeholder's own."""
 
     def __init__(self, options: TinyOptions, model: Any, tokenizer: Any) -> None:
@@ -65,7 +66,7 @@ class TinyReader(PictureReader):
         return picture
 
     def expand(self, picture: Picture) -> IntArray:
-        width, height = picture.size
+        width, height = (size // self.options.patch for size in picture.size)
         row = [self.placeholder] * width
         return np.array([*[*row, BREAK] * (height - 1), *row, END])
 
