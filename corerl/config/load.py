@@ -160,7 +160,8 @@ def _elsewhere(problem: Problem) -> str:
     text = f"; there is {' and '.join(found[:2])}" if found else ""
     if len(problem.keys) == 2:
         for table in PLUGINS.get(str(problem.keys[0]), ()):
-            text += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"
+            noun = "reader of pictures" if table == "pictures" else table[:-1]
+            text += f"; what only one {noun} knows is in a table of its own, {table}.NAME"
     return text
 
 
