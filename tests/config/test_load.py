@@ -262,9 +262,7 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
             "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME; what only "
             "one sampler knows is in a table of its own, samplers.NAME"
         ),
-        "model.lora": (
-            "there is lora; what only one reader of pictures knows is in a table of its own, pictures.NAME"
-        ),
+        "model.lora": ("there is lora; what only one reader of pictures knows is in a table of its own, pictures.NAME"),
         "data.zzz": "",
     }
 
