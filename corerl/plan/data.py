@@ -129,7 +129,7 @@ def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokeni
     implementation = load_implementation(Kind.PICTURES, loaded)
     if not (isinstance(implementation, type) and issubclass(implementation, PictureReader)):
         raise PluginBroken(
-            f"picture {loaded}: {loaded.spec.implementation} is {implementation!r}, wanted a subclass of "
+            f"reader {loaded}: {loaded.spec.implementation} is {implementation!r}, wanted a subclass of "
             "corerl.pictures.PictureReader"
         )
     return implementation(config.pictures[loaded.name], config.model, tokenizer)

@@ -165,13 +165,16 @@ def plan_engines(
     an environment that it cannot have."""
     options = config.engines[engine.name]
     wanted = engine.spec.environment(options, cluster)
+    used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
+    if reader := config.model.pictures:
+        used.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
     return EnginePlan(
         name=engine.name,
         assignments=tuple(
             EngineAssignment(
                 engine=config.rollout.engine,
                 transport=transport.name,
-                origins=origins_of((Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)),
+                origins=origins_of(*used),
                 model=config.model,
                 options=to_plain(options),
                 context=evolve(context, name=f"engine-{index}", index=index),

@@ -133,7 +133,8 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
             "bogus = 1",
             (
                 "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, pictures, "
-                "algorithms, transports, roles, train, lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
+                "algorithms, transports, roles, train, lora, algorithm, data, reward, rollout, weights, eval, "
+                "checkpoint, extensions"
             ),
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),

@@ -10,12 +10,14 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Config, DataConfig
-from corerl.errors import ConfigError, DataError
+from corerl.engines.base import EngineContext
+from corerl.engines.service import EngineService
+from corerl.errors import ConfigError, DataError, PluginError
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
 from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
-from corerl.plan.processes import require_sight
+from corerl.plan.processes import plan_engines, require_sight
 from corerl.plan.resolve import plugins_of, resolve_tables, selected
 from corerl.plan.roles import cluster_of, needed
 from corerl.plugin.capabilities import Capability, check_capabilities
@@ -37,7 +39,9 @@ def config_of(tmp_path: Path, rows: list[dict[str, Any]], **model: Any) -> Confi
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = {"config": DATA["model"]["config"], "tokenizer": TOKENIZER, "pictures": SPEC, "tower": "trained", **model}
-    return make_config(model=model, data={"source": str(data), "held_out": 1}, rollout={"max_tokens": 4})
+    return make_config(
+        model=model, data={"source": str(data), "held_out": 1}, rollout={"engine": "fake", "max_tokens": 4}
+    )
 
 
 def planned(config: Config) -> Any:
@@ -132,3 +136,17 @@ def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
     assert tokens_of_pictures(alone.prompts, alone.pictures) == (
         "model.pictures: none of the first 1 prompts has a picture"
     )
+
+
+def test_processes_are_asked_for_the_drivers_reader(tmp_path: Path) -> None:
+    config = resolve_tables(config_of(tmp_path, ROWS))
+    engine, transport = load(Kind.ENGINES, "fake"), load(Kind.TRANSPORTS, "ipc")
+    cluster = cluster_of(ACTOR, config, plugins_of(config), device="cpu")
+    context = EngineContext(name="engine", index=0, device="cpu", precision="float32")
+    plan = plan_engines(config, engine, transport, cluster, context, {})
+    assert [origin.what for origin in plan.assignments[0].origins][-1] == f"reader {SPEC!r}"
+    EngineService(plan.assignments[0])  # finds the same
+    *others, reader = plan.assignments[0].origins
+    other = evolve(plan.assignments[0], origins=(*others, evolve(reader, value="other:SPEC")))
+    with pytest.raises(PluginError, match=f"reader '{SPEC}' is {SPEC}, but the driver's is other:SPEC"):
+        EngineService(other)

@@ -42,7 +42,8 @@ def tokenizer_with(written: str) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", pad_token="<pad>")
     made.add_special_tokens({"additional_special_tokens": WORDS[5:]})
     made.chat_template = (
-        "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% for m in messages %}{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for p in m.content %}"
         "{% if p.type == 'image' %}" + written + "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     )
     return made

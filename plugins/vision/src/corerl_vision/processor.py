@@ -144,6 +144,9 @@ def processor_of(model: ModelConfig, *, min_pixels: int = 0, max_pixels: int = 0
             f"model.path={model.path!r}: its image processor cannot be made ({one_line(error)}); it needs the "
             "preprocessor_config.json that it was published with"
         ) from error
+    if (merge := getattr(config, "spatial_merge_size", None)) is not None:  # Mistral's: whole features fit into a row
+        side = config.vision_config.patch_size * merge
+        own.patch_size = {"height": side, "width": side}
     if min_pixels or max_pixels:
         _limit(own, config, min_pixels, max_pixels)
     begin = next((held for each in BEGINS if (held := getattr(config, each, None)) is not None), None)
@@ -156,7 +159,10 @@ def _fields(config: PreTrainedConfig) -> dict[str, Any]:
     found = {ours: held for name, ours in FIELDS.items() if (held := getattr(vision, name, None)) is not None}
     side = getattr(vision, "image_size", None)
     side = side[0] if isinstance(side, list | tuple) else side
-    return {**found, "size": {"height": side, "width": side}} if side and "merge_size" not in found else found
+    if not side or "merge_size" in found:
+        return found
+    any_size = getattr(config, "spatial_merge_size", None) is not None
+    return {**found, "size": {"longest_edge": side} if any_size else {"height": side, "width": side}}
 
 
 def _limit(own: Any, config: PreTrainedConfig, least: int, most: int) -> None:

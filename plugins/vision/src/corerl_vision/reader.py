@@ -43,9 +43,10 @@ class VisionReader(PictureReader):
         if not self._tokenizer.chat_template:
             return "", self.placeholder, ""
         try:
+            parts: list[Any] = [{"type": "image"}, {"type": "text", "text": ""}]
             shown, without = (
                 str(self._tokenizer.apply_chat_template([{"role": "user", "content": [part]}], tokenize=False))
-                for part in ({"type": "image"}, {"type": "text", "text": ""})
+                for part in parts
             )
         except Exception:  # a template of texts alone: prompts that are chats will be refused by name
             return "", self.placeholder, ""
