@@ -43,11 +43,9 @@ class VisionReader(PictureReader):
         if not self._tokenizer.chat_template:
             return "", self.placeholder, ""
         try:
-            parts: list[Any] = [{"type": "image"}, {"type": "text", "text": ""}]
-            shown, without = (
-                str(self._tokenizer.apply_chat_template([{"role": "user", "content": [part]}], tokenize=False))
-                for part in parts
-            )
+            parts = ({"type": "image"}, {"type": "text", "text": ""})
+            chats: list[Any] = [[{"role": "user", "content": [part]}] for part in parts]
+            shown, without = (str(self._tokenizer.apply_chat_template(messages, tokenize=False)) for messages in chats)
         except Exception:  # a template of texts alone: prompts that are chats will be refused by name
             return "", self.placeholder, ""
         for mark in known:
