@@ -76,6 +76,9 @@ def written(family: str, made: Any, processor: Processor) -> int:
         side = processor.config.vision_config.patch_size * processor.config.spatial_merge_size
         return int((height // side) * (width // side))
     kinds = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "glm4v": "Glm4vProcessor", "gemma4": "Gemma4Processor"}
-    kind = getattr(transformers, kinds.get(family, "Qwen3VLProcessor"))
+    try:
+        kind = getattr(transformers, kinds.get(family, "Qwen3VLProcessor"))
+    except ModuleNotFoundError as error:  # in transformers 5.12
+        pytest.skip(f"this processor needs torchvision here: {error}")
     stand_in = SimpleNamespace(image_processor=processor.own, image_token="@", boi_token="", eoi_token="")
     return str(kind.replace_image_token(stand_in, made, 0)).count("@")
