@@ -31,7 +31,9 @@ from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import meta_model
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
+from corerl.models.towers import Seen
 from corerl.ops.packing import PackedSequences
+from corerl.pictures import PictureInputs
 
 
 @frozen
@@ -83,6 +85,7 @@ def make_policy(
     buffers: bool = True,
     vocabulary: int = 0,
     group: dist.ProcessGroup | None = None,
+    pictures: PictureInputs | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
@@ -98,8 +101,10 @@ def make_policy(
         value_head=value_head,
         compute=compute,
         buffers=buffers,
+        pictures=pictures is not None,
     )
-    return (PackedPolicy if packed else WholePolicy)(model, vocabulary=vocabulary, group=group)
+    kind = PackedPolicy if packed else WholePolicy
+    return kind(model, vocabulary=vocabulary, group=group, pictures=pictures)
 
 
 def own_attention(config: PreTrainedConfig) -> str:
@@ -205,16 +210,32 @@ class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(model, vocabulary=vocabulary, group=group)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocabulary: int = 0,
+        group: dist.ProcessGroup | None = None,
+        pictures: PictureInputs | None = None,
+    ) -> None:
+        super().__init__(model, vocabulary=vocabulary, group=group, pictures=pictures)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")
         # The rows of layers with a state are padded, in whatever order the sequences are.
         self.rectangular = bool(run_on_rows(self.decoder))
 
-    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
-        hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]
+    def hidden_before(
+        self, tokens: Tensor, packing: PackedSequences, positions: Tensor, seen: Seen | None = None
+    ) -> Tensor:
+        call = packed_call(tokens, positions, packing)
+        if seen is None:
+            hidden: Tensor = self.decoder(**call).last_hidden_state[0]
+        else:
+            assert self.tower is not None
+            call["position_ids"] = self.tower.positions(tokens, positions, packing.bounds, seen)
+            with self.tower.showing([each for own in seen.features for each in own]) as shown:
+                hidden = self.decoder(**call, **shown).last_hidden_state[0]
         return hidden.index_select(0, packing.continuations - 1)
 
 
@@ -227,11 +248,24 @@ class WholePolicy(Policy):
 
     rectangular = True
 
-    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(
+        self, tokens: Tensor, packing: PackedSequences, positions: Tensor, seen: Seen | None = None
+    ) -> Tensor:
         rows, gather, scatter = packing.rows
         self.routers.set_cells(gather, scatter)
         # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
-        cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state
+        call: dict[str, Any] = {"input_ids": tokens[gather].view(*rows.shapes[0]), "use_cache": False}
+        if seen is None:
+            cells = self.decoder(**call).last_hidden_state
+        else:
+            assert self.tower is not None
+            numbered = self.tower.positions(tokens, positions, packing.bounds, seen)[..., gather]
+            call["position_ids"] = numbered.view(*numbered.shape[:-2], *rows.shapes[0])
+            call |= self.tower.kinds_of_tokens(seen.slots[gather].view(*rows.shapes[0]))
+            first = rows.gather.reshape(rows.shapes[0])[:, 0]  # of each row, whose order is that of lengths
+            order = np.searchsorted(packing.bounds, first, side="right") - 1
+            with self.tower.showing([each for place in order.tolist() for each in seen.features[place]]) as shown:
+                cells = self.decoder(**call, **shown).last_hidden_state
         hidden: Tensor = cells.flatten(0, 1).index_select(0, scatter[packing.continuations - 1])
         return hidden
 
