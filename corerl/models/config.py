@@ -59,8 +59,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     has no embedding for it, so that what is built and exported is what transformers would train.
 
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
-    model type or a field that transformers does not know, or, without
-    `pictures`, fields of a model that reads them.
+    model type or a field that transformers does not know, or, without `pictures`, fields of a model that reads them.
     """
     if model.path:
         config = _from_directory(model.path)

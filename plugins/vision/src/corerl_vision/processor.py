@@ -57,13 +57,10 @@ class Processor:
         names = [name for name in made[0] if name not in COUNTS]
         return {name: np.concatenate([each[name] for each in made]) for name in names}
 
+    @lru_cache(maxsize=1024)  # noqa: B019  -- one processor a model, for as long as the process lives
     def features(self, height: int, width: int) -> tuple[int, int]:
         """(rows, columns) of the features that the tower gives of a picture of this size; one row where nothing tells
         rows apart."""
-        return self._features(height, width)
-
-    @lru_cache(maxsize=1024)  # noqa: B019  -- one processor a model, for as long as the process lives
-    def _features(self, height: int, width: int) -> tuple[int, int]:
         made = self._run(np.zeros((height, width, 3), np.uint8), resize=False)
         vision = self.config.vision_config
         if "image_grid_thw" in made:
