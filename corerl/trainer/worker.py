@@ -87,6 +87,7 @@ class Worker:
         options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
+        self.backend.picture_inputs = picture_inputs(self.config.model)
         self.host = PluginHost(
             self.backend,
             name=loaded.name,
