@@ -31,6 +31,7 @@ from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, ignored_sampling
 from corerl.pictures import PictureReader, read
 from corerl.plan.resolve import Plugins, check_spec
+from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import FIRST, PromptCheck, check_first, require_encodable
@@ -126,13 +127,7 @@ def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokeni
     loaded = plugins.pictures
     if loaded is None:
         return None
-    implementation = load_implementation(Kind.PICTURES, loaded)
-    if not (isinstance(implementation, type) and issubclass(implementation, PictureReader)):
-        raise PluginBroken(
-            f"reader {loaded}: {loaded.spec.implementation} is {implementation!r}, wanted a subclass of "
-            "corerl.pictures.PictureReader"
-        )
-    return implementation(config.pictures[loaded.name], config.model, tokenizer)
+    return reader_class(loaded)(config.pictures[loaded.name], config.model, tokenizer)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, pictures: PictureReader | None) -> list[int]:
