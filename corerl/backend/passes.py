@@ -17,7 +17,7 @@ from corerl.models.routing import Routers
 from corerl.models.towers import Seen
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted, what they show) -> each [T]; a PackedPolicy, or a wrapper of one.
+# (tokens [T], packing, positions [T], temperature, wanted, seen) -> each [T]; a PackedPolicy, or a wrapper of one.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 

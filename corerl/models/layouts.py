@@ -95,7 +95,7 @@ def make_policy(
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
     meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
-    share the rows of the output matrix, see `Policy`. With `pictures`, which makes inputs of a tower, the policy has one.
+    share the rows of the output matrix, see `Policy`. With `pictures`, a tower's inputs, the policy has one.
     Raises ModelError if transformers cannot build it, or CoreRL not train it."""
     chosen = choose_layout(meta_model(config, value_head=value_head), layout, pictures=pictures is not None)
     packed = chosen.name == "packed"
@@ -212,9 +212,7 @@ class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(model, vocabulary=vocabulary, group=group)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:

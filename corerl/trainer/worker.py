@@ -22,6 +22,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_extensions
 from corerl.plugin.origins import require_same
+from corerl.plugin.pictures import picture_inputs
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.spec import Process
 from corerl.plugin.transports import open_sender, transport_named

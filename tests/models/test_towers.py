@@ -79,10 +79,10 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
     assert policy.tower is not None
     halves = (policy.model, policy.tower.module)
     for half in halves:
-        materialize(
-            half, {name: torch.nn.Parameter(weights[name].detach()) for name, _ in half.named_parameters()}
-        )
-    assert sorted(name for half in halves for name, _ in half.named_parameters()) == sorted(dict(own.named_parameters()))
+        materialize(half, {name: torch.nn.Parameter(weights[name].detach()) for name, _ in half.named_parameters()})
+    assert sorted(name for half in halves for name, _ in half.named_parameters()) == sorted(
+        dict(own.named_parameters())
+    )
     tokens = np.concatenate([each for each, _ in rows])
     bounds = np.concatenate([[0], np.cumsum([len(each) for each, _ in rows])])
     positions = np.concatenate([np.arange(len(each)) for each, _ in rows])
