@@ -61,6 +61,7 @@ from corerl.types import (
 from corerl.weights import Chunk
 
 NOTHING: Mapping[Any, Any] = {}
+OTHER = 0  # a token that is no placeholder
 
 
 class PlainBackend(Backend):
@@ -162,7 +163,7 @@ class PlainBackend(Backend):
     ) -> dict[Output, torch.Tensor]:
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
         experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
-        tokens = torch.tensor(self.without_strays(micro), device=self.device)
+        tokens = torch.tensor(micro.tokens, device=self.device)
         given = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
         for starts, length in self.batches(micro):
@@ -193,14 +194,6 @@ class PlainBackend(Backend):
         for start, length in zip(starts[shows], micro.lengths[shows], strict=True):
             yield np.array([start]), length
 
-    def without_strays(self, micro: MicroBatch) -> IntArray:
-        """[T] the tokens, another one for a placeholder that stands for no picture, such as a policy may sample."""
-        if self.picture_inputs is None:
-            return micro.tokens
-        placeholder = self.picture_inputs.placeholder
-        strays = (micro.tokens == placeholder) & (micro.columns.get(PICTURE, np.zeros_like(micro.tokens)) == 0)
-        return np.where(strays, 0 if placeholder else 1, micro.tokens)
-
     def shown(
         self, micro: MicroBatch, starts: IntArray, length: int, pictures: Mapping[int, Picture]
     ) -> dict[str, torch.Tensor]:
@@ -216,14 +209,23 @@ class PlainBackend(Backend):
         takes = inspect.signature(self.decoder.forward).parameters
         return {**given, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}}
 
+    def fed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Sequences [S, L] with another last token where it is a placeholder, which the policy has sampled: that stands
+        for no picture, and no output is computed at it."""
+        if self.picture_inputs is None:
+            return tokens
+        last = torch.where(tokens[:, -1:] == self.picture_inputs.placeholder, OTHER, tokens[:, -1:])
+        return torch.cat([tokens[:, :-1], last], dim=1)
+
     def of_sequences(
         self, tokens: torch.Tensor, temperature: float, shown: Mapping[str, torch.Tensor] = NOTHING
     ) -> dict[Output, torch.Tensor]:
         """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it."""
+        fed = self.fed(tokens)
         if self.config.value_head:
-            hidden = self.decoder(input_ids=tokens, use_cache=False, **shown).last_hidden_state
+            hidden = self.decoder(input_ids=fed, use_cache=False, **shown).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
-        logits = self.model(input_ids=tokens, use_cache=False, **shown).logits[:, :-1] / temperature
+        logits = self.model(input_ids=fed, use_cache=False, **shown).logits[:, :-1] / temperature
         known = self.config.model.vocabulary or logits.shape[-1]
         logits[..., known:] = -1e30  # finite: a prompt may have such tokens
         distribution = torch.log_softmax(logits.float(), dim=-1)
