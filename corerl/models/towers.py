@@ -122,7 +122,7 @@ class Tower:
         if deep := getattr(self._like, "deepstack_features", None):
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
             made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
-        self.decoder.get_image_features = lambda *_, **__: made
+        self.decoder.get_image_features = lambda *_, **__: made  # type: ignore[assignment]  # torch's stubs
         try:
             yield {"pixel_values": features[0].states}
         finally:
