@@ -106,11 +106,16 @@ class Tower:
         if deep := getattr(self._like, "deepstack_features", None):
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
             made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
-        self.decoder.get_image_features = lambda *_, **__: made
+
+        # `generate` of newer transformers calls it, before the decoder would, with the arguments that it names.
+        def given(pixel_values: Tensor | None = None, *_: Any, **__: Any) -> Any:
+            return made
+
+        self.decoder.__dict__["get_image_features"] = given
         try:
             yield {"pixel_values": features[0].states}
         finally:
-            del self.decoder.get_image_features
+            del self.decoder.__dict__["get_image_features"]
 
     def positions(self, tokens: Tensor, positions: Tensor, bounds: IntArray, seen: Seen) -> Tensor:
         """[3, 1, T] where the class numbers positions of pictures in three directions, sequence by sequence; else
