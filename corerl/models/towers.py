@@ -64,7 +64,11 @@ class Tower:
         self.encoded += len(pictures)
         self._like = made
         states = self._apart(made.pooler_output, len(pictures))
-        deep = [self._apart(each, len(pictures)) for each in getattr(made, "deepstack_features", None) or ()]
+        lengths = [len(own) for own in states]
+        deep = [  # transformers 5.12 gives one tensor for all pictures, of whatever sizes
+            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each
+            for each in getattr(made, "deepstack_features", None) or ()
+        ]
         return [
             Features(own, tuple(layer[place] for layer in deep), None if grids is None else grids[place])
             for place, own in enumerate(states)
