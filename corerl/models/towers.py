@@ -6,11 +6,11 @@ Axes: T packed tokens, n features of one picture, H hidden.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from corerl.pictures import Picture, PictureInputs
 from corerl.types import PICTURE, IntArray, MicroBatch
 
 TYPES = "mm_token_type_ids"
+STATES, DEEP = "pooler_output", "deepstack_features"  # in the outputs of towers
 GRID = "image_grid_thw"  # the argument of towers whose decoders number positions in three directions
 
 
@@ -52,7 +53,7 @@ class Tower:
             raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
         self.decoder, self.inputs = decoder, inputs
         self.encoded = 0  # pictures that have gone through the tower
-        self._like: Any = None  # an output of the tower, whose form the decoder expects
+        self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
 
     def encode(self, pictures: Sequence[Picture], device: torch.device) -> list[Features]:
         """What the tower makes of these pictures, together in one call."""
@@ -62,12 +63,12 @@ class Tower:
             **{name: each.to(device) for name, each in prepared.items()}, return_dict=True
         )
         self.encoded += len(pictures)
-        self._like = made
-        states = self._apart(made.pooler_output, len(pictures))
+        given = {name: getattr(made, name, None) for name in (STATES, DEEP)}
+        self._forms = {name: _emptied(each) for name, each in given.items() if each is not None}
+        states = self._apart(given[STATES], len(pictures))
         lengths = [len(own) for own in states]
         deep = [  # transformers 5.12 gives one tensor for all pictures, of whatever sizes
-            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each
-            for each in getattr(made, "deepstack_features", None) or ()
+            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each for each in given[DEEP] or ()
         ]
         return [
             Features(own, tuple(layer[place] for layer in deep), None if grids is None else grids[place])
@@ -105,9 +106,8 @@ class Tower:
     def showing(self, features: Sequence[Features]) -> Iterator[dict[str, Any]]:
         """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
         the arguments that make it call that."""
-        made = copy.copy(self._like)
-        made.pooler_output = _like(self._like.pooler_output, [each.states for each in features])
-        if deep := getattr(self._like, "deepstack_features", None):
+        made = SimpleNamespace(pooler_output=_like(self._forms[STATES], [each.states for each in features]))
+        if deep := self._forms.get(DEEP):
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
             made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
 
@@ -160,6 +160,13 @@ def _in_order(numbers: IntArray, lengths: Mapping[int, int]) -> list[int]:
         shown.append(number)
         at = end
     return shown
+
+
+def _emptied(values: Any) -> Any:
+    """The same form without the numbers."""
+    if isinstance(values, Tensor):
+        return values.new_empty((0,) * values.dim())
+    return type(values)(_emptied(each) for each in values)
 
 
 def _like(form: Any, parts: Sequence[Tensor]) -> Any:
