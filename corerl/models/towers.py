@@ -63,12 +63,12 @@ class Tower:
             **{name: each.to(device) for name, each in prepared.items()}, return_dict=True
         )
         self.encoded += len(pictures)
-        given = {name: getattr(made, name, None) for name in (STATES, DEEP)}
-        self._forms = {name: _emptied(each) for name, each in given.items() if each is not None}
-        states = self._apart(given[STATES], len(pictures))
+        outputs = {name: getattr(made, name, None) for name in (STATES, DEEP)}
+        self._forms = {name: _emptied(each) for name, each in outputs.items() if each is not None}
+        states = self._apart(outputs[STATES], len(pictures))
         lengths = [len(own) for own in states]
         deep = [  # transformers 5.12 gives one tensor for all pictures, of whatever sizes
-            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each for each in given[DEEP] or ()
+            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each for each in outputs[DEEP] or ()
         ]
         return [
             Features(own, tuple(layer[place] for layer in deep), None if grids is None else grids[place])
