@@ -29,6 +29,7 @@ from corerl.ops.noise import hash_keys
 from corerl.pictures import Picture
 from corerl.types import all_shown, offsets_of
 from corerl.weights.adapters import is_adapter
+from corerl.weights.checksums import bit_sums
 from tests.engines.models import context, pause_after, sequences, update
 from tests.pictures import FAMILIES, of_pictures, pictures_config
 
@@ -129,6 +130,7 @@ def test_logprobs_equal_transformers_forward_of_each_row(family: str, tmp_path: 
     generation = made.served.generate(made.asked)
     assert len(set(np.diff(made.asked.offsets).tolist())) > 3 and not generation.unfinished.any()
     assert_logprobs_of(made, made.asked, generation)
+    assert made.served.weight_sums("float32") == bit_sums(made.tensors)
     # Another picture, and another tower, would have other log-probs.
     other = evolve(made.asked, pictures=tuple(Picture(255 - each.pixels) for each in made.asked.pictures))
     assert changed_by(generation, made.served.generate(other)) > 0.01
