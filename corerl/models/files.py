@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta, build_tower
 from corerl.models.initial import RandomSource, adapter_initials, initials
 from corerl.models.lora import PeftFiles, put_adapters
 from corerl.models.names import peft_names, shapes_of
@@ -151,6 +151,17 @@ def _meta_model(asked: Described, value_head: bool, lora: LoraConfig | None) -> 
     return model
 
 
+def shapes_of_tower(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor by HF name of what reads the pictures of `config`'s model. Raises ModelError as
+    `shapes_of` does."""
+    return dict(_shapes_of_tower(Described.of(config)))
+
+
+@functools.lru_cache(META_MODELS)
+def _shapes_of_tower(asked: Described) -> dict[str, tuple[int, ...]]:
+    return shapes_of(build_tower(asked.config, dtype=torch.float32))
+
+
 def ties(model: PreTrainedModel) -> dict[str, str]:
     """Each tensor that transformers would tie to another one, and that other one."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
@@ -227,5 +238,5 @@ def initial_source(
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         sources += [model_files(model.path, hf), *([random(head)] if head else [])]
     else:
-        sources.append(random(shapes, initials=initials(hf, seed=seed)))
+        sources.append(random(shapes, initials=initials(hf, seed=seed, pictures=bool(model.pictures))))
     return FirstOf(*sources) if len(sources) > 1 else sources[0]

@@ -26,12 +26,12 @@ from corerl.models.attention import (
     unregistered_attention,
     uses_registered_attention,
 )
-from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta, build_tower, own_attention
 from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import meta_model
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
-from corerl.models.towers import Seen
+from corerl.models.towers import Seen, Tower, sees_both_ways
 from corerl.ops.packing import PackedSequences
 from corerl.pictures import PictureInputs
 
@@ -42,8 +42,9 @@ class Layout:
     why: str = ""  # whole, though it was not asked for: what keeps the model from being packed
 
 
-def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
-    """The way through `model`, from `meta_model`, that `train.layout` = `asked` takes: 'auto' prefers packed.
+def choose_layout(model: PreTrainedModel, asked: str, *, pictures: bool = False) -> Layout:
+    """The way through `model`, from `meta_model`, that `train.layout` = `asked` takes: 'auto' prefers packed. With
+    `pictures` it is for rows that have them.
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
@@ -55,6 +56,10 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
     try:
         require_packable(model, decoder)
         require_packed_attention(decoder)
+        if pictures and sees_both_ways(decoder):
+            raise ModelError(
+                f"{type(model).__name__} lets the tokens of a picture see later ones, which packed attention does not"
+            )
     except ModelError as error:
         if asked == "packed":
             raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
@@ -90,9 +95,9 @@ def make_policy(
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
     meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
-    share the rows of the output matrix, see `Policy`. Raises ModelError if transformers cannot build it, or CoreRL not
-    train it."""
-    chosen = choose_layout(meta_model(config, value_head=value_head), layout)
+    share the rows of the output matrix, see `Policy`. With `pictures`, a tower's inputs, the policy has one.
+    Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    chosen = choose_layout(meta_model(config, value_head=value_head), layout, pictures=pictures is not None)
     packed = chosen.name == "packed"
     model = build_on_meta(
         config,
@@ -101,15 +106,12 @@ def make_policy(
         value_head=value_head,
         compute=compute,
         buffers=buffers,
-        pictures=pictures is not None,
     )
     kind = PackedPolicy if packed else WholePolicy
-    return kind(model, vocabulary=vocabulary, group=group, pictures=pictures)
-
-
-def own_attention(config: PreTrainedConfig) -> str:
-    """The fastest attention that transformers has for the model on every device."""
-    return "sdpa" if getattr(architecture_of(config), "_supports_sdpa", False) else "eager"
+    policy = kind(model, vocabulary=vocabulary, group=group)
+    if pictures is not None:
+        policy.tower = Tower(policy.decoder, pictures, build_tower(config, dtype=compute or dtype))
+    return policy
 
 
 NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
@@ -210,15 +212,8 @@ class PackedPolicy(Policy):
     """A policy that passes packed sequences through the decoder of a model from `build_on_meta(..., attention=PACKED)`.
     Raises ModelError if the model cannot be packed."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        vocabulary: int = 0,
-        group: dist.ProcessGroup | None = None,
-        pictures: PictureInputs | None = None,
-    ) -> None:
-        super().__init__(model, vocabulary=vocabulary, group=group, pictures=pictures)
+    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(model, vocabulary=vocabulary, group=group)
         require_packable(model, self.decoder)
         if (attention := model.config._attn_implementation) != PACKED:
             raise ModelError(f"{type(model).__name__} was built with {attention!r} attention, expected {PACKED!r}")

@@ -21,7 +21,6 @@ from corerl.models.routing import Routers
 from corerl.models.towers import Seen, Tower
 from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
 from corerl.ops.packing import PackedSequences
-from corerl.pictures import PictureInputs
 from corerl.types import Output
 
 
@@ -32,7 +31,7 @@ class Policy(nn.Module, ABC):
     shards the weights must gather `head_parameters` for this module's own forward. Logits exist for as
     many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass. Ids
     from `vocabulary` on count as padding, unless that is 0.
-    With `pictures` the model has its tower, and `tower` encodes them.
+    Of a model that is shown pictures, `tower` encodes them.
     With a `group`, its ranks pass the same tokens and share the rows of the output matrix: rank r replaces the head's
     weight [V, H] by the rows r * n to (r + 1) * n, n = ceil(V / ranks), the last ones padded. All get the same outputs;
     gradients of what comes before the head are whole on every rank, where hidden states are.
@@ -48,7 +47,6 @@ class Policy(nn.Module, ABC):
         *,
         vocabulary: int = 0,
         group: dist.ProcessGroup | None = None,
-        pictures: PictureInputs | None = None,
     ) -> None:
         parts = parts_of(model)
         if group is not None and parts.head is not None and parts.head.linear is None:
@@ -61,7 +59,7 @@ class Policy(nn.Module, ABC):
         self.group = group
         self.vocabulary = vocabulary or (parts.head.vocab_size if parts.head is not None else 0)
         self.routers = Routers(model)
-        self.tower = Tower(parts.decoder, pictures) if pictures is not None else None
+        self.tower: Tower | None = None  # no module of this one: no pass of the decoder reads its weights
         self._parts = parts  # not modules of this one, or it would have the decoder twice
         self._longest = longest_sequence(model.config)
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
@@ -45,23 +46,38 @@ class Seen:
     slots: Tensor  # [T] bool: where the features go
 
 
-class Tower:
-    """The part of a model that reads pictures. `decoder` is the part with `get_image_features`."""
+def sees_both_ways(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder lets the tokens of one picture see each other, for which it takes the kinds of tokens."""
+    text = decoder.config.get_text_config()
+    takes = inspect.signature(decoder.forward).parameters
+    return "token_type_ids" in takes or getattr(text, "use_bidirectional_attention", None) == "vision"
 
-    def __init__(self, decoder: PreTrainedModel, inputs: PictureInputs) -> None:
+
+class Tower:
+    """The part of a model that reads pictures. `decoder` is shown what it makes of them. The tower's weights are in
+    `module`: another model of the same class, without the text decoder (`build_tower`), or `decoder` itself, of a model
+    that is built whole."""
+
+    def __init__(self, decoder: PreTrainedModel, inputs: PictureInputs, module: PreTrainedModel | None = None) -> None:
         if not hasattr(decoder, "get_image_features"):
             raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
-        self.decoder, self.inputs = decoder, inputs
+        self.decoder, self.inputs, self.module = decoder, inputs, decoder if module is None else module
         self.encoded = 0  # pictures that have gone through the tower
         self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
+        self._call = _Call(self.module)
 
-    def encode(self, pictures: Sequence[Picture], device: torch.device) -> list[Features]:
-        """What the tower makes of these pictures, together in one call."""
+    def encode(
+        self, pictures: Sequence[Picture], device: torch.device, *, weights: Mapping[str, Tensor] | None = None
+    ) -> list[Features]:
+        """What the tower makes of these pictures, together in one call, with these `weights` by parameter name, by
+        default the module's own."""
         prepared = {name: torch.as_tensor(np.array(each)) for name, each in self.inputs.inputs(pictures).items()}
         grids = prepared.get(GRID)
-        made: Any = self.decoder.get_image_features(
-            **{name: each.to(device) for name, each in prepared.items()}, return_dict=True
-        )
+        given = {name: each.to(device) for name, each in prepared.items()}
+        if weights is None:
+            made: Any = self._call(**given)
+        else:
+            made = functional_call(self._call, {f"module.{name}": each for name, each in weights.items()}, (), given)
         self.encoded += len(pictures)
         outputs = {name: getattr(made, name, None) for name in (STATES, DEEP)}
         self._forms = {name: _emptied(each) for name, each in outputs.items() if each is not None}
@@ -144,6 +160,18 @@ class Tower:
         """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
         takes = inspect.signature(self.decoder.forward).parameters
         return {name: slots.int() for name in (TYPES, "token_type_ids") if name in takes}
+
+
+class _Call(nn.Module):
+    """Makes of the call of a tower a module's forward pass, for which torch can replace weights."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Tensor) -> Any:
+        features: Any = self.module.get_image_features
+        return features(**inputs, return_dict=True)
 
 
 def _in_order(numbers: IntArray, lengths: Mapping[int, int]) -> list[int]:

@@ -24,6 +24,7 @@ from corerl.models import (
     recompute_layers,
 )
 from corerl.ops import lacking, one_kernel
+from corerl.pictures import PictureInputs
 from corerl_fsdp.compiled import compile_forward, keep_compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
@@ -49,13 +50,22 @@ def build_policy(
     recompute: bool,
     layout: str,
     options: FsdpConfig,
+    pictures: PictureInputs | None = None,
 ) -> Policy:
     """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. What is trained is float32, all else
     is in `precision`: everything if it is `frozen`, what `lora` leaves as it is. Layers compute in that, and gradients
-    are reduced in float32."""
+    are reduced in float32. The tower that encodes `pictures` is left as it is: on meta, in no shard."""
     dtype: torch.dtype = getattr(torch, precision)
     held = dtype if frozen or lora is not None else torch.float32
-    policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype, vocabulary=vocabulary)
+    policy = make_policy(
+        hf,
+        dtype=held,
+        layout=layout,
+        value_head=value_head,
+        compute=dtype,
+        vocabulary=vocabulary,
+        pictures=pictures,
+    )
     if lora is not None:
         put_adapters(policy.model, lora, dtype=torch.float32)
     if options.compile is True and policy.rectangular:

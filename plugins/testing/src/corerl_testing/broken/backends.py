@@ -97,8 +97,8 @@ class LoadsTwice(PlainBackend):
 
 
 class OffByOneLogprobs(PlainBackend):
-    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        found = super().of_sequences(tokens, temperature)
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature, *shown)
         if Output.LOGPROBS in found:
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
             found[Output.LOGPROBS] = torch.log_softmax(logits, -1).gather(-1, tokens[:, :-1, None])[..., 0]
