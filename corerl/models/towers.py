@@ -6,11 +6,11 @@ Axes: T packed tokens, n features of one picture, H hidden.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from corerl.pictures import Picture, PictureInputs
 from corerl.types import PICTURE, IntArray, MicroBatch
 
 TYPES = "mm_token_type_ids"
+STATES, DEEP = "pooler_output", "deepstack_features"  # in the outputs of towers
 GRID = "image_grid_thw"  # the argument of towers whose decoders number positions in three directions
 
 
@@ -62,7 +63,7 @@ class Tower:
             raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
         self.decoder, self.inputs, self.module = decoder, inputs, decoder if module is None else module
         self.encoded = 0  # pictures that have gone through the tower
-        self._like: Any = None  # an output of the tower, whose form the decoder expects
+        self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
         self._call = _Call(self.module)
 
     def encode(
@@ -78,9 +79,13 @@ class Tower:
         else:
             made = functional_call(self._call, {f"module.{name}": each for name, each in weights.items()}, (), given)
         self.encoded += len(pictures)
-        self._like = made
-        states = self._apart(made.pooler_output, len(pictures))
-        deep = [self._apart(each, len(pictures)) for each in getattr(made, "deepstack_features", None) or ()]
+        outputs = {name: getattr(made, name, None) for name in (STATES, DEEP)}
+        self._forms = {name: _emptied(each) for name, each in outputs.items() if each is not None}
+        states = self._apart(outputs[STATES], len(pictures))
+        lengths = [len(own) for own in states]
+        deep = [  # transformers 5.12 gives one tensor for all pictures, of whatever sizes
+            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each for each in outputs[DEEP] or ()
+        ]
         return [
             Features(own, tuple(layer[place] for layer in deep), None if grids is None else grids[place])
             for place, own in enumerate(states)
@@ -117,16 +122,20 @@ class Tower:
     def showing(self, features: Sequence[Features]) -> Iterator[dict[str, Any]]:
         """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
         the arguments that make it call that."""
-        made = copy.copy(self._like)
-        made.pooler_output = _like(self._like.pooler_output, [each.states for each in features])
-        if deep := getattr(self._like, "deepstack_features", None):
+        made = SimpleNamespace(pooler_output=_like(self._forms[STATES], [each.states for each in features]))
+        if deep := self._forms.get(DEEP):
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
             made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
-        self.decoder.get_image_features = lambda *_, **__: made  # type: ignore[assignment]  # torch's stubs
+
+        # `generate` of newer transformers calls it, before the decoder would, with the arguments that it names.
+        def given(pixel_values: Tensor | None = None, *_: Any, **__: Any) -> Any:
+            return made
+
+        self.decoder.__dict__["get_image_features"] = given
         try:
             yield {"pixel_values": features[0].states}
         finally:
-            del self.decoder.get_image_features
+            del self.decoder.__dict__["get_image_features"]
 
     def positions(self, tokens: Tensor, positions: Tensor, bounds: IntArray, seen: Seen) -> Tensor:
         """[3, 1, T] where the class numbers positions of pictures in three directions, sequence by sequence; else
@@ -179,6 +188,13 @@ def _in_order(numbers: IntArray, lengths: Mapping[int, int]) -> list[int]:
         shown.append(number)
         at = end
     return shown
+
+
+def _emptied(values: Any) -> Any:
+    """The same form without the numbers."""
+    if isinstance(values, Tensor):
+        return values.new_empty((0,) * values.dim())
+    return type(values)(_emptied(each) for each in values)
 
 
 def _like(form: Any, parts: Sequence[Tensor]) -> Any:
