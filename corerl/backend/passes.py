@@ -17,7 +17,8 @@ from corerl.models.routing import Routers
 from corerl.models.towers import Seen
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted, seen) -> each [T]; a PackedPolicy, or a wrapper of one.
+# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Where the
+# tokens show pictures, the last argument is what the tower has made of them.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 
@@ -122,4 +123,5 @@ def _replayed(
 def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, seen)
+    shown = () if seen is None else (seen,)
+    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *shown)

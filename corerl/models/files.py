@@ -92,11 +92,13 @@ def untied_head(config: PreTrainedConfig, directory: str | Path) -> str:
     return _untied_heads[key]
 
 
-def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
-    """The files of a model that reads pictures, and the names of the tensors in them that a run on text neither reads
-    nor trains, like those of a vision tower. An export copies them."""
+def kept_files(
+    directory: str | Path, config: PreTrainedConfig, trained: Iterable[str] = ()
+) -> tuple[ModelFiles, list[str]]:
+    """The files of a model that reads pictures, and the names of the tensors in them that are none of the text
+    decoder's, nor `trained`, like those of a vision tower that is not. An export copies them."""
     files, model = model_files(directory, config), meta_model(config)
-    return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
+    return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT, *trained], model)
 
 
 def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:

@@ -67,7 +67,10 @@ def samples_with_pictures(number: int, *, shown: Sequence[Sequence[int]] = SHOWN
     patch = FIELDS["vision_config"]["patch_size"] * MERGED
     counts = [height // patch * (width // patch) for height, width in SIZES]
     text = make_samples(1000 + number, samples=len(shown), temperature=TEMPERATURES[number % len(TEMPERATURES)])
-    tokens, column, places, lengths = [], [], [], []
+    tokens: list[int] = []
+    column: list[int] = []
+    places: list[int] = []
+    lengths: list[int] = []
     for first, end, own in zip(text.offsets[:-1], text.offsets[1:], shown, strict=True):
         before = len(tokens)
         for index in own:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import pytest
 from attrs import evolve
 
@@ -13,10 +15,11 @@ from corerl_testing.marks import check
 from corerl_testing.scenarios import pictures
 from corerl_testing.subject import PACKINGS, PLAIN, Subject
 
+Tower: TypeAlias = Literal["frozen", "trained"]
 STEPS = 3
 
 
-def picture_setup(subject: Subject, tower: str, packing: str = "packed") -> Setup:
+def picture_setup(subject: Subject, tower: Tower, packing: str = "packed") -> Setup:
     """Of a model that reads pictures; skips the check where nothing reads them."""
     if not any(found.name == "vision" for found in scan(Kind.PICTURES)):
         pytest.skip("nothing reads pictures; run python -m pip install 'corerl[vision]'")
@@ -30,7 +33,7 @@ TRAINED = {"tower": "trained", "packing": "packed"}
 
 @check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"], variants=TRAINED)
 @pytest.mark.parametrize(("tower", "packing"), [("frozen", "packed"), ("trained", "packed"), ("trained", "one by one")])
-def test_rows_with_pictures_train_like_the_plain_backend(subject: Subject, tower: str, packing: str) -> None:
+def test_rows_with_pictures_train_like_the_plain_backend(subject: Subject, tower: Tower, packing: str) -> None:
     setup = picture_setup(subject, tower, packing)
     found = together(subject.run(pictures.train_on_pictures, setup, STEPS))
     plain = evolve(picture_setup(subject, tower), backend=PLAIN, options={}, device="cpu")
