@@ -125,7 +125,7 @@ class Tower:
         """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
         the arguments that make it call that."""
         made = SimpleNamespace(pooler_output=_like(self._forms[STATES], [each.states for each in features]))
-        if deep := self._forms.get(DEEP):
+        if (deep := self._forms.get(DEEP)) is not None:
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
             made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
 
