@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -47,7 +45,7 @@ from corerl.models.lora import put_adapters
 from corerl.models.names import hf_boxes
 from corerl.models.parts import parts_of
 from corerl.models.routing import routers
-from corerl.models.towers import Features, Tower
+from corerl.models.towers import Features, Tower, in_parts
 from corerl.ops.noise import gumbel
 from corerl.pictures import Picture
 from corerl.plugin.pictures import picture_inputs
@@ -57,7 +55,6 @@ from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
 
 PAD = 0  # any token will do: padding is masked, and what follows a stop token is cut off
-PIXELS = 2**20  # about so many pass the tower together, of several pictures; a larger one passes it alone
 
 
 class TransformersEngine(Engine):
@@ -208,12 +205,10 @@ class TransformersEngine(Engine):
         self, tower: Tower, pictures: Sequence[Picture], encoded: MutableMapping[str, Features]
     ) -> dict[int, Features]:
         """What the tower makes of the pictures, by their numbers in the column `picture`."""
-        new = [picture for picture in pictures if picture.id not in encoded]
-        ends = np.cumsum([math.prod(picture.size) for picture in new])
-        for _, part in itertools.groupby(zip(ends // PIXELS, new, strict=True), key=operator.itemgetter(0)):
-            chunk = [picture for _, picture in part]
-            features = tower.encode(chunk, self._device)
-            encoded.update(zip([picture.id for picture in chunk], features, strict=True))
+        new = {picture.id: picture for picture in pictures if picture.id not in encoded}
+        for names in in_parts(new):
+            features = tower.encode([new[name] for name in names], self._device)
+            encoded.update(zip(names, features, strict=True))
         return {number: encoded[picture.id] for number, picture in enumerate(pictures, start=1)}
 
     def pause(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ from corerl.errors import ModelError
 from corerl.pictures import Picture, PictureInputs
 from corerl.types import PICTURE, IntArray, MicroBatch
 
+Key = TypeVar("Key")
 TYPES = "mm_token_type_ids"
 STATES, DEEP = "pooler_output", "deepstack_features"  # in the outputs of towers
+PIXELS = 2**20  # of the pictures that go through a tower at once
 GRID = "image_grid_thw"  # the argument of towers whose decoders number positions in three directions
 
 
@@ -160,6 +162,21 @@ class Tower:
         """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
         takes = inspect.signature(self.decoder.forward).parameters
         return {name: slots.int() for name in (TYPES, "token_type_ids") if name in takes}
+
+
+def in_parts(pictures: Mapping[Key, Picture]) -> Iterator[list[Key]]:
+    """The keys of pictures, in order, in parts of at most `PIXELS`, or of one: what may go through a tower at once."""
+    part: list[Key] = []
+    pixels = 0
+    for key, picture in pictures.items():
+        own = picture.size[0] * picture.size[1]
+        if part and pixels + own > PIXELS:
+            yield part
+            part, pixels = [], 0
+        part.append(key)
+        pixels += own
+    if part:
+        yield part
 
 
 class _Call(nn.Module):
