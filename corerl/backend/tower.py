@@ -13,12 +13,10 @@ from corerl.backend.primitives import StateKey
 from corerl.config.schema import RoleConfig
 from corerl.models.build import materialize, move_buffers
 from corerl.models.names import hf_boxes, local_chunks
-from corerl.models.towers import Features, Seen, Tower
+from corerl.models.towers import Features, Seen, Tower, in_parts
 from corerl.pictures import Picture
 from corerl.types import MemoryKind, MicroBatch
 from corerl.weights.chunks import Chunk
-
-PIXELS = 2**20  # of the pictures that go through a tower at once
 
 
 class RankTower:
@@ -65,7 +63,7 @@ class RankTower:
     def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
         """The features of pictures by number."""
         made: dict[int, Features] = {}
-        for numbers in _parts(pictures):
+        for numbers in in_parts(pictures):
             made |= self._encode(pictures, numbers)
         return made
 
@@ -79,7 +77,7 @@ class RankTower:
     def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Features]) -> None:
         """Add to the gradients of the weights what follows from those of the features. Each picture is encoded a second
         time, so that activations of a few are kept at once."""
-        for numbers in _parts(pictures):
+        for numbers in in_parts(pictures):
             own = list(_states(leaves[number] for number in numbers))
             if all(leaf.grad is None for leaf in own):
                 continue
@@ -150,21 +148,6 @@ class RankTower:
         if kind is MemoryKind.OPTIMIZER and self._optimizer is not None:
             return [value for state in self._optimizer.state.values() for value in state.values()]
         return []
-
-
-def _parts(pictures: Mapping[int, Picture]) -> Iterator[list[int]]:
-    """The numbers of pictures, in order, in parts of at most `PIXELS`, or of one."""
-    part: list[int] = []
-    pixels = 0
-    for number, picture in sorted(pictures.items()):
-        own = picture.size[0] * picture.size[1]
-        if part and pixels + own > PIXELS:
-            yield part
-            part, pixels = [], 0
-        part.append(number)
-        pixels += own
-    if part:
-        yield part
 
 
 def _states(features: Iterable[Features]) -> Iterator[Tensor]:

@@ -310,9 +310,11 @@ def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
         return f"model.pictures: none of the first {len(first)} prompts has a picture"
     tokens = [len(reader.expand(picture)) for picture in pictures]
     width, height = pictures[int(np.argmax(tokens))].size
+    least, most = min(tokens), max(tokens)
+    takes = str(most) if least == most else f"{least} to {most}"
     return (
-        f"model.pictures: of the first {len(pictures)} pictures each takes {min(tokens)} to {max(tokens)} tokens of a "
-        f"prompt; the model sees the largest at {width}x{height}"
+        f"model.pictures: of the first {len(pictures)} pictures each takes {takes} tokens of a prompt; the model sees "
+        f"the largest at {width}x{height}"
     )
 
 
