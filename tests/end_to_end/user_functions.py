@@ -51,3 +51,21 @@ def spoil_a_logprob(scored: Any) -> Any:
     own = np.arange(batch.offsets[5], batch.offsets[6])
     logprobs[own[batch.columns["loss_mask"][own]][0]] = np.nan
     return evolve(scored, rollout=evolve(scored.rollout, batch=batch.with_columns(rollout_logprobs=logprobs)))
+
+
+def share_of_zeros(prompt: Prompt, response: str) -> float:
+    return response.count("0") / 4
+
+
+def shot_after(answer: str, directory: str | Path) -> Path:
+    """The picture that the tool of `play_with_shots` shows after this answer."""
+    return Path(directory) / f"shot-{kind(answer) % 3}.png"
+
+
+def play_with_shots(episode: Any, *, directory: str) -> float:
+    """Two answers, with a picture between them that the first one chooses."""
+    messages = episode.messages
+    messages.append(episode.chat(messages, max_tokens=3)["message"])
+    shot = episode.picture(shot_after(messages[-1]["content"], directory))
+    messages.append({"role": "tool", "content": [shot, {"type": "text", "text": "="}]})
+    return kind(episode.chat(messages)["message"]["content"]) / 32
