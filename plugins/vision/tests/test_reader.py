@@ -1,8 +1,11 @@
 """Pictures of rows are found in the order of their marks, read once, and stand in prompts as the model's processor has
 them."""
 
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -108,6 +111,26 @@ def test_a_picture_that_is_alive_is_decoded_once(tmp_path: Path, monkeypatch: py
     name = picture.id
     del picture
     assert own.read(again[0]).id == name and decoded.total() == 2
+
+
+def test_threads_that_read_one_picture_decode_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, threads = reader_of("qwen3_vl", tmp_path), 4
+    references = [own.find({"images": [shown()]}, "<image>", root="")[1][0] for _ in range(threads)]
+    began, decoded = Barrier(threads), list[str]()
+
+    def slow(file: files.File) -> Any:
+        decoded.append(file.name)
+        time.sleep(0.05)  # so that all the others come meanwhile
+        return files.pixels_of(file)
+
+    def read(reference: files.File) -> Any:
+        began.wait()
+        return own.read(reference)
+
+    monkeypatch.setattr(reader, "pixels_of", slow)
+    with ThreadPoolExecutor(threads) as pool:
+        pictures = list(pool.map(read, references))
+    assert len(decoded) == 1 and all(picture is pictures[0] for picture in pictures)
 
 
 @pytest.mark.parametrize(

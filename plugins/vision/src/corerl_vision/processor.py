@@ -42,7 +42,7 @@ class Processor:
     def seen(self, pixels: Array) -> Array:
         """[H', W', 3] the picture as the tower sees it, before pixels are scaled. `prepared` of it is what the
         processor makes of `pixels`."""
-        height, width = self._size(self._run(pixels, resize=True))
+        height, width = self._resized(*pixels.shape[:2])
         if pixels.shape[:2] == (height, width):
             return pixels
         resample = getattr(self.own, "resample", None)
@@ -82,6 +82,11 @@ class Processor:
         raise ModelError(
             f"pictures of a {self.config.model_type} model cannot be shown: nothing says how many tokens one has"
         )
+
+    @lru_cache(maxsize=1024)  # noqa: B019  -- as above; a run of the processor takes longer than the resizing itself
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """(H, W) to which the processor resizes a picture of this size."""
+        return self._size(self._run(np.zeros((height, width, 3), np.uint8), resize=True))
 
     def _size(self, made: Mapping[str, Array]) -> tuple[int, int]:
         """(H, W) of the one picture that this was made of."""

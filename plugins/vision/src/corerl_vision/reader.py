@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -36,6 +37,9 @@ class VisionReader(PictureReader):
         self.placeholder = self._processor.placeholder
         self._before, self.mark, self._behind = self._written()
         self._alive: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        # Episodes read in threads, several of them the same picture at once. A lock is there while someone has it.
+        self._reading: WeakValueDictionary[bytes, Lock] = WeakValueDictionary()
+        self._finding = Lock()
 
     def _written(self) -> tuple[str, int, str]:
         """What a chat template writes for a picture: a text, the token that becomes the picture, and another text."""
@@ -94,10 +98,13 @@ class VisionReader(PictureReader):
 
     def read(self, reference: File) -> Picture:
         digest = reference.digest()
-        if (alive := self._alive.get(digest)) is not None:
-            return alive
-        picture = self._alive[digest] = Picture(self._processor.seen(pixels_of(reference)))
-        return picture
+        with self._finding:
+            reading = self._reading.setdefault(digest, Lock())
+        with reading:
+            if (alive := self._alive.get(digest)) is not None:
+                return alive
+            picture = self._alive[digest] = Picture(self._processor.seen(pixels_of(reference)))
+            return picture
 
     def expand(self, picture: Picture) -> IntArray:
         width, height = picture.size
