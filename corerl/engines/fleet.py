@@ -415,9 +415,9 @@ class EngineFleet:
     def _ask(
         self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], counted: CallCounts | None = None
     ) -> dict[Replica, Any]:
-        """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
-        restarts are used up, kill all processes and raise the error. Replicas that have been replaced or ended are not
-        asked, and if that happens meanwhile, how their calls fail does not matter."""
+        """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
+        replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
+        not called; if that happens during their call, its failure is ignored."""
         try:
             with self._changing:
                 self._calls_in_progress += 1
@@ -453,11 +453,11 @@ class EngineFleet:
 
     def resize(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Start or end processes, so that there is one for each assignment, in its slot (as `RayGroup` takes them).
-        Those that stay keep their assignments, and may be sampling meanwhile.
+        Replicas that stay keep their assignments, and may be sampling meanwhile.
 
-        New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
-        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others continue their
-        rows, and the samples are the same."""
+        New replicas are awake, and serve once an update has reached them. If any does not start, the fleet stays as it
+        was, and ResizeFailed is raised. If there are too many replicas, the last ones end, dead or alive; the
+        others continue their rows, and the samples are the same."""
         if len(assignments) > len(self):
             self._add(assignments[len(self) :], slots[len(self) :])
         elif len(assignments) < len(self):
@@ -465,7 +465,7 @@ class EngineFleet:
 
     def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Give processes of a lost machine, which `replace` restarts, other slots and assignments; those that live
-        keep theirs. Of more than are given the last ones end, as in `resize`."""
+        keep theirs. If there are fewer assignments than replicas, the last replicas end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:

@@ -46,7 +46,7 @@ MakeSampler = Callable[[SamplerContext], Sampler]
 
 @frozen(kw_only=True)
 class RolloutPlan:
-    """How batches of samples come about."""
+    """What a run samples from, and how samples are generated and scored."""
 
     settings: RolloutConfig
     rewarding: RewardConfig
@@ -173,7 +173,7 @@ def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
 
 def plan_sampler(config: Config, sampler: Loaded) -> MakeSampler:
     """What makes the sampler of a config whose plugins' tables are resolved. Raises ConfigError for options that cannot
-    be used, PluginBroken if its class is none."""
+    be used, PluginBroken if its class is no Sampler."""
     options = config.samplers[sampler.name]
     check_spec(sampler, options, SamplerRun(rollout=config.rollout, reward=config.reward), config=config)
     implementation = load_implementation(Kind.SAMPLERS, sampler)
@@ -261,7 +261,7 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
         samples=settings.samples or 1,
         correct_on=settings.correct_on or "",
         correct_from=settings.correct_from,
-        answer=imported(settings.answer, setting=f"{table}.answer") if settings.answer else None,
+        extract_answer=imported(settings.answer, setting=f"{table}.answer") if settings.answer else None,
         reward=own_reward,
         rewarding=rewarding or config.reward,
     )

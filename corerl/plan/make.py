@@ -106,8 +106,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
 def _notices(
     plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
 ) -> tuple[str, ...]:
-    """Those of the plan, what was settled but for what extensions have `decided`, and what these say of it. Raises
-    ConfigError if they refuse it."""
+    """The notices of the plan, of the settings that CoreRL chose (not those that extensions have `decided`), and of the
+    extensions. Raises ConfigError if an extension refuses the plan."""
     problems = Problems()
     problems.add(*(line for each in answers for line in each.problems))
     problems.raise_all()
@@ -118,7 +118,7 @@ def _notices(
 
 
 def _at(config: Config, key: str) -> Any:
-    """The plain value at a dotted key; None if there is none."""
+    """The plain value at a dotted key; None for a missing key."""
     plain = to_plain(config)
     for name in key.split("."):
         plain = plain.get(name) if isinstance(plain, Mapping) else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over, read_state
+from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, newest_intact, read_state
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -121,15 +121,15 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
     """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
     rather than overwrite another run."""
     resume = config.checkpoint.resume
-    newest = latest(run_dir, damaged=damaged)
+    newest, faults = newest_intact(run_dir, damaged=damaged)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
-        fault = next(iter(lost.values()))
+    if (starting or resume == "auto") and newest is None and faults:
+        fault = next(iter(faults.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: "
             f"{ADVICE.split(fault)[0]}; set "
@@ -139,12 +139,12 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
         return newest
     chosen = None if resume == "never" else Path(resume).absolute()
     if (other := resumed_run(config, run_dir)) is not None:
-        chosen = latest(other, damaged=damaged)
+        chosen, faults = newest_intact(other, damaged=damaged)
         if chosen is None:
-            faults = [ADVICE.split(fault)[0] for fault in passed_over(other, damaged=damaged).values()]
+            found = [ADVICE.split(fault)[0] for fault in faults.values()]
             raise ConfigError(
-                f"checkpoint.resume: {other} is a run without {'an intact' if faults else 'a complete'} checkpoint"
-                f"{': ' + faults[0] if faults else ''}; set the path of another run or checkpoint"
+                f"checkpoint.resume: {other} is a run without {'an intact' if found else 'a complete'} checkpoint"
+                f"{': ' + found[0] if found else ''}; set the path of another run or checkpoint"
             )
     # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
     if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
@@ -158,11 +158,11 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
 def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
     """A line for each checkpoint of the resumed run that was skipped."""
     run = resumed_run(config, run_dir)
-    return [skipping(path, fault) for path, fault in passed_over(run, damaged=damaged).items()] if run else []
+    return [skipping(path, fault) for path, fault in newest_intact(run, damaged=damaged)[1].items()] if run else []
 
 
 def skipping(checkpoint: Path, fault: str) -> str:
-    """The line for a checkpoint that is passed over, without the advice to do that."""
+    """The line for a checkpoint that is skipped, without the advice to do that."""
     return (
         f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
         f"{ADVICE.split(fault)[0]}"

@@ -191,17 +191,17 @@ def wrong_option(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 
 @frozen(kw_only=True)
 class PromptCheck:
-    """Decides which prompts a run can sample from: called with one, says why it is skipped, "" if it is not."""
+    """Decides which prompts a run can sample from. Called with one, it returns why the prompt is skipped, or ""."""
 
     tokenizer: PreTrainedTokenizerBase
     options: Mapping[str, Any] = field(factory=dict)  # arguments of the chat template
-    skip: bool = False  # prompts that the model cannot be shown; otherwise such a one is an error
+    skip: bool = False  # prompts that cannot be rendered for the model, instead of raising
     longest: int = UNLIMITED  # tokens; longer prompts are skipped
     limit: str = ""  # the settings that `longest` follows from, for messages
     pictures: PictureReader | None = None
 
     def __call__(self, prompt: Prompt) -> str:
-        """Raises DataError for a prompt that the model cannot be shown, unless such ones are skipped."""
+        """Raises DataError for a prompt that cannot be rendered for the model, unless `skip`."""
         try:
             text = written(self.tokenizer, prompt, self.options)
         except Rejected as rejected:

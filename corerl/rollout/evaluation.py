@@ -34,8 +34,9 @@ class EvalSet:
     params: SamplingParams
     samples: int = 1  # of each prompt
     correct_on: str = ""  # the part of the reward that says whether an answer is right; "": the reward
-    correct_from: float | None = None  # its value from which on it is; None: 1
-    answer: Callable[..., Any] | None = None  # (prompt, response) -> what a majority votes on; None: the response
+    correct_from: float | None = None  # the lowest value of a right answer; None: 1
+    # (prompt, response) -> what a majority votes on; None: the response itself
+    extract_answer: Callable[..., Any] | None = None
     reward: Reward | None = None  # None: the run's
     rewarding: RewardConfig = field(factory=RewardConfig)
 
@@ -81,9 +82,11 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
     for part, chosen in mixed.items():
         metrics[f"{part}reward"] = float(rewards[chosen[group]].mean(dtype=np.float64))
     if held_out.counts:
-        right_PG, votes_PG, unread = _judged(rollout, scores, held_out, len(prompts))
+        right_PG, votes_PG, unread = _right_and_votes(rollout, scores, held_out, len(prompts))
         for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
-            metrics |= {part + name: value for name, value in counted(right_PG[chosen], votes_PG[chosen]).items()}
+            metrics |= {
+                part + name: value for name, value in pass_and_majority(right_PG[chosen], votes_PG[chosen]).items()
+            }
     return Evaluation(
         metrics=metrics,
         shown=shown(rollout, scores.rewards, first_samples(rollout, show)),
@@ -93,8 +96,9 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
     )
 
 
-def _judged(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
-    """[P, G] which answers are right, [P, G] what it votes for, None for nothing; and why `answer` failed first."""
+def _right_and_votes(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
+    """[P, G] which responses are right; [P, G] what each votes for, None if for nothing; and the first failure of
+    `extract_answer`, or ""."""
     rows = rollout.batch.episodes[0]
     at = rollout.batch.row_columns["group"][rows], rollout.batch.row_columns["sample"][rows]
     right_PG, votes_PG = np.zeros((P, held_out.samples), np.bool_), np.full((P, held_out.samples), None, object)
@@ -105,15 +109,16 @@ def _judged(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tupl
     for group, sample, row in zip(*at, rows, strict=True):
         prompt, text = rollout.prompts[group], rollout.texts[row]
         try:
-            found = text if held_out.answer is None else held_out.answer(prompt, text)
+            found = text if held_out.extract_answer is None else held_out.extract_answer(prompt, text)
             votes_PG[group, sample] = None if found is None else str(found).strip()
         except Exception as error:  # the user's: this answer has no vote
             unread = unread or f"eval.answer raised {described(error)} on prompt {prompt.index}"
     return right_PG, votes_PG, unread
 
 
-def counted(right_PG: BoolArray, votes_PG: Array) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... and G, the number of samples, and majority@k but of two, which is pass@1."""
+def pass_and_majority(right_PG: BoolArray, votes_PG: Array) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and G, the number of samples; majority@k for the same k except 1 and 2, for which it
+    equals pass@1."""
     G = right_PG.shape[1]
     powers = sorted({*(2**power for power in range(G.bit_length())), G})
     passed = {f"pass@{k}": pass_at(k, G, right_PG.sum(1)) for k in powers}

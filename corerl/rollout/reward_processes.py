@@ -1,8 +1,8 @@
 """Score samples in processes of their own, with a time limit per sample, so that a faulty reward cannot harm the run.
 
-A process gets one sample at a time, of an async reward a few that it awaits together. One that takes too long is
-killed, one that ends by itself is lost: its sample fails, and another process takes its place. Of several samples none
-fails before it was tried alone.
+A process gets one sample at a time, or, of an async reward, a few that it awaits together. If scoring takes too long,
+the process is killed. A process that was killed, or has ended by itself, is replaced, and its sample fails; if it had
+several samples, each is first tried again in a process of its own, since any of them may be at fault.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class Rollout:
     # [B] responses, without special tokens unless reward.special_tokens, each behind the reasoning tag that the chat
     # template opens for it; of a conversation, the last answer
     texts: list[str]
-    # [B] where samples bring rewards: that, why there is none, or None for `reward.name` to score it; an episode's rows
-    # have the same. Empty: all are scored by `reward.name`.
+    # [B] of samples that bring a reward: the reward, the Failure to get one, or None for a sample that `reward.name`
+    # is to score; equal for all rows of a sample. Empty: `reward.name` scores all samples.
     outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
     def prompt_rows(self, groups: IntArray) -> IntArray:

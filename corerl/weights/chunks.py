@@ -120,7 +120,7 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; without memory, as NaN anywhere makes both ends NaN."""
+    """Whether no value is NaN or infinite. Needs no memory of the tensor's size: `aminmax` is NaN if any value is."""
     return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 
