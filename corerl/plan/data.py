@@ -58,9 +58,9 @@ class RolloutPlan:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     reward: Reward
     params: SamplingParams
-    attempts: int  # batches sampled at most to replace groups of equal rewards; 0: they are kept
+    max_replacements: int  # of a whole step, to replace groups of equal rewards; 0: these are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    sampler: MakeSampler
+    make_sampler: MakeSampler
     postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
     pictures: PictureReader | None  # None if rows have none
@@ -112,9 +112,9 @@ def plan_rollout(
         context_length=context,
         reward=reward,
         params=params,
-        attempts=config.algorithm.dynamic_sampling or 0,
+        max_replacements=config.algorithm.dynamic_sampling or 0,
         spread_on=config.algorithm.dynamic_sampling_on,
-        sampler=make_sampler,
+        make_sampler=make_sampler,
         postprocess=postprocess,
         vocab_size=vocab_size,
         pictures=pictures,

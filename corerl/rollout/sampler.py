@@ -145,45 +145,38 @@ class Sampler(ABC):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        background: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Sample what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
-        sample. `ahead`: nobody waits for it yet. `on_tokens` gets all that is generated, piece by piece. Cancelled when
-        the run ends, or drops these prompts."""
+        sample. With `background`, requests that a step waits for overtake this one, and it reports no progress.
+        `on_tokens` gets all that is generated, piece by piece. Cancelled when the run ends, or drops these prompts."""
 
     def close(self) -> None:  # noqa: B027  -- most hold nothing
         """Release what the sampler holds: nothing is asked of it any more. May be called twice."""
 
     async def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        rollout_step: int,
-        samples: int,
-        params: SamplingParams,
-        attempt: int = 0,
-        ahead: bool = False,
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams
     ) -> Rollout:
         """Sample `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt
-        and the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
+        and the sample's number.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
         """
-        request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        return await self.answer(prompts, request, ahead=ahead)
+        request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params)
+        return await self.checked_generate(prompts, request, background=False)
 
-    async def answer(
+    async def checked_generate(
         self,
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool,
+        background: bool,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Call `generate`, and raise PluginBroken if it returns no rollout of these prompts and this request."""
-        rollout = await self.generate(prompts, request, ahead=ahead, on_tokens=on_tokens)
+        rollout = await self.generate(prompts, request, background=background, on_tokens=on_tokens)
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         if not isinstance(rollout, Rollout):
             raise PluginBroken(f"{name}.generate returned {type(rollout).__name__}, wanted a corerl.rollout.Rollout")
@@ -202,9 +195,10 @@ class Sampler(ABC):
         return rollout
 
     def request(
-        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, noise_salt: int = 0
     ) -> GenerateRequest:
-        """The request that `sample` sends."""
+        """The request that `sample` sends. With another `noise_salt` the same prompts of the same step get other
+        samples."""
         encoded: list[tuple[IntArray, IntArray]] = []  # of each prompt the tokens, and their column `picture`
         shown = [_pictures(prompt) for prompt in prompts]
         ids = encode(self.context.tokenizer, prompts, self.context.template_options)
@@ -226,7 +220,7 @@ class Sampler(ABC):
                 self.context.seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
-                (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
+                (noise_salt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
             ),
             params=params,
             picture=column[repeated],
@@ -254,11 +248,13 @@ class PromptSampler(Sampler):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        background: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        progress = None if ahead else self.context.on_progress
-        generation = await self.context.generate(request, urgent=not ahead, on_progress=progress, on_tokens=on_tokens)
+        progress = None if background else self.context.on_progress
+        generation = await self.context.generate(
+            request, urgent=not background, on_progress=progress, on_tokens=on_tokens
+        )
         return self.rollout(prompts, request, generation)
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:

@@ -83,9 +83,9 @@ class Scores:
 
 
 class Scorer(Protocol):
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
-        broken."""
+    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
+        """Raises RewardError if all samples fail: the reward must be broken. If they are only a piece of a batch
+        (`partial`), all of them may fail."""
 
 
 class RewardScorer:
@@ -104,7 +104,7 @@ class RewardScorer:
         self._outcomes = outcomes or reward.outcomes
         self._on_progress = on_progress
 
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
         """As `Scorer.score`. An episode is scored once, by its last answer, and all its rows get that reward."""
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) < len(episode_of):
@@ -117,11 +117,11 @@ class RewardScorer:
         missing = [row for row in range(len(episodes)) if row not in outcomes]
         if missing:
             samples = samples_of(rollout, tokens=self._reward.takes_tokens)
-            found = self._outcomes([samples[row] for row in missing], None if part else self._on_progress)
+            found = self._outcomes([samples[row] for row in missing], None if partial else self._on_progress)
             outcomes.update(zip(missing, found, strict=True))
         every = [outcomes[row] for row in range(len(episodes))]
         scores = Scores.of(every, failed_value=self._reward.failed_value)
-        if scores.first and scores.failed.all() and not part:
+        if scores.first and scores.failed.all() and not partial:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
         return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
 
@@ -143,16 +143,16 @@ class AsyncScorer:
         self._span = span
         self._turn = turn or asyncio.Lock()
 
-    async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+    async def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
         """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
         await self._turn.acquire()
-        scoring = asyncio.ensure_future(self._score(rollout, part=part))
+        scoring = asyncio.ensure_future(self._score(rollout, partial=partial))
         scoring.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(scoring)
 
-    async def _score(self, rollout: Rollout, *, part: bool) -> Scores:
+    async def _score(self, rollout: Rollout, *, partial: bool) -> Scores:
         with self._span():
-            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
+            return await self._call(functools.partial(self._scorer.score, rollout, partial=partial))
 
 
 def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:

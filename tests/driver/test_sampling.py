@@ -51,7 +51,7 @@ class Asked(Sampler):
 def planned(special_tokens: bool, *sets: bool) -> Any:
     rewarding = RewardConfig(special_tokens=special_tokens)
     own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept), source=Mock()) for kept in sets]
-    rollout = Mock(rewarding=rewarding, sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
+    rollout = Mock(rewarding=rewarding, make_sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
     run = Mock(trains=False, steps=3)
     return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)), run=run)
 
