@@ -8,7 +8,7 @@ Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -28,6 +28,8 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 Scalar = bool | int | float | str
+
+OnProgress = Callable[[int, int], None]  # called with how many are done, and how many there are
 
 PICTURE = "picture"  # column [N] int32 of batches with pictures: 1 + the picture that the token stands for, 0 for text
 TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere

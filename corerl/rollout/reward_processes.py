@@ -25,7 +25,7 @@ from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
 
 if TYPE_CHECKING:
-    from corerl.engines.fleet import Counted
+    from corerl.types import OnProgress
 
 GRACE = 0.5  # seconds beyond a time limit before a process is killed
 STARTING = 1.0  # seconds for what an async reward does with its samples before it awaits them
@@ -102,7 +102,7 @@ class RewardPool:
         self._workers: list[RewardWorker] = []
         self._start()
 
-    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> list[Outcome]:
         """The samples' rewards; `on_progress` gets how many are scored, and how many there are. Raises RewardError if
         the pool is closed, ConfigError if the processes cannot import the reward."""
         with self._scoring:
@@ -134,7 +134,7 @@ class RewardPool:
         for worker in workers:
             worker.end()
 
-    def _outcomes(self, samples: Sequence[Sample], on_progress: Counted | None) -> list[Outcome]:
+    def _outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None) -> list[Outcome]:
         count, waits = len(samples), self._reward.waits
         limit = self._config.timeout + GRACE + STARTING * waits
         size = min(AT_ONCE, math.ceil(count / self._config.processes)) if waits else 1

@@ -27,7 +27,7 @@ from corerl.messages import did_you_mean, place, short_repr
 if TYPE_CHECKING:
     from corerl.config.schema import RewardConfig
     from corerl.data.prompts import Prompt
-    from corerl.engines.fleet import Counted
+    from corerl.types import OnProgress
 
 
 @frozen(kw_only=True)
@@ -82,7 +82,7 @@ class Reward:
     def takes_tokens(self) -> bool:
         return takes_tokens(self.function)
 
-    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once."""
         found: list[Outcome] = []
         if on_progress is not None:

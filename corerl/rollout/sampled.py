@@ -14,14 +14,14 @@ from attrs import define, evolve, field
 
 from corerl.data.prompts import Prompt, PromptStream
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.fleet import Counted, EngineFleet
+from corerl.engines.fleet import EngineFleet
 from corerl.errors import RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
 from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
 from corerl.rollout.source import Source
-from corerl.types import BoolArray, FloatArray
+from corerl.types import BoolArray, FloatArray, OnProgress
 
 
 @define(kw_only=True, eq=False)
@@ -65,7 +65,7 @@ class SampledRollouts(Source):
     engines: EngineFleet
     steps: int  # rollout steps in total, including those before a resume
     # Called with how many samples of the next step are ready, and how many it has; None where the sampler reports it.
-    on_progress: Counted | None = None
+    on_progress: OnProgress | None = None
 
     tracks_versions: ClassVar[bool] = False  # whether tasks know the versions that generated their tokens
 

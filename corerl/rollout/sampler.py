@@ -16,7 +16,6 @@ from corerl.config.schema import RolloutConfig
 from corerl.data.files import Refused
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
@@ -24,7 +23,7 @@ from corerl.ops.noise import hash_keys
 from corerl.pictures import Picture, PictureReader, read
 from corerl.rollout.encoding import encode, expand
 from corerl.rollout.reasoning import Openings
-from corerl.types import PICTURE, Array, IntArray, Output, SampleBatch, all_shown, offsets_of, rows_at
+from corerl.types import PICTURE, Array, IntArray, OnProgress, Output, SampleBatch, all_shown, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,7 +107,7 @@ class Generate(Protocol):
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        on_progress: Counted | None = None,
+        on_progress: OnProgress | None = None,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Awaitable[Generation]: ...
 
@@ -128,7 +127,7 @@ class SamplerContext:
     pictures: PictureReader | None = None  # None: prompts have none
     calls: int = 1  # of `generate` that each engine answers at once
     # Is called with how many of the samples that the run waits for are done, and how many there are.
-    on_progress: Counted | None = None
+    on_progress: OnProgress | None = None
 
 
 class Sampler(ABC):

@@ -16,10 +16,9 @@ from attrs import Factory, evolve, field, frozen
 from corerl.errors import RewardError
 from corerl.messages import did_you_mean
 from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
-from corerl.types import BoolArray, FloatArray, IntArray, SampleBatch
+from corerl.types import BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
 
 if TYPE_CHECKING:
-    from corerl.engines.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
@@ -94,9 +93,9 @@ class RewardScorer:
     def __init__(
         self,
         reward: Reward,
-        outcomes: Callable[[Sequence[Sample], Counted | None], list[Outcome]] | None = None,
+        outcomes: Callable[[Sequence[Sample], OnProgress | None], list[Outcome]] | None = None,
         *,
-        on_progress: Counted | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """`outcomes` calls the function, by default in this process and without a time limit. `on_progress` gets how
         many samples of a batch are scored, and how many it has."""

@@ -117,7 +117,7 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.make import plan_group  # slow to import: takes seconds
+        from corerl.plan.group import plan_group  # slow to import: takes seconds
 
         config = as_config(config)
         plan = plan_group(config, role, resume=resume)
@@ -169,7 +169,7 @@ class TrainGroup:
         the background has failed, and CorerlError if the cluster has no room: then all is as before.
         """
         from corerl.checkpoint.writer import in_memory  # slow to import, as are the next two: takes seconds
-        from corerl.plan.make import plan_group
+        from corerl.plan.group import plan_group
         from corerl.plan.settle import with_sizes
 
         if self._config is None or self._pool is None:

@@ -18,13 +18,12 @@ import pytest
 
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
-from corerl.engines.fleet import Counted
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import RewardScorer, Scores
-from corerl.types import SampleBatch
+from corerl.types import OnProgress, SampleBatch
 from tests.machine import paced
 
 ACT = "tests.rollout.user_rewards:act"
@@ -40,7 +39,7 @@ def rollout(texts: list[str]) -> Rollout:
 
 
 @contextmanager
-def scorer(reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> Iterator[RewardScorer]:
+def scorer(reward: Reward, config: RewardConfig, on_progress: OnProgress | None = None) -> Iterator[RewardScorer]:
     """As that of a run, in this process or in others."""
     if not config.processes:
         yield RewardScorer(reward, on_progress=on_progress)
