@@ -57,7 +57,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
     data: list[str] = []
     problems = Problems()
     with problems.stage("checkpoint.resume"):
-        resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
+        resume, faults = resume_from(config, run_dir, starting=starting, damaged=damaged)
         state = read_state(resume) if resume else {}
         if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
@@ -74,7 +74,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
         run_dir=run_dir,
         resume=resume,
         state=state,
-        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
+        lost=tuple(skipping(checkpoint, fault) for checkpoint, fault in faults.items()),
         resumed=resumed_run(config, run_dir),
         data=tuple(data),
     )
@@ -117,9 +117,11 @@ def resumed_run(config: Config, run_dir: Path) -> Path | None:
     return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
 
 
-def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
-    """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
-    rather than overwrite another run."""
+def resume_from(
+    config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS
+) -> tuple[Path | None, Faults]:
+    """The checkpoint to resume from, if any, and the newer ones that are skipped for it, each with its fault; `damaged`
+    are those that ranks found. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
     newest, faults = newest_intact(run_dir, damaged=damaged)
     if starting and newest is not None and not config.run.trains:
@@ -136,12 +138,12 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
             f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
         )
     if resume == "auto":
-        return newest
-    chosen = None if resume == "never" else Path(resume).absolute()
+        return newest, faults
+    chosen, skipped = None if resume == "never" else Path(resume).absolute(), NO_FAULTS
     if (other := resumed_run(config, run_dir)) is not None:
-        chosen, faults = newest_intact(other, damaged=damaged)
+        chosen, skipped = newest_intact(other, damaged=damaged)
         if chosen is None:
-            found = [ADVICE.split(fault)[0] for fault in faults.values()]
+            found = [ADVICE.split(fault)[0] for fault in skipped.values()]
             raise ConfigError(
                 f"checkpoint.resume: {other} is a run without {'an intact' if found else 'a complete'} checkpoint"
                 f"{': ' + found[0] if found else ''}; set the path of another run or checkpoint"
@@ -152,13 +154,7 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
             f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
             "another run.dir"
         )
-    return chosen
-
-
-def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
-    """A line for each checkpoint of the resumed run that was skipped."""
-    run = resumed_run(config, run_dir)
-    return [skipping(path, fault) for path, fault in newest_intact(run, damaged=damaged)[1].items()] if run else []
+    return chosen, skipped
 
 
 def skipping(checkpoint: Path, fault: str) -> str:
