@@ -296,6 +296,8 @@ def notices_of_data(
     config: Config, rollout: RolloutPlan, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
 ) -> Iterator[str]:
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
+    if not config.run.has_engines:
+        return
     yield from rollout.prompts.notices
     yield from about_sets
     if rollout.pictures is not None:

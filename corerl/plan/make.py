@@ -15,7 +15,6 @@ from corerl.config.problems import Problems
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
-from corerl.kinds import experts_of
 from corerl.plan.algorithm import (
     against_algorithm,
     check_algorithm,
@@ -35,6 +34,7 @@ from corerl.plan.data import (
 from corerl.plan.models import (
     AS_ACTOR,
     RoleModel,
+    against_replay,
     build_models,
     check_files,
     kept_digests,
@@ -135,16 +135,13 @@ def _plan_run(
     given: Config, chosen: Mapping[str, Setting], damaged: Faults, *, starting: bool
 ) -> tuple[Plan, PlanReady]:
     """The plan of the `given` config with what extensions have chosen, and what these are asked about it."""
-    overrides = [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]
-    extended = settle_extensions(as_config(given, overrides))
-    listed = len(extended.chosen_extensions)
+    extended = settle_extensions(as_config(given, [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]))
     filled, plugins = resolve_config(with_extensions(extended), contradictions)
     configs = load_configs(filled, filled.chosen_roles)
     tokenizer = load_tokens(filled, plugins, configs)
     resolved = with_vocabulary(filled, configs, tokenizer)
     context = longest_sample(resolved, configs[ACTOR])
     vocab_size = resolved.model.vocabulary or configs[ACTOR].get_text_config().vocab_size
-    replay = resolved.algorithm.routing_replay
 
     problems = Problems()
     with problems.stage():
@@ -156,8 +153,7 @@ def _plan_run(
     if plugins.algorithm is not None:
         with problems.stage():
             check_algorithm(resolved, plugins.algorithm)
-    if replay != "none" and experts_of(configs[ACTOR].to_dict()) <= 1:
-        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
+    problems.add(*against_replay(resolved, configs[ACTOR]))
     with problems.stage():
         device = resolve_device(resolved.cluster.device, address=resolved.cluster.address)
         problems.add(*against_taking_turns(resolved, device))
@@ -184,18 +180,8 @@ def _plan_run(
     )
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
-    record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[:listed])))
-    notices = [
-        *(changed_settings(start.state["config"], record) if start.state and final.run.trains else ()),
-        *ignored_tables(final),
-        *absent_extensions(final),
-        *start.data,
-        *(notices_of_data(final, rollout, eval_sets, about_sets) if final.run.has_engines else ()),
-        *about_files,
-        *(line for model in models.values() for line in notices_of(model)),
-        *notices_of_sampling(final),
-        *((*notices_of_learning(final.algorithm), *unpacked(models)) if final.run.trains else ()),
-    ]
+    record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
+    about_data = [*start.data, *notices_of_data(final, rollout, eval_sets, about_sets), *about_files]
     plan = Plan(
         title=_title(final, processes, rollout, plugins),
         run=final.run,
@@ -212,9 +198,9 @@ def _plan_run(
         resized=partial(_resized, given),
         record=record,
         kept=kept_digests(models),
-        notices=tuple(notices),
+        notices=tuple(_notices_of_run(final, start, record, models, about_data)),
     )
-    ready = PlanReady(
+    return plan, PlanReady(
         config=final,
         asked=absolute,
         algorithm=algorithm,
@@ -225,7 +211,27 @@ def _plan_run(
         device_memory=device_memory(final.cluster) if device == "cuda" else 0,
         starting=starting,
     )
-    return plan, ready
+
+
+def _notices_of_run(
+    config: Config,
+    start: Start,
+    record: Mapping[str, Any],
+    models: Mapping[str, RoleModel],
+    about_data: Sequence[str],
+) -> Iterator[str]:
+    """What users should know about a run of this config, whose record is `record`."""
+    if start.state and config.run.trains:
+        yield from changed_settings(start.state["config"], record)
+    yield from ignored_tables(config)
+    yield from absent_extensions(config)
+    yield from about_data
+    for model in models.values():
+        yield from notices_of(model)
+    yield from notices_of_sampling(config)
+    if config.run.trains:
+        yield from notices_of_learning(config.algorithm)
+        yield from unpacked(models)
 
 
 def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
