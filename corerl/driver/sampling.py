@@ -87,13 +87,13 @@ class Sampling:
 
     source: Source = field(init=False)
     # Those that have prompts; that of `data.held_out` comes first.
-    held_out: list[tuple[EvalSet, Sampler, AsyncScorer]] = field(init=False)
+    eval_sets: list[tuple[EvalSet, Sampler, AsyncScorer]] = field(init=False)
     _samplers: dict[bool, Sampler] = field(factory=dict, init=False)  # by whether their texts keep special tokens
 
     def __attrs_post_init__(self) -> None:
         start = self.plan.start
         self.restart(start.state if self.plan.run.trains else {}, start.resume)
-        self.held_out = [
+        self.eval_sets = [
             (each, self.sampler_of(each.rewarding), reward)
             for each, reward in zip(self.plan.eval_sets, self.rewards[1], strict=True)
             if self.fleet is not None and each.source.held_out_prompts()

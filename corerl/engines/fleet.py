@@ -42,7 +42,7 @@ class Processes(Protocol):
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
     def answers(
-        self, pending: Any, *, timeout: float | None = None, counted: CallCounts | None = None
+        self, pending: Any, *, timeout: float | None = None, on_counts: CallCounts | None = None
     ) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
@@ -232,7 +232,7 @@ class EngineFleet:
             return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
-        with self._router.counted({replica: len(own) for replica, own in rows.items()}) as over:
+        with self._router.in_progress({replica: len(own) for replica, own in rows.items()}) as over:
             parts = await asyncio.gather(*(generate_on(replica, own, over) for replica, own in rows.items()))
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
@@ -419,7 +419,7 @@ class EngineFleet:
         raise error
 
     def _ask(
-        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], counted: CallCounts | None = None
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_counts: CallCounts | None = None
     ) -> dict[Replica, Any]:
         """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
         replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
@@ -429,7 +429,7 @@ class EngineFleet:
                 self._calls_in_progress += 1
                 asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
-            found = self.processes.answers(pending, counted=counted)
+            found = self.processes.answers(pending, on_counts=on_counts)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:

@@ -267,16 +267,16 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
     )
 
 
-def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
+def _check_set(config: Config, table: str, eval_set: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
     """Leave out the prompts that cannot be used; yields notices. The run's own check covers `data.held_out`, unless
     evaluation may sample longer answers."""
-    tokens, context = held_out.params.max_tokens, rollout.context_length
-    if held_out.name:
-        require_encodable(held_out.source, rollout.tokenizer, rollout.template_options)
-        yield from held_out.source.notices
+    tokens, context = eval_set.params.max_tokens, rollout.context_length
+    if eval_set.name:
+        require_encodable(eval_set.source, rollout.tokenizer, rollout.template_options)
+        yield from eval_set.source.notices
     elif tokens <= config.rollout.max_tokens:
         return
-    known = len(held_out.source.notices)
+    known = len(eval_set.source.notices)
     check = PromptCheck(
         tokenizer=rollout.tokenizer,
         options=rollout.template_options,
@@ -285,8 +285,8 @@ def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPl
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
         pictures=rollout.pictures,
     )
-    check_first(held_out.source, check)
-    yield from held_out.source.notices[known:]
+    check_first(eval_set.source, check)
+    yield from eval_set.source.notices[known:]
 
 
 # ---- notices ---------------------------------------------------------------------------------------------------------

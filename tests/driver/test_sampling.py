@@ -67,7 +67,7 @@ def test_a_set_whose_reward_reads_special_tokens_has_its_own_sampler(monkeypatch
     fleet = Mock()
     with contextlib.ExitStack() as stack:
         made = sampling(planned(False, False, True, True), fleet, stack)
-        (_, same, _), (_, other, _), (_, again, _) = made.held_out
+        (_, same, _), (_, other, _), (_, again, _) = made.eval_sets
         first: Any = made.sampler
         assert same is first and other is again and other is not first
         assert [each.context.special_tokens for each in (first, other)] == [False, True]

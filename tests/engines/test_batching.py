@@ -31,9 +31,9 @@ class Engine:
         self.failure: Exception | None = None
         self._going: list[asyncio.Event] = []
 
-    async def __call__(self, request: GenerateRequest, counted: Any) -> Generation | None:
+    async def __call__(self, request: GenerateRequest, on_ended: Any) -> Generation | None:
         self.calls.append(request.noise_keys.tolist())
-        self.counted.append(counted is not None)
+        self.counted.append(on_ended is not None)
         self._going.append(asyncio.Event())
         await self._going[-1].wait()
         if self.failure is not None:
