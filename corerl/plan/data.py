@@ -122,7 +122,7 @@ def plan_rollout(
 
 
 def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
-    """What reads the pictures of rows, if they have any. Raises what it does, and PluginBroken if its class is none."""
+    """What reads the pictures of rows, if they have any. Raises what it raises, and PluginBroken for another class."""
     loaded = plugins.pictures
     if loaded is None:
         return None
@@ -155,7 +155,7 @@ def names_prompts(data: DataConfig) -> bool:
 
 
 def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
-    """The rows that a sampler brings, if it does. Raises PluginBroken if it fails with an error that is none of
+    """The rows that a sampler brings, if it does. Raises PluginBroken if it fails with an error other than
     CoreRL's."""
     if sampler.spec.prompts is None:
         return None

@@ -279,8 +279,8 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "ex
 
 
 def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
-    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is none, or a signature does
-    not fit."""
+    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is no such reward, or a
+    signature does not fit."""
     if not config.functions:
         reward = find_reward(config.name, config.options, config.weights, table=table)
         return evolve(reward, failed_value=config.failed_value)
@@ -310,7 +310,7 @@ def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
 
 
 def require_part(reward: Reward, part: str, *, setting: str) -> None:
-    """Raise ConfigError if the config says which parts a reward has, and this is none of them. The parts of a function
+    """Raise ConfigError if the config says which parts a reward has, and this is another name. The parts of a function
     without weights are known once it is called."""
     known = [term.label for term in reward.terms] if isinstance(reward, WeightedSum) else list(reward.weights)
     if part and part not in known and "." not in part and (known or reward.name in BUILT_IN):
@@ -321,8 +321,8 @@ def require_part(reward: Reward, part: str, *, setting: str) -> None:
 def find_reward(
     name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
 ) -> Reward:
-    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
-    does not fit."""
+    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if the name is unknown, or its
+    signature does not fit."""
     if name not in BUILT_IN and ":" not in name:
         own = "write your own as 'module:function', where module.py is in the working directory or installed"
         raise ConfigError(

@@ -64,7 +64,7 @@ class EpisodeSampler(Sampler):
         await self._runner(request.params).play(
             states,
             functools.partial(self.context.generate, urgent=not background, on_tokens=on_tokens),
-            # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
+            # With `on_tokens` a run samples all the time: engines are busy, and what comes then is sent together.
             # Engines that answer several calls at once wait for no request that could be sampled with another.
             gathers=self.context.calls == 1 and on_tokens is None,
             on_ended=lambda ended: None if on_progress is None else on_progress(ended, len(states)),
