@@ -75,10 +75,12 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader) -> tuple[IntArray, IntArray]:
+def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader | None) -> tuple[IntArray, IntArray]:
     """[n] tokens and [n] their column `picture`: the tokens of each picture in the place of the one that a template
-    writes for it. Raises Refused if these are not as many as pictures."""
+    writes for it. Without a `reader` all are text. Raises Refused if these are not as many as pictures."""
     tokens = np.asarray(ids, dtype=np.int64)
+    if reader is None:
+        return tokens, np.zeros(len(tokens), dtype=np.int32)
     places = np.flatnonzero(tokens == reader.mark)
     if len(places) != len(pictures):
         raise Refused(

@@ -198,14 +198,9 @@ class Sampler(ABC):
     ) -> GenerateRequest:
         """The request that `sample` sends. With another `noise_salt` the same prompts of the same step get other
         samples."""
-        encoded: list[tuple[IntArray, IntArray]] = []  # of each prompt the tokens, and their column `picture`
         shown = [_pictures(prompt) for prompt in prompts]
         ids = encode(self.context.tokenizer, prompts, self.context.template_options)
-        for each, own in zip(ids, shown, strict=True):
-            if self.context.pictures is not None:
-                encoded.append(expand(each, own, self.context.pictures))
-            else:
-                encoded.append((np.asarray(each, dtype=np.int64), np.zeros(len(each), dtype=np.int64)))
+        encoded = [expand(each, own, self.context.pictures) for each, own in zip(ids, shown, strict=True)]
         tokens = np.concatenate([each for each, _ in encoded])
         offsets = offsets_of([len(each) for each, _ in encoded])
         column, pictures = all_shown([(column, own) for (_, column), own in zip(encoded, shown, strict=True)])
