@@ -84,9 +84,8 @@ async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, 
     if eval_set.counts:
         right_PG, votes_PG, unread = _right_and_votes(rollout, scores, eval_set, len(prompts))
         for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
-            metrics |= {
-                part + name: value for name, value in pass_and_majority(right_PG[chosen], votes_PG[chosen]).items()
-            }
+            found = pass_and_majority(right_PG[chosen], votes_PG[chosen])
+            metrics |= {part + name: value for name, value in found.items()}
     return Evaluation(
         metrics=metrics,
         shown=shown(rollout, scores.rewards, first_samples(rollout, show)),

@@ -167,7 +167,6 @@ def _response_tokens(batch: SampleBatch) -> Iterator[Tokens]:
     """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
     sampled = batch.columns.get("loss_mask")
     for first, last in pairwise(batch.offsets.tolist()):
-        row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
-        begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
-        begin = begins[0] if len(begins) else row[0] if len(row) else 0
-        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()
+        places = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
+        answers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # runs of sampled tokens
+        yield batch.tokens[first + answers[-1]].astype(np.int32)
