@@ -32,8 +32,8 @@ class Batcher:
 
     def __init__(self, call: Call, *, calls: int, width: int, on_free_slot: Callable[[], None] = lambda: None) -> None:
         """At most `calls` at once, each of requests with the same parameters and of at most `width` rows together; one
-        request is never divided. `on_free_slot` is called whenever a call has ended, and another
-        could begin if any request waited."""
+        request is never divided. `on_free_slot` is called whenever a call has ended, and another could begin if any
+        request waited."""
         self._call = call
         self._calls = calls
         self.width = width

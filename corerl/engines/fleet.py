@@ -337,8 +337,12 @@ class EngineFleet:
                 each.batcher.hold()
             else:
                 each.batcher.go_on()
-        _set(self._serving, bool(self._routed))
-        _set(self._lost, not self._routed)
+        if self._routed:
+            self._serving.set()
+            self._lost.clear()
+        else:
+            self._serving.clear()
+            self._lost.set()
 
     def _apply_changes(self, *, forget: bool = False) -> None:
         """Run `_route` in the event loop, from the thread that updates weights, and wait for it."""
@@ -579,13 +583,6 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
-
-
-def _set(event: asyncio.Event, value: bool) -> None:
-    if value:
-        event.set()
-    else:
-        event.clear()
 
 
 def _received(answer: Received | CorerlError) -> Received:
