@@ -84,9 +84,20 @@ TINY = Size(rows=16, length=48, width=140, height=84, micro_batch=256, device="c
 
 
 def tiny_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text |= {"rope_parameters": {**fields["text_config"]["rope_parameters"], "mrope_section": [2, 3, 3]}}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     return {
         **fields,
         "text_config": {**fields["text_config"], **text},
