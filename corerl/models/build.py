@@ -35,9 +35,10 @@ def build_on_meta(
     buffers: bool = True,
     vectors: bool = False,
     compute: torch.dtype | None = None,
+    pictures: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model of `config`: parameters on meta in `dtype`, real buffers on the CPU. Of one that
-    reads pictures, only what text passes through: the text decoder and its head.
+    reads pictures, only what text passes through, the text decoder and its head, except with `pictures`.
 
     `attention` is an attention of transformers ('sdpa', 'eager') or `models.attention.PACKED`. With `value_head` the
     model is a critic: the language-model head is gone, and `model.value_head` is a linear map to one number. `config`
@@ -63,7 +64,7 @@ def build_on_meta(
             model: PreTrainedModel = _auto_class(config).from_config(
                 config, dtype=dtype, attn_implementation=_attentions(config, attention), trust_remote_code=False
             )
-            if reads_pictures(config):
+            if reads_pictures(config) and not pictures:
                 _keep_text(model)
             if value_head:
                 _put_value_head(model, dtype)

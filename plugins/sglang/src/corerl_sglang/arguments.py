@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 VOCABULARY = "corerl_vocabulary"  # in the arguments file: not an argument of SGLang's, but `launch` reads it
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
 
+# SGLang's cache of the features of pictures, by their content, in MB: no weight update empties it.
+FEATURES_CACHED = "SGLANG_VLM_CACHE_SIZE_MB"
+TRANSPORT = "mm_feature_transport"  # of a picture's pixels to the ranks; not in SGLang 0.5.15
+
 MODEL = "set [model]"
 TRAINER = "weights come only from the trainer"
 LOCAL = "a replica runs on one machine and serves only CoreRL"
@@ -36,7 +40,7 @@ ELSEWHERE = {
     "trust_remote_code": MODEL,
     "json_model_override_args": MODEL,
     "skip_tokenizer_init": TOKENS,
-    "enable_multimodal": TOKENS,
+    "enable_multimodal": "set model.pictures",
     "tokenizer_worker_num": TOKENS,
     "load_format": TRAINER,
     "model_loader_extra_config": TRAINER,
@@ -130,15 +134,17 @@ def server_arguments(
     model: Path,
     adapted: Sequence[str] = (),
     vocabulary: int = 0,
+    pictures: bool = False,
 ) -> dict[str, Any]:
-    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json,
-    `adapted` the modules that have adapters, `vocabulary` as `model.vocabulary`."""
+    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with a config.json,
+    and with `pictures` the files of tokenizer and processor; `adapted` are the modules that have adapters, `vocabulary`
+    is as `model.vocabulary`."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        "enable_multimodal": False,  # else it looks for a processor of pictures, and keeps memory for them
+        "enable_multimodal": pictures,  # else it looks for a processor of pictures, and keeps memory for them
         "custom_weight_loader": [LOADER],
         "device": context.device,
         "dtype": context.precision,
@@ -160,6 +166,9 @@ def server_arguments(
             "lora_target_modules": list(adapted),
             "max_loras_per_batch": 2,
         }
+    if pictures:
+        # SGLang's own choice keeps 1 GiB of the device while the engine sleeps.
+        arguments[TRANSPORT] = "cpu"
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     else:

@@ -16,12 +16,13 @@ import signal
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl_sglang.arguments import VOCABULARY, Key
+from corerl_sglang.arguments import TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
 
 POLL_SECONDS = 0.05
@@ -39,6 +40,8 @@ def main() -> None:
     arguments = read_arguments(file)
     arguments.pop(VOCABULARY, None)
     known = [field.name for field in dataclasses.fields(ServerArgs)]
+    if arguments["enable_multimodal"] and TRANSPORT not in known:
+        sys.exit(f"model.pictures wants SGLang 0.5.17 or later, but {metadata.version('sglang')} is installed")
     for name in arguments:
         if name not in known:
             sys.exit(f"SGLang's server has no argument {name!r}{did_you_mean(name, known)}")
