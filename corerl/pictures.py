@@ -46,10 +46,51 @@ class Picture:
         return f"<picture {self.id[:4]} {self.size[0]}x{self.size[1]}>"
 
 
+@frozen(kw_only=True, eq=False, slots=False)
+class FoundPicture:
+    """A picture that a row refers to, read once something asks for it. Pickled, it is the picture."""
+
+    reader: PictureReader
+    reference: Any
+
+    @cached_property
+    def picture(self) -> Picture:
+        """Raises `corerl.data.Refused`."""
+        return self.reader.read(self.reference)
+
+    @property
+    def id(self) -> str:
+        return self.picture.id
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.picture.size
+
+    @property
+    def pixels(self) -> Array:
+        return self.picture.pixels
+
+    def __repr__(self) -> str:
+        return repr(self.picture)
+
+    def __reduce__(self) -> Any:
+        return _same, (self.picture,)
+
+
+def _same(picture: Picture) -> Picture:
+    return picture
+
+
+def read(picture: Picture | FoundPicture) -> Picture:
+    """Raises `corerl.data.Refused`."""
+    return picture if isinstance(picture, Picture) else picture.picture
+
+
 class PictureReader(ABC):
     """Finds and reads the pictures of a run's rows, in the driver, for one model."""
 
     placeholder: int  # the id of the token that stands where the tower's features go
+    mark: int  # the id of the one token that a chat template writes for each picture, for most models the placeholder
 
     @abstractmethod
     def __init__(self, options: Any, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:

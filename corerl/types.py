@@ -132,7 +132,7 @@ def all_shown(parts: Sequence[tuple[Array, Sequence[Picture]]]) -> tuple[Array, 
                 every.append(picture)
                 place[picture.id] = len(every)
         columns.append(np.array([0, *(place[picture.id] for picture in pictures)], np.int32)[column])
-    return np.concatenate(columns), tuple(every)
+    return np.concatenate([np.zeros(0, np.int32), *columns]), tuple(every)
 
 
 @frozen(kw_only=True)

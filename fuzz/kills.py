@@ -139,7 +139,8 @@ def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str
     if trial.resize:  # which starts ranks
         threading.Thread(target=run.resize, daemon=True).start()
     until = time.monotonic() + trial.fraction * (start / 3 if trial.resize else 0.5 if trial.step else start)
-    while time.monotonic() < until and len(numbers(run.run_dir)) < min(trial.step + 2, STEPS - 1):
+    done_by = min(trial.step + 2, STEPS - 1) if trial.step else 1
+    while time.monotonic() < until and len(numbers(run.run_dir)) < done_by:
         time.sleep(0.01)
     while not (pid := run.pid(trial.victim)) and run.process.poll() is None:
         time.sleep(0.01)
@@ -152,6 +153,8 @@ def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str
             time.sleep(8.0)
             os.kill(pid, signal.SIGCONT)
     status, named = run.status(), run.naming(trial.victim)
+    # A reward worker that had no sample is replaced without a word.
+    unnoticed = trial.result == "not sent" or trial.victim == "reward worker"
     trial.seconds = time.monotonic() - sent
     trial.result = trial.result or ("recovered" if status == 0 else "ended")
     resumed = None if status == 0 else Run(directory, "checkpoint.resume=auto")  # at once, as a user would
@@ -160,7 +163,7 @@ def carry_out(trial: Trial, directory: Path, start: float, unharmed: Run) -> str
     checks = {
         f"has not ended after {BOUND_SECONDS:g} s": status is not None,
         "processes outlive the run": workers < WORKERS_SECONDS and agents < RAY_SECONDS,
-        f"not named: {run.err[-300:]}": status == 0 or to_driver or named,
+        f"not named: {run.err[-300:]}": named or to_driver or (status == 0 and unnoticed),
         f"not resumed: {resumed and resumed.err[-300:]}": again == 0,
         f"the newest checkpoint is {newest}": newest is not None and read_state(newest)["rollout_step"] == STEPS,
     }
@@ -184,7 +187,8 @@ def main() -> int:
     for number in range(args.trials):
         resize = chosen.random() < 0.25
         step, kind = chosen.randrange(resize, STEPS - resize), kinds[number % len(kinds)]
-        trials.append(Trial(*kind, step, chosen.random(), resize))
+        victim = "actor rank 0" if resize and kind[0] == "actor rank 1" else kind[0]  # the one that goes on
+        trials.append(Trial(victim, kind[1], step, chosen.random(), resize))
     with tempfile.TemporaryDirectory(prefix="corerl-") as name, ThreadPoolExecutor(args.at_once) as pool:
         os.environ |= {DIRECTORY: name, OWNER: str(os.getpid())}
         connect().close()  # once what it forks has been imported

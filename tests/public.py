@@ -15,6 +15,7 @@ WHOLE = {  # modules and packages all of whose names are public
     "corerl.errors",
     "corerl.kinds",
     "corerl.messages",
+    "corerl.pictures",
     "corerl_testing.plugin",
     "corerl_testing.scenarios",
     "corerl_testing.suite",

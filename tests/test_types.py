@@ -3,7 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from corerl.engines.base import GenerateRequest, Generation
+from corerl.engines.continuation import continued
 from corerl.types import Metric, Reduction, SampleBatch, merge_metrics, offsets_of
+from tests.pictured import batch_of, random_rows, request_of, rows_in
 
 
 def batch(*lengths: int, start: int = 0) -> SampleBatch:
@@ -76,3 +79,41 @@ def test_only_loss_metrics_are_scaled_with_gradients(
     merged = merge_metrics([{"m": metric}, {"m": other}])["m"]
     assert merged.scaled(0.25) == merge_metrics([{"m": metric.scaled(0.25)}, {"m": other.scaled(0.25)}])["m"]
     assert merged.value == {"mean": 8.0 / 16.0, "sum": 8.0, "loss": 8.0, "max": 6.0, "min": 2.0}[reduction.value]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batches_that_are_taken_and_joined_keep_their_pictures(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [random_rows(rng, count) for count in rng.integers(1, 6, size=3)]
+    joined = SampleBatch.concatenate([batch_of(rows) for rows in parts])
+    every = [row for rows in parts for row in rows]
+    assert rows_in(joined) == every
+    chosen = rng.integers(0, len(every), size=rng.integers(0, 2 * len(every)))
+    assert rows_in(joined.take_rows(chosen)) == [every[row] for row in chosen]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_requests_that_are_taken_and_joined_keep_their_pictures(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    parts = [random_rows(rng, count) for count in rng.integers(1, 6, size=3)]
+    joined = GenerateRequest.concatenate([request_of(rows) for rows in parts])
+    every = [row for rows in parts for row in rows]
+    assert rows_in(joined) == every
+    chosen = rng.integers(0, len(every), size=rng.integers(1, 2 * len(every)))
+    assert rows_in(joined.take_rows(chosen)) == [every[row] for row in chosen]
+
+
+def test_a_continued_request_shows_the_pictures_of_unfinished_rows() -> None:
+    rows = random_rows(np.random.default_rng(3), 6)
+    said = [np.arange(40, 40 + count) for count in range(6)]
+    unfinished = np.array([False, True, True, False, False, True])
+    generation = Generation(
+        tokens=np.concatenate(said),
+        offsets=offsets_of([len(each) for each in said]),
+        logprobs=np.zeros(15, np.float32),
+        versions=np.zeros(15, np.int64),
+        truncated=np.zeros(6, np.bool_),
+        unfinished=unfinished,
+    )
+    following = rows_in(continued(request_of(rows), generation))
+    assert following == [rows[row] + [(int(token), "") for token in said[row]] for row in np.flatnonzero(unfinished)]

@@ -9,7 +9,7 @@ from corerl.errors import ConfigError
 DECAYS = ("constant", "linear", "cosine")
 
 
-def decayed(*, warmup_steps: int, step: int, total_steps: int, start: int = 0, progress: float = 0.0) -> float:
+def decayed(*, warmup_steps: int, step: int, total_steps: int, start: int, progress: float) -> float:
     """The share of the decay at optimizer step `step`, from 0 to 1: it begins with the last step of the warm-up and
     ends with the last step, total_steps - 1. If the number of steps has changed on the way, it continues from
     `progress` at step `start`."""

@@ -24,6 +24,7 @@ SELECTED_BY = {
     Kind.SAMPLERS: "rollout.sampler",
     Kind.ALGORITHMS: "algorithm.name",
     Kind.TRANSPORTS: "weights.transport",
+    Kind.PICTURES: "model.pictures",
 }
 
 

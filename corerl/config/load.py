@@ -27,13 +27,13 @@ SECRETS: Mapping[Keys, str] = {
     ("cluster", "environment"): 'set cluster.environment.NAME="VALUE"',
     ("cluster", "secrets"): """set cluster.secrets='["NAME"]'""",
 }
-# The tables of what only one plugin knows, by the table of what all plugins of its kind have.
+# The tables of what only one plugin knows, and what it is, by the table of what all plugins of its kind have.
 PLUGINS = {
-    "algorithm": ("algorithms",),
-    "backend": ("backends",),
-    "rollout": ("engines", "samplers"),
-    "weights": ("transports",),
-    "model": ("pictures",),
+    "algorithm": {"algorithms": "algorithm"},
+    "backend": {"backends": "backend"},
+    "rollout": {"engines": "engine", "samplers": "sampler"},
+    "weights": {"transports": "transport"},
+    "model": {"pictures": "reader of pictures"},
 }
 
 
@@ -159,8 +159,8 @@ def _elsewhere(problem: Problem) -> str:
     found = [key] if key in class_fields(Config) else deeper(Config, key)
     text = f"; there is {' and '.join(found[:2])}" if found else ""
     if len(problem.keys) == 2:
-        for table in PLUGINS.get(str(problem.keys[0]), ()):
-            text += f"; what only one {table[:-1]} knows is in a table of its own, {table}.NAME"
+        for table, noun in PLUGINS.get(str(problem.keys[0]), {}).items():
+            text += f"; what only one {noun} knows is in a table of its own, {table}.NAME"
     return text
 
 

@@ -160,6 +160,7 @@ class ModelConfig:
         "what is trained of the parts that read pictures: nothing, what is between the tower and the text decoder, or "
         "all; without model.pictures they stay as they are in model.path",
         default="frozen",
+        needs="model.pictures",
     )
 
 
@@ -961,11 +962,12 @@ class Config:
 
     def model_of(self, role: str) -> ModelConfig:
         """The model that `role` starts from."""
-        return self.roles.own_models.get(role) or self.model
+        own = self.roles.own_models.get(role)
+        return self.model if own is None else evolve(own, pictures=self.model.pictures)
 
     def model_table_of(self, role: str) -> str:
         """The path of `model_of(role)` in the config, for messages."""
-        return "model" if self.model_of(role) is self.model else f"roles.{role}.model"
+        return f"roles.{role}.model" if role in self.roles.own_models else "model"
 
 
 @frozen(kw_only=True)

@@ -13,6 +13,8 @@ from corerl.messages import short_repr
 # Where half a surrogate pair may be: escaped, or raw, which `json.loads` lets pass.
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 SHOWN = 60  # characters of a value that a message shows
+IMAGE: Mapping[str, str] = {"type": "image"}  # the part of a message where a picture is, as chat templates expect it
+MARK = "<picture>"
 Messages = tuple[Mapping[str, Any], ...]
 
 
@@ -31,12 +33,12 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def read_messages(value: Sequence[Any]) -> Messages:
-    """The messages in a row's field. Raises ValueError naming the first one that cannot be used."""
+def read_messages(value: Sequence[Any], *, pictures: bool = False) -> Messages:
+    """The messages in a row's field, as `read_message`. Raises ValueError naming the first one that cannot be used."""
     messages = []
     for number, message in enumerate(value, start=1):
         try:
-            messages.append(read_message(message))
+            messages.append(read_message(message, pictures=pictures))
         except ValueError as error:
             raise ValueError(f"message {number} {error}") from error
     last = messages[-1]
@@ -48,16 +50,19 @@ def read_messages(value: Sequence[Any]) -> Messages:
     return tuple(messages)
 
 
-def read_message(message: Any) -> dict[str, Any]:
+def read_message(message: Any, *, pictures: bool = False) -> dict[str, Any]:
     """A message in OpenAI's format as chat templates expect it: without null fields, content as one text ("" beside
     tool calls; what refuses in words is content), the arguments of tool calls as objects, and calls and results of
-    functions in their older form as those of tools. Raises ValueError that says what it is instead."""
+    functions in their older form as those of tools. With `pictures` content may have parts `{"type": "image"}`, with
+    the picture's `id` or without, and is a list of parts if it has some. Raises ValueError that says what it is
+    instead."""
     known = {key: held for key, held in message.items() if held is not None} if isinstance(message, Mapping) else {}
     if not isinstance(known.get("role"), str):
         raise ValueError("has no string 'role'; every message needs a role, a string, and content")
     for name, value in known.items():
         if name != "content" and (kind := media.kind_in_field(name, value)):
-            raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it")
+            way = media.WAY if kind == media.IMAGES and not pictures else ""
+            raise ValueError(f"has {kind} in its field {name!r}, but the model reads only text; remove it{way}")
     calls = known.pop("tool_calls", None) or []  # some templates take an empty list for a call
     if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
@@ -73,18 +78,34 @@ def read_message(message: Any) -> dict[str, Any]:
         known["content"] = known.pop("refusal")
     content = known.get("content", "" if calls else None)
     if isinstance(content, list | tuple):
-        if wrong := [part for part in content if not _is_text(part)]:
-            raise ValueError(
-                f"has the content part {short_repr(wrong[0], SHOWN)}, but the model reads only text parts, which have "
-                "a string 'text'; remove it"
-            )
-        content = "".join(part[part.get("type", "text")] for part in content)
-    if not isinstance(content, str):
+        content = _read_parts(content, pictures=pictures)
+    if not isinstance(content, str | list):
         raise ValueError(
             "has no string 'content'; every message needs a content, a string or a list of text parts, unless it has "
             "tool_calls"
         )
     return {**known, "content": content}
+
+
+def _read_parts(parts: Sequence[Any], *, pictures: bool) -> str | list[Mapping[str, str]]:
+    """One text; around pictures, texts as parts."""
+    found: list[Mapping[str, str]] = []
+    for part in parts:
+        if pictures and _is_image(part):
+            found.append(part)
+        elif _is_text(part):
+            found.append({"type": "text", "text": part[part.get("type", "text")]})
+        else:
+            way = media.WAY if not pictures and media.kind_in_messages([{"content": [part]}]) == media.IMAGES else ""
+            raise ValueError(
+                f"has the content part {short_repr(part, SHOWN)}, but the model reads only text parts, which have "
+                f"a string 'text'; remove it{way}"
+            )
+    return found if any(map(_is_image, found)) else "".join(part["text"] for part in found)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image" and part.keys() <= {"type", "id"}
 
 
 def _is_text(part: Any) -> bool:
@@ -135,18 +156,23 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
+    """The text of a message's content, with MARK for each picture."""
+    return content if isinstance(content, str) else "".join(part.get("text", MARK) for part in content)
+
+
 def readable(messages: Messages) -> str:
     """The content of a single message; several messages as lines `role: content`, each tool call behind its message's
-    content, `name({"a": 2})`; "" of none."""
+    content, `name({"a": 2})`; "" of none. Pictures are MARK."""
     if len(messages) == 1:
-        return str(messages[0]["content"])
+        return text_of(messages[0]["content"])
     return "\n".join(f"{message['role']}: {' '.join(_said(message))}" for message in messages)
 
 
 def _said(message: Mapping[str, Any]) -> Iterator[str]:
     calls = message.get("tool_calls") or ()
     if message["content"] or not calls:
-        yield str(message["content"])
+        yield text_of(message["content"])
     for call in calls:
         function = call.get("function", call)
         arguments = function.get("arguments", "") if isinstance(function, Mapping) else ""

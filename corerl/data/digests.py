@@ -6,22 +6,33 @@ import base64
 import binascii
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from corerl.errors import CheckpointError
 from corerl.types import IntArray, UIntArray
 
+
+def _plain(value: Any) -> str:
+    try:
+        return xxh3_64_hexdigest(value)  # of bytes and arrays
+    except (TypeError, ValueError, BufferError):
+        return str(value)
+
+
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
+_with_bytes = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=_plain).encode
 
 
-def digest(row: Mapping[str, Any], *keys: str) -> int:
+def digest(row: Mapping[str, Any], *keys: str, pictures: bool = False) -> int:
     """Of a row without nulls (an object of a parquet file has one where a JSON object lacks a field), without lists of
-    numbers and without bytes; and of `keys`, the fields of prompt, answer and tools: asked or scored by other fields it
-    is another row."""
+    numbers and, unless its `pictures` are shown, without bytes; and of `keys`, the fields of prompt, answer and tools:
+    asked or scored by other fields it is another row."""
+    if pictures:
+        return xxh3_64_intdigest(_with_bytes([keys, row]).encode())
     held = {key: value for key, value in row.items() if key in keys or _counts(value)}
     return xxh3_64_intdigest(_canonical([keys, held]).encode())
 
@@ -41,6 +52,12 @@ def _counts(value: Any) -> bool:
 
 def digest_of_text(text: str) -> int:
     return xxh3_64_intdigest(text.strip().encode(errors="surrogatepass"))
+
+
+def digest_of_question(text: str, references: Sequence[Any]) -> int:
+    """Of a text and the pictures that it is asked of; without any, as of the text."""
+    asked = digest_of_text(text)
+    return xxh3_64_intdigest(_with_bytes([asked, references]).encode()) if references else asked
 
 
 def held_out_order(digests: UIntArray, seed: int) -> IntArray:

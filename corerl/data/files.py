@@ -46,6 +46,7 @@ class Rows(ABC):
     name: str
     notice: str = ""  # a line about splits and files that are not read
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
+    root: str = ""  # the directory of the files, if there are any: the deepest that holds all of them
 
     @abstractmethod
     def __len__(self) -> int:
@@ -196,13 +197,17 @@ def open_rows(
     does not have, or if `datasets` is missing."""
     path = Path(source)
     if os.path.isdir(path):
-        return _of_directory(path, split, subset, common, texts)
+        rows = _of_directory(path, split, subset, common, texts)
+        rows.root = os.path.abspath(source)
+        return rows
     _require_no_choice(source, split=split, subset=subset)
     found = glob.glob(source, recursive=True) if is_pattern(source) else []
     files = sorted(Path(each) for each in found if os.path.isfile(each)) if is_pattern(source) else [path]
     if not files:
         raise DataError(f"data.source: no file matches {source!r}; correct the pattern, or name a file or directory")
-    return _of_files(files, source, texts)
+    rows = _of_files(files, source, texts)
+    rows.root = os.path.commonpath([file.parent.absolute() for file in files])
+    return rows
 
 
 def _of_files(files: Sequence[Path], name: str, texts: Sequence[str]) -> Rows:

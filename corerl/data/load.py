@@ -14,6 +14,7 @@ from corerl.data.prompts import MixedPrompts, PromptSource, SortDigits
 from corerl.data.rows import RowPrompts
 from corerl.errors import ConfigError, DataError
 from corerl.messages import did_you_mean, did_you_mean_path
+from corerl.pictures import PictureReader
 
 PARTS = "reward"  # under eval/, where each source has a place too
 GENERATED = {"sort-digits": SortDigits}
@@ -26,15 +27,16 @@ def load_prompts(
     notify: Callable[[str], None] | None = None,
     whole: bool = True,
     given: Rows | None = None,
+    pictures: PictureReader | None = None,
 ) -> PromptSource:
     """Load the prompts and check every row; `notify` gets a line now and then about how many are read. Unless these are
     the `whole` data of a run, they may lack chats that `data.system` is for. `given` are rows in place of
-    `data.source`'s. Raises ConfigError for bad settings, DataError for bad files."""
+    `data.source`'s. `pictures` finds those of rows. Raises ConfigError for bad settings, DataError for bad files."""
     if data.sources:
-        source = _mixed(data, seed, notify)
+        source = _mixed(data, seed, notify, pictures)
     else:
         alone = DataSource(source=data.source, split=data.split, subset=data.subset)
-        source = _load(alone, data, seed, notify, setting="data.source", given=given)
+        source = _load(alone, data, seed, notify, setting="data.source", given=given, pictures=pictures)
     if whole:
         _require_chat(source, "data.system", data.system)
     return source
@@ -64,7 +66,9 @@ def _require_chat(source: PromptSource, setting: str, system: str | None) -> Non
         )
 
 
-def _mixed(data: DataConfig, seed: int, notify: Callable[[str], None] | None) -> PromptSource:
+def _mixed(
+    data: DataConfig, seed: int, notify: Callable[[str], None] | None, pictures: PictureReader | None
+) -> PromptSource:
     if data.source not in ("", fields(type(data)).source.default):
         raise ConfigError(f"data.sources: cannot be combined with data.source={data.source!r}; remove one of the two")
     sources: dict[str, PromptSource] = {}
@@ -75,7 +79,7 @@ def _mixed(data: DataConfig, seed: int, notify: Callable[[str], None] | None) ->
             raise ConfigError(
                 f"data.sources: eval/{PARTS} has the parts of rewards; give source {PARTS!r} another name"
             )
-        sources[each.called] = _load(each, data, seed, notify, setting="data.sources")
+        sources[each.called] = _load(each, data, seed, notify, setting="data.sources", pictures=pictures)
         _require_chat(sources[each.called], f"data.sources[{number}].system", each.system)
     return MixedPrompts(sources, {each.called: each.weight for each in data.sources})
 
@@ -88,6 +92,7 @@ def _load(
     *,
     setting: str,
     given: Rows | None = None,
+    pictures: PictureReader | None = None,
 ) -> PromptSource:
     """One source, with the settings of `data` that it does not have itself."""
     system = data.system if source.system is None else source.system
@@ -115,5 +120,6 @@ def _load(
         system=system,
         ignore=data.ignore,
         skip=data.refused == "skip",
+        pictures=pictures,
         notify=notify,
     )

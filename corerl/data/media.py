@@ -17,7 +17,9 @@ PART = re.compile(
 )
 # Where a picture or sound belongs in a text, in data sets of models that see and hear.
 MARK = re.compile(r"<(?:image|audio|video)>|<\|(?:image|audio|video)(?:_pad)?\|>|<\|vision_start\|>")
+IMAGES = "images"
 MEDIA = "media"  # content that does not say which kind it is
+WAY = ", or set model.pictures to show it to the model (pip install 'corerl[vision]')"
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"OggS", b"ID3", b"fLaC", b"\x1aE\xdf\xa3")
 ADDRESSES = ("data:image/", "data:audio/", "data:video/")
 

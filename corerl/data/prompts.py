@@ -16,6 +16,7 @@ from xxhash import xxh3_64_hexdigest
 
 from corerl.data.digests import packed
 from corerl.errors import CheckpointError, DataError
+from corerl.pictures import FoundPicture, Picture
 from corerl.types import IntArray, UIntArray, offsets_of
 
 
@@ -36,6 +37,9 @@ class Prompt:
     tools: tuple[Mapping[str, Any], ...] = field(default=(), converter=_tuple)
     template_options: Mapping[str, Any] = field(factory=dict)  # the row's own arguments of the chat template
     source: str = ""  # name of the source, if several are mixed
+    # In the order of their marks, which are parts `{"type": "image"}` of messages; of a text, what the model's own
+    # template would write. Each has an `id`, a `size` (W, H) and `pixels` [H, W, 3], RGB.
+    pictures: tuple[Picture | FoundPicture, ...] = ()
 
     def as_chat(self, *, system: str) -> Prompt:
         """The prompt as a chat: a text becomes a user message and stays in `.text`. `system` begins it, unless it

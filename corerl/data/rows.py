@@ -8,17 +8,19 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from corerl.data import media
 from corerl.data.chat import Messages, parsed, read_messages, read_tools, readable, without_nulls
-from corerl.data.digests import digest, digest_of_text, held_out_order
+from corerl.data.digests import digest, digest_of_question, held_out_order
 from corerl.data.files import BATCH, Refused, Rows
 from corerl.data.prompts import Prompt, PromptSource, split
 from corerl.errors import DataError
 from corerl.messages import did_you_mean, short_repr
+from corerl.pictures import FoundPicture, PictureReader
 
 EVERY = 10.0  # seconds between two lines about how many rows are read, and before the first
 SHOWN = 60  # characters of a value in a message
@@ -67,11 +69,13 @@ class RowPrompts(PromptSource):
         system: str = "",
         ignore: Collection[str] = (),
         skip: bool = False,
+        pictures: PictureReader | None = None,
         notify: Callable[[str], None] | None = None,
     ) -> None:
         """`answers`: some row must have one. `chat`: texts become chats, which may have tools. `system` begins every
         chat that has no system message. `ignore`: fields that the model need not be shown. `skip`: leave out rows that
-        cannot be shown to it. `notify` gets a line now and then about how many rows are read."""
+        cannot be shown to it. `pictures` finds those of a row. `notify` gets a line now and then about how many rows
+        are read."""
         self._rows = rows
         self._prompt_key = prompt_key
         self._answer_key = answer_key
@@ -80,6 +84,7 @@ class RowPrompts(PromptSource):
         self._system = system
         self._ignored = {prompt_key, answer_key, tools_key, *ignore}
         self._options_key = "" if OPTIONS in ignore else OPTIONS
+        self._pictures = pictures
         digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
         refused, marked, not_shown, unanswered = Tally(), Tally(), Tally(), Tally()
         noticed = time.monotonic()
@@ -100,12 +105,13 @@ class RowPrompts(PromptSource):
             for name in row:
                 if (name in for_chats or (name not in self._ignored and NOT_SHOWN.fullmatch(name))) and row[name]:
                     not_shown.add(repr(name), where)
-            if mark := media.MARK.search(prompt.text):
+            if not prompt.pictures and (mark := media.MARK.search(prompt.text)):
                 marked.add(f"with {mark[0]}", where)
             if not prompt.answer:
                 unanswered.add("without an answer", where)
-            digests.append(digest(without_nulls(row), prompt_key, answer_key, tools_key))
-            asked.append(digest_of_text(prompt.text))
+            keys = prompt_key, answer_key, tools_key
+            digests.append(digest(without_nulls(row), *keys, pictures=bool(prompt.pictures)))
+            asked.append(digest_of_question(prompt.text, _references(prompt)))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
@@ -158,14 +164,7 @@ class RowPrompts(PromptSource):
                 "without a prompt",
                 f"no field {key!r}; it has: {', '.join(row) or 'none'}{did_you_mean(key, row)}; set data.prompt_key",
             )
-        for name, held in row.items():
-            if name not in self._ignored and (kind := media.kind_in_field(name, held)):
-                raise Refused(
-                    f"with {kind}",
-                    f"field {name!r} has {kind}, which the model is not shown; list it in data.ignore if only rewards "
-                    "need it",
-                )
-        value = row[key]
+        value, pictures = self._shown(row)
         if not isinstance(value, str | list) or not value:
             raise Refused(
                 "without a prompt",
@@ -176,7 +175,7 @@ class RowPrompts(PromptSource):
         options: Mapping[str, Any] = {}
         known = without_nulls if self._rows.columnar else (lambda held: held)
         if isinstance(value, list):
-            messages = _read(read_messages, known(value), key, "messages")
+            messages = _read(partial(read_messages, pictures=bool(pictures)), known(value), key, "messages")
         if messages or self._chat:
             tools = _read(read_tools, known(row.get(self._tools_key)), self._tools_key, "tools")
             options = _read(_read_options, known(row.get(self._options_key)), OPTIONS, OPTIONS)
@@ -191,8 +190,34 @@ class RowPrompts(PromptSource):
             messages=messages,
             tools=tools,
             template_options=options,
+            pictures=pictures,
         )
         return prompt.as_chat(system=self._system) if messages or self._chat else prompt
+
+    def _shown(self, row: Mapping[str, Any]) -> tuple[Any, tuple[FoundPicture, ...]]:
+        """The row's prompt with marks for its pictures, and these. Raises Refused for what the model is not shown."""
+        value = row[self._prompt_key]
+        pictures: tuple[FoundPicture, ...] = ()
+        if (reader := self._pictures) is not None:
+            if self._chat and isinstance(value, str) and value:
+                value = [{"role": "user", "content": value}]
+            value, references = reader.find(row, value, root=self._rows.root)
+            pictures = tuple(FoundPicture(reader=reader, reference=each) for each in references)
+        for name, held in row.items():
+            kind = media.kind_in_field(name, held) if name not in self._ignored else ""
+            if not kind or (pictures and kind in (media.IMAGES, media.MEDIA)):
+                continue
+            way = media.WAY if reader is None and kind == media.IMAGES else ""
+            raise Refused(
+                f"with {kind}",
+                f"field {name!r} has {kind}, which the model is not shown; list it in data.ignore if only rewards "
+                f"need it{way}",
+            )
+        return value, pictures
+
+
+def _references(prompt: Prompt) -> list[Any]:
+    return [each.reference for each in prompt.pictures if isinstance(each, FoundPicture)]
 
 
 def _read(read: Callable[[Any], T], value: Any, field: str, what: str) -> T:

@@ -123,7 +123,7 @@ class Groups:
                 self._become(before, places, checkpoint)
                 if isinstance(error, UserError | ResizeFailed):
                     raise
-                raise ResizeFailed(f"the new ranks did not start: {error.message}; all groups are as before") from error
+                raise ResizeFailed(f"{error.message}; all groups are as before") from error
         finally:
             self.pool.take({})  # gives back what was reserved for processes that have ended, or did not come
         self._write_config()

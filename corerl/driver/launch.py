@@ -220,6 +220,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             residency=residency,
             progress=progress,
             notices=StepNotices.of_run(plan),
+            placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )
     if fleet is not None:

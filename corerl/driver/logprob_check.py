@@ -95,8 +95,8 @@ class LogprobCheck:
         )
 
     async def sample(self) -> SampleBatch:
-        """A few tokens after the longest of the first prompts, straight from the engines, without the run's episodes.
-        The run's own stream of prompts stays where it is."""
+        """A few tokens after the longest of the first prompts, and of those with pictures, if there are any, straight
+        from the engines, without the run's episodes. The run's own stream of prompts stays where it is."""
         stream = PromptStream(self.rollout.prompts, self.rollout.seed, check=self.rollout.check)
         prompts, params = stream.take(PROMPTS), self.rollout.params
         params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
@@ -104,7 +104,11 @@ class LogprobCheck:
         lengths = np.diff(request.offsets)
         longest = np.argsort(-lengths, kind="stable")
         count = max(SAMPLES, int(np.searchsorted(lengths[longest].cumsum(), READ, side="right")))
-        request = request.take_rows(np.sort(longest[:count]))
+        chosen = longest[:count]
+        shows = np.array([bool(prompts[row].pictures) for row in longest])
+        if shows.any() and not shows[:count].any():
+            chosen = np.append(chosen, longest[shows][: SAMPLES // 2])
+        request = request.take_rows(np.sort(chosen))
         return assemble(request, await self.sampler.context.generate(request, urgent=True))
 
     def pushed(self, version: int, *, new: bool) -> None:

@@ -17,8 +17,9 @@ from corerl.rollout.source import Policies
 from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
 
 
-def rollout_metrics(scored: ScoredRollout) -> dict[str, float]:
-    """Metrics of the samples before training."""
+def rollout_metrics(scored: ScoredRollout, *, placeholder: int | None = None) -> dict[str, float]:
+    """Metrics of the samples before training. `placeholder`: the token that stands for pictures, where rows may have
+    some."""
     rows = scored.rollout.batch.row_columns
     episodes, episode_of = scored.rollout.batch.episodes
     rewards = scored.rewards[episodes]
@@ -40,6 +41,10 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float]:
     if scored.failures:
         metrics["rollout/failed"] = float(sum(scored.failures.values()))
     metrics |= {f"rollout/{name}": float(count) for name, count in scored.counts.items()}
+    if placeholder is not None:
+        batch = scored.rollout.batch
+        sampled = batch.columns["loss_mask"] & (batch.tokens == placeholder)
+        metrics["rollout/placeholders"] = float((np.bincount(batch.row_of, weights=sampled) > 0).mean())
     if scored.exact_match is not None:
         metrics["rollout/exact_match"] = scored.exact_match
     return metrics

@@ -116,6 +116,7 @@ class Sampling:
                     template_options=rollout.template_options,
                     special_tokens=kept,
                     context_length=rollout.context_length,
+                    pictures=rollout.pictures,
                     calls=1 if engine is None else engine.calls,
                     on_progress=partial(self.progress.count, GENERATED),
                 )

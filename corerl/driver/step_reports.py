@@ -148,6 +148,7 @@ class StepReports:
     residency: Residency
     progress: Progress
     notices: StepNotices
+    placeholder: int | None = None  # the token that stands for pictures; None if rows have none
 
     _step_started: float = field(factory=time.perf_counter)
     # Of that clock, by time.time(); once, so that a step begins where the one before has ended.
@@ -159,7 +160,7 @@ class StepReports:
         """`batch` is None if the step was not for training; `results` are by role."""
         began, self._step_started = self._step_started, time.perf_counter()
         ended = self._step_started
-        metrics = {**rollout_metrics(scored), **(batch.metrics if batch else {})}
+        metrics = {**rollout_metrics(scored, placeholder=self.placeholder), **(batch.metrics if batch else {})}
         tokens = metrics["rollout/tokens"]
         if batch and self.recomputes:
             metrics |= recomputed_mismatch(batch.samples)

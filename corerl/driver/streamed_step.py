@@ -59,7 +59,8 @@ class StreamedStep:
         firsts = offsets_of([len(each.prompts) for each in self._arrived])[:-1]
         first = np.repeat(firsts, [len(each.batch) for each in self._arrived])
         place = prompts[joined.row_columns["group"] + first]
-        return evolve(samples, columns=joined.take_rows(np.argsort(place, kind="stable")).columns)
+        ordered = joined.take_rows(np.argsort(place, kind="stable"))
+        return evolve(samples, columns=ordered.columns, pictures=ordered.pictures)
 
     def _add_gradients(self, group: TrainGroup, samples: SampleBatch, loss: LossSpec, *, share: float) -> None:
         """`share`: of the first step's groups."""

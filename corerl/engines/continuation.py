@@ -6,7 +6,7 @@ import numpy as np
 from attrs import evolve
 
 from corerl.engines.base import GenerateRequest, Generation
-from corerl.types import Array, IntArray, offsets_of
+from corerl.types import Array, IntArray, offsets_of, only_shown
 
 
 def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
@@ -15,6 +15,11 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
     rows = np.flatnonzero(generation.unfinished)
     prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
     parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
+    columns = _split(request.picture, request.offsets)
+    column, pictures = only_shown(
+        np.concatenate([np.zeros(0, np.int32), *(_longer(columns[row], len(responses[row])) for row in rows)]),
+        request.pictures,
+    )
     return GenerateRequest(
         tokens=np.concatenate([np.zeros(0, dtype=np.int64), *parts]),
         offsets=offsets_of([len(part) for part in parts]),
@@ -23,6 +28,8 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
         response_lengths=(request.response_lengths + np.diff(generation.offsets))[rows],
         answered=(request.answered + np.diff(generation.offsets))[rows],
         limits=request.limits[rows],
+        picture=column,
+        pictures=pictures,
     )
 
 
@@ -106,6 +113,10 @@ def _experts(
             part = whole
         parts.append(part)
     return np.concatenate(parts)
+
+
+def _longer(column: Array, count: int) -> Array:
+    return np.concatenate([column, np.zeros(count, column.dtype)])
 
 
 def _split(values: Array, offsets: IntArray) -> list[Array]:

@@ -46,7 +46,7 @@ class PrefixRouter(Generic[Replica]):
         even = -(-(len(request) + sum(load)) // len(replicas))
         given: list[list[int]] = [[] for _ in replicas]
         left = list(range(len(request)))
-        sums = _sums(request.tokens, request.offsets)
+        sums = _sums(_read(request), request.offsets)
         if self._homes:
             left = []
             place: dict[Replica | None, int] = {replica: i for i, replica in enumerate(replicas)}
@@ -81,7 +81,7 @@ class PrefixRouter(Generic[Replica]):
     def remember(self, replica: Replica, request: GenerateRequest, generation: Generation) -> None:
         """Remember that the replica has read each row's prompt, and its response."""
         prompts = np.diff(request.offsets)
-        prompt = np.diff(_sums(request.tokens, request.offsets)[request.offsets])
+        prompt = np.diff(_sums(_read(request), request.offsets)[request.offsets])
         response = np.diff(_sums(generation.tokens, generation.offsets, after=prompts)[generation.offsets])
         sizes = np.concatenate([prompts, prompts + np.diff(generation.offsets)]).tolist()
         hashes = np.concatenate([prompt, prompt + response]).tolist()
@@ -141,6 +141,14 @@ def _between(prompts: Sequence[tuple[int, int]], at: int, share: int) -> int:
     if high - low > share:
         return at
     return low if at - low <= high - at else high
+
+
+def _read(request: GenerateRequest) -> IntArray:
+    """[n] the tokens; those that stand for pictures differ from picture to picture."""
+    if not request.pictures:
+        return request.tokens
+    own = np.array([0, *(int(picture.id[:8], 16) for picture in request.pictures)])
+    return request.tokens + own[request.picture]
 
 
 def _sums(tokens: IntArray, offsets: IntArray, *, after: IntArray | int = 0) -> NDArray[np.uint64]:

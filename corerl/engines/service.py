@@ -41,6 +41,8 @@ class EngineService:
         plugins = [(Kind.ENGINES, loaded)]
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, load(Kind.TRANSPORTS, assignment.transport)))
+        if reader := assignment.model.pictures:
+            plugins.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
         require_same(assignment.origins, *plugins)
         options = options_of(loaded, assignment.options, path=f"engines.{loaded.name}")
         make: Callable[..., Engine] = load_implementation(Kind.ENGINES, loaded)

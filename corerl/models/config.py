@@ -59,7 +59,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
     has no embedding for it, so that what is built and exported is what transformers would train.
 
     Raises ModelError if neither is given, if config.json is missing or unreadable, if the model is quantized, and for a
-    model type or a field that transformers does not know, or fields of a model that reads pictures.
+    model type or a field that transformers does not know, or, without `pictures`, fields of a model that reads them.
     """
     if model.path:
         config = _from_directory(model.path)
@@ -80,7 +80,8 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         )
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [class_name(config)]
-    if not model.path and reads_pictures(config):  # these parts would be in no checkpoint, and no export would load
+    # Without pictures these parts would be in no checkpoint, and no export would load.
+    if not (model.path or model.pictures) and reads_pictures(config):
         text = config.get_text_config().model_type
         known = text in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and text != config.model_type
         raise ModelError(

@@ -130,6 +130,13 @@ def _model(config: Config) -> Iterator[str]:
             yield f"{table}.config: set, and {table}.path={model.path!r} too; keep that for its weights, or this"
         if model.tokenizer and table in own:
             yield f"{table}.tokenizer: the role reads the actor's tokens; remove it"
+        if model.pictures not in ("", config.model.pictures):
+            yield f"{table}.pictures: the role reads the pictures of the actor's rows; remove it"
+        if config.model.pictures and not model.path and model.tower != "trained":
+            yield (
+                f"{table}.tower: {model.tower!r}, but with {table}.config the tower starts from random weights, and "
+                f"would never see; set it to 'trained', or {table}.path"
+            )
         if model.path and not os.path.isdir(model.path):
             near = did_you_mean_path(model.path)
             if not near and HUB.fullmatch(model.path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from corerl.config.functions import imported
 from corerl.config.problems import Problems
-from corerl.config.schema import Config, DataConfig, EvalSampling, EvalSource, RewardConfig, RolloutConfig
+from corerl.config.schema import (
+    Config,
+    DataConfig,
+    EvalSampling,
+    EvalSource,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from corerl.data.files import GivenRows, Rows
 from corerl.data.load import load_prompts
 from corerl.data.prompts import HeldOut, PromptSource
@@ -20,16 +29,18 @@ from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, ignored_sampling
-from corerl.plan.resolve import check_spec
+from corerl.pictures import PictureReader, read
+from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
+from corerl.rollout.encoding import FIRST, PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards import Reward, require_part, reward_of
 from corerl.rollout.sampler import Sampler, SamplerContext, sampling_params
 from corerl.rollout.scored import ScoredRollout
 
+MEASURED = 8  # pictures that a run reads to say how many tokens one takes
 MakeSampler = Callable[[SamplerContext], Sampler]
 
 
@@ -52,22 +63,26 @@ class RolloutPlan:
     sampler: MakeSampler
     postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
+    pictures: PictureReader | None  # None if rows have none
 
 
 def plan_rollout(
-    config: Config, sampler: Loaded, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab_size: int
+    config: Config, plugins: Plugins, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab_size: int
 ) -> RolloutPlan:
     """What a run samples from, and how; prompts are loaded and not checked yet (see `with_prompt_check`). `context` is
     the most tokens of a sample (0: unlimited). Raises all problems together."""
-    data, rollout = config.data, config.rollout
+    data, rollout, sampler = config.data, config.rollout, plugins.sampler
     postprocess: Callable[[ScoredRollout], Any] | None = None
     problems = Problems()
+    with problems.stage("model.pictures"):
+        pictures = picture_reader(config, plugins, tokenizer)
+    problems.raise_all()
     with problems.stage():
-        params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, config.model))
+        params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
         params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
     with problems.stage("data.source"):
         given = None if names_prompts(data) else _rows_of(sampler, config)
-        prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given)
+        prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given, pictures=pictures)
         require_encodable(prompts, tokenizer, data.chat_template_options)
     with problems.stage("reward.name"):
         reward = reward_of(config.reward)
@@ -102,7 +117,28 @@ def plan_rollout(
         sampler=make_sampler,
         postprocess=postprocess,
         vocab_size=vocab_size,
+        pictures=pictures,
     )
+
+
+def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
+    """What reads the pictures of rows, if they have any. Raises what it does, and PluginBroken if its class is none."""
+    loaded = plugins.pictures
+    if loaded is None:
+        return None
+    implementation = load_implementation(Kind.PICTURES, loaded)
+    if not (isinstance(implementation, type) and issubclass(implementation, PictureReader)):
+        raise PluginBroken(
+            f"reader {loaded}: {loaded.spec.implementation} is {implementation!r}, wanted a subclass of "
+            "corerl.pictures.PictureReader"
+        )
+    return implementation(config.pictures[loaded.name], config.model, tokenizer)
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, pictures: PictureReader | None) -> list[int]:
+    """The model's own stop tokens. Where it reads pictures, the token that stands for one is among them: sampled, it
+    stands for none, and nothing sensible follows."""
+    return [*end_tokens(tokenizer, model), *([pictures.placeholder] if pictures is not None else ())]
 
 
 def _require_part(config: Config, reward: Reward, part: str, setting: str) -> None:
@@ -169,6 +205,7 @@ def with_prompt_check(plan: RolloutPlan, config: Config) -> RolloutPlan:
         skip=config.data.refused == "skip",
         longest=context - most if context else UNLIMITED,
         limit=f"rollout.max_tokens={most} ({_context_is(config, context)})",
+        pictures=plan.pictures,
     )
     problems = Problems()
     with problems.stage("data.source"):
@@ -206,11 +243,13 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
     settings = own.settled(config.eval, config.rollout)
     like = {name: getattr(settings, name) for name in ("top_p", "top_k", "max_tokens", "stop")}
     rollout = evolve(config.rollout, **like, temperature=settings.temperature or config.rollout.temperature)
-    params = sampling_params(rollout, tokenizer, end_tokens(tokenizer, config.model), setting=f"{table}.stop")
+    params = sampling_params(
+        rollout, tokenizer, ends_of(tokenizer, config.model, run.pictures), setting=f"{table}.stop"
+    )
     held_out, rewarding, name, every = HeldOut(run.prompts, run.prompts.held_out), None, "", None
     if isinstance(own, EvalSource):
         data = evolve(config.data, source=DataConfig().source, sources=(own,), held_out=0)
-        source = load_prompts(data, seed=config.run.seed, notify=note, whole=False)
+        source = load_prompts(data, seed=config.run.seed, notify=note, whole=False, pictures=run.pictures)
         held_out, rewarding, name, every = HeldOut(source, source.train), own.reward, own.called, own.every
     own_reward = reward_of(rewarding, table=f"{table}.reward") if rewarding else None
     _require_part(config, own_reward or run.reward, settings.correct_on or "", f"{table}.correct_on")
@@ -244,6 +283,7 @@ def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPl
         skip=config.data.refused == "skip",
         longest=max(0, context - tokens) if context else UNLIMITED,
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
+        pictures=rollout.pictures,
     )
     check_first(held_out.source, check)
     yield from held_out.source.notices[known:]
@@ -258,10 +298,27 @@ def notices_of_data(
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
     yield from rollout.prompts.notices
     yield from about_sets
+    if rollout.pictures is not None:
+        yield tokens_of_pictures(rollout.prompts, rollout.pictures)
     yield from held_out_and_trained_on(rollout.prompts, eval_sets)
     sampling = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k")}
     if ignored := ignored_sampling(config.model, sampling):
         yield ignored
+
+
+def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
+    """A line about how long pictures are for the model, by the first ones."""
+    first = [index for index in prompts.train[:FIRST].tolist() if index not in prompts.left_out]
+    found = itertools.chain.from_iterable(prompts.prompt(index).pictures for index in first)
+    pictures = [read(each) for each in itertools.islice(found, MEASURED)]
+    if not pictures:
+        return f"model.pictures: none of the first {len(first)} prompts has a picture"
+    tokens = [len(reader.expand(picture)) for picture in pictures]
+    width, height = pictures[int(np.argmax(tokens))].size
+    return (
+        f"model.pictures: of the first {len(pictures)} pictures each takes {min(tokens)} to {max(tokens)} tokens of a "
+        f"prompt; the model sees the largest at {width}x{height}"
+    )
 
 
 def held_out_and_trained_on(prompts: PromptSource, eval_sets: Sequence[EvalSet]) -> Iterator[str]:

@@ -153,7 +153,7 @@ def _plan_run(
     with problems.stage():
         models = build_models(config, plugins, configs)
     with problems.stage():
-        rollout = plan_rollout(config, plugins.sampler, tokenizer, context=context, vocab_size=rows)
+        rollout = plan_rollout(config, plugins, tokenizer, context=context, vocab_size=rows)
     with problems.stage():
         algorithm = plan_algorithm(config, plugins)
     if plugins.algorithm is not None:

@@ -45,6 +45,10 @@ OTHER_HEADS = {"classifier_dropout", "summary_first_dropout"}  # which no langua
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
+TOWERS = {
+    "projector": "'projector': what lies between the tower and the text decoder is trained too, the tower is not",
+    "trained": "'trained': the parts that read pictures are trained with the text decoder",
+}
 OWN = (
     "but its config.json needs {}: they belong to different models, or the file is incomplete; download or save them "
     "again"
@@ -172,8 +176,13 @@ def check_files(
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
-        if path and not model.frozen and (kept := untrained(path, model.hf, model.built)):
-            yield f"{where}: {kept}"
+        shows = bool(model.settings.pictures) and reads_pictures(model.hf)
+        if path and not model.frozen and shows and model.settings.tower != "frozen":
+            yield f"{model.table}.tower: {TOWERS[model.settings.tower]}"
+        elif path and not model.frozen:
+            why = f"with {model.table}.tower='frozen'" if shows else "as the run reads text alone"
+            if kept := untrained(path, model.hf, model.built, why=why):
+                yield f"{where}: {kept}"
         if read and (unused := require_weights(path, model.built, model.hf)):
             yield f"{where}: {unused}"
 
@@ -302,8 +311,10 @@ def require_weights(directory: str, model: PreTrainedModel, config: PreTrainedCo
     return f"{directory} has {count} that the model lacks, not used: {listed(unused, SHOWN)}"
 
 
-def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) -> str:
-    """A notice of the weights in a directory that a run on text does not train: of a model that reads pictures those
+def untrained(
+    directory: str, config: PreTrainedConfig, model: PreTrainedModel, *, why: str = "as the run reads text alone"
+) -> str:
+    """A notice of the weights in a directory that a run does not train, and `why`: of a model that reads pictures those
     that are left out of `model`, the role's on meta; of others those that no pass over text reads. "" if there are
     none."""
     if reads_pictures(config):
@@ -318,8 +329,8 @@ def untrained(directory: str, config: PreTrainedConfig, model: PreTrainedModel) 
     inside = {start for name in trained for start in _prefixes(name)}
     parts = {next(start for start in _prefixes(name) if start not in inside) for name in kept}
     return (
-        f"{len(kept)} tensors ({others / (sizes + others):.1%} of the weights) are not trained, as the run reads "
-        f"text alone, and an export has them unchanged: {listed(sorted(parts), SHOWN)}"
+        f"{len(kept)} tensors ({others / (sizes + others):.1%} of the weights) are not trained, {why}, and an export "
+        f"has them unchanged: {listed(sorted(parts), SHOWN)}"
     )
 
 

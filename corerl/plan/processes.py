@@ -24,7 +24,7 @@ from corerl.plan.resolve import Plugins, check_spec
 from corerl.plan.roles import RolePlan, cluster_of, environment_of, plan_role, process_environment
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.origins import origins_of
-from corerl.plugin.registry import Kind, Loaded, load
+from corerl.plugin.registry import Kind, Loaded, load, usable
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import AUTO
 
@@ -92,6 +92,8 @@ def plan_processes(
         check_spec(engine, config.engines[engine.name], engines, config=config)
     with problems.stage():
         require_form(config, engine)
+    with problems.stage():
+        require_sight(config, engine)
     check_extensions(config, plugins, actor, problems)
     common = process_environment(config.cluster, device=device, transport=transport)
     roles: dict[str, RolePlan] = {}
@@ -163,13 +165,16 @@ def plan_engines(
     an environment that it cannot have."""
     options = config.engines[engine.name]
     wanted = engine.spec.environment(options, cluster)
+    used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
+    if reader := config.model.pictures:
+        used.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
     return EnginePlan(
         name=engine.name,
         assignments=tuple(
             EngineAssignment(
                 engine=config.rollout.engine,
                 transport=transport.name,
-                origins=origins_of((Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)),
+                origins=origins_of(*used),
                 model=config.model,
                 options=to_plain(options),
                 context=evolve(context, name=f"engine-{index}", index=index),
@@ -192,6 +197,16 @@ def require_form(config: Config, engine: Loaded) -> None:
         raise ConfigError(
             f"weights.lora: 'adapter', but the engine {engine.name!r} cannot hold adapters apart from its weights; set "
             "it to 'merged'"
+        )
+
+
+def require_sight(config: Config, engine: Loaded) -> None:
+    """Raise ConfigError if rows have pictures, and the engine would not show them to the model."""
+    if config.run.has_engines and config.model.pictures and not engine.spec.pictures:
+        can = [each.name for each in usable(Kind.ENGINES) if each.spec.pictures]
+        raise ConfigError(
+            f"model.pictures: {config.model.pictures!r}, but the engine {engine.name!r} shows the model no pictures; "
+            f"set rollout.engine to one that does ({', '.join(can) or 'none is installed'}), or remove this"
         )
 
 

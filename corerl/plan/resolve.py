@@ -33,7 +33,7 @@ from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, Role
 from corerl.plugin.transports import AUTO
 
 # The kinds with a table for each plugin.
-TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS, Kind.TRANSPORTS)
+TABLES = (Kind.BACKENDS, Kind.ENGINES, Kind.SAMPLERS, Kind.ALGORITHMS, Kind.TRANSPORTS, Kind.PICTURES)
 ROLES = tuple(field.name for field in fields(RolesConfig))
 
 
@@ -48,9 +48,9 @@ class Selection:
 
 
 def selected(config: Config) -> list[Selection]:
-    """The selected backends, engine, sampler, algorithm, extensions and transport, in that order; one entry for each
-    setting that names a plugin. Extensions that join by themselves are among them once `with_extensions` has listed
-    them."""
+    """The selected backends, engine, sampler, algorithm, extensions, transport and reader of pictures, in that order;
+    one entry for each setting that names a plugin. Extensions that join by themselves are among them once
+    `with_extensions` has listed them."""
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
     common = len(backends) < len(roles)
@@ -71,6 +71,11 @@ def selected(config: Config) -> list[Selection]:
         *(
             [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.has_engines)]
             if (transport := config.weights.transport) != AUTO
+            else []
+        ),
+        *(
+            [Selection(kind=Kind.PICTURES, path="model.pictures", name=reader, used=True)]
+            if (reader := config.model.pictures)
             else []
         ),
     ]
@@ -108,6 +113,7 @@ class Plugins:
     sampler: Loaded
     transport: Loaded | None  # None for 'auto'
     extensions: tuple[Loaded, ...]  # as the config lists them
+    pictures: Loaded | None = None  # None where rows have none
     kinds: Mapping[str, RoleKind]  # what each role is: of the algorithm, and the reference policy
 
     def is_critic(self, role: str) -> bool:
@@ -140,6 +146,7 @@ def plugins_of(config: Config) -> Plugins:
         sampler=found[Kind.SAMPLERS, config.rollout.sampler],
         transport=found.get((Kind.TRANSPORTS, config.weights.transport)),
         extensions=tuple(found[Kind.EXTENSIONS, each.name] for each in config.chosen_extensions),
+        pictures=found.get((Kind.PICTURES, config.model.pictures)),
         kinds={**kinds, REFERENCE: RoleKind.FROZEN} if config.roles.reference is not None else kinds,
     )
 

@@ -127,6 +127,8 @@ def _assignment(
     transport = plugins.transport if role == ACTOR else None
     if transport is not None:
         origins.append((Kind.TRANSPORTS, transport))
+    if plugins.pictures is not None:
+        origins.append((Kind.PICTURES, plugins.pictures))
     return Assignment(
         context=Context(role=role, rank=0, world_size=choice.ranks, local_rank=0, run_dir=run_dir),
         backend=backend_name(config, role),
@@ -194,6 +196,7 @@ def needed(
         value_head=plugins.is_critic(role),
         frozen=cluster.frozen,
         lora=config.lora_table_of(role) if cluster.lora else "",
+        pictures=config.model.pictures,
     )
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import Finding as Finding
     from corerl.plugin.spec import Level as Level
     from corerl.plugin.spec import NoOptions as NoOptions
+    from corerl.plugin.spec import PicturesSpec as PicturesSpec
     from corerl.plugin.spec import PlanAnswer as PlanAnswer
     from corerl.plugin.spec import Problem as Problem
     from corerl.plugin.spec import Process as Process

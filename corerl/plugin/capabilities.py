@@ -72,15 +72,25 @@ def support_in(declared: Mapping[Capability, Support], capability: Capability) -
 
 
 def asked_by_role(
-    role: str, train: TrainConfig, *, device: str, ranks: int, value_head: bool, frozen: bool = False, lora: str = ""
+    role: str,
+    train: TrainConfig,
+    *,
+    device: str,
+    ranks: int,
+    value_head: bool,
+    frozen: bool = False,
+    lora: str = "",
+    pictures: str = "",
 ) -> dict[Capability, str]:
     """The capabilities that a role's own settings need, whatever the run does: capability -> the setting. `lora`
-    is the table that asks for adapters."""
+    is the table that asks for adapters, `pictures` the plugin that reads them."""
     asked = {}
     if frozen:
         asked[Capability.FROZEN] = f"roles.{role}"
     if lora:
         asked[Capability.LORA] = lora
+    if pictures:
+        asked[Capability.PICTURES] = f"model.pictures = '{pictures}'"
     if value_head:
         asked[Capability.CRITIC] = "roles.critic"
     if device == "cpu":

@@ -168,6 +168,7 @@ class PluginHost:
             value_head=config.value_head,
             frozen=config.frozen,
             lora="" if config.lora is None else f"[lora] of the {context.role}",
+            pictures=config.model.pictures,
         )
         for capability, asked_by in asked.items():
             self.backend.require(capability, asked_by)

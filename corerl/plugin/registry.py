@@ -68,7 +68,7 @@ class Kind(Enum):
 
     @property
     def noun(self) -> str:
-        return str(self.value).removesuffix("s")
+        return "reader" if self is Kind.PICTURES else str(self.value).removesuffix("s")
 
 
 # The commands of core: a plugin's of the same name is only reached as 'distribution:name'.

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from corerl.event_loop import start_user_coroutine as start_user_coroutine
     from corerl.rollout.encoding import Rejected as Rejected
     from corerl.rollout.encoding import encode_texts as encode_texts
+    from corerl.rollout.encoding import expand as expand
     from corerl.rollout.encoding import render as render
     from corerl.rollout.encoding import wrong_option as wrong_option
     from corerl.rollout.reasoning import OPENING as OPENING

@@ -7,13 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from attrs import field, frozen
 
+from corerl.data.files import Refused
 from corerl.data.prompts import Prompt, PromptSource
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.messages import LONGEST_LINE, one_line, short_repr, shorten
 from corerl.models.tokenizer import plain
+from corerl.pictures import Picture, PictureReader, read
+from corerl.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +70,34 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
     of_texts = iter(encode_texts(tokenizer, others) if others else ())
     of_chats = iter(plain(tokenizer, chats))
     return [next(of_chats if prompt.messages else of_texts) for prompt in prompts]
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader) -> tuple[IntArray, IntArray]:
+    """[n] tokens and [n] their column `picture`: the tokens of each picture in the place of the one that a template
+    writes for it. Raises Refused if these are not as many as pictures."""
+    tokens = np.asarray(ids, dtype=np.int64)
+    places = np.flatnonzero(tokens == reader.mark)
+    if len(places) != len(pictures):
+        raise Refused(
+            "whose pictures and marks differ in number",
+            f"{len(pictures)} pictures, but the prompt has the token that stands for one {len(places)} times; a chat "
+            "template that leaves pictures out, or a text that spells this token, cannot be used",
+        )
+    parts, columns = [], []
+    for number, (begin, place) in enumerate(zip([0, *(places + 1)], [*places, len(tokens)], strict=True), start=1):
+        parts.append(tokens[begin:place])
+        columns.append(np.zeros(place - begin, dtype=np.int32))
+        if number <= len(pictures):
+            own = reader.expand(pictures[number - 1])
+            column = np.zeros(len(own), dtype=np.int32)
+            # What the processor writes behind the last placeholder ends the picture: two of the same stay apart.
+            column[: np.flatnonzero(own == reader.placeholder)[-1] + 1] = number
+            parts.append(own)
+            columns.append(column)
+    return np.concatenate(parts), np.concatenate(columns)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------
@@ -166,6 +198,7 @@ class PromptCheck:
     skip: bool = False  # prompts that the model cannot be shown; otherwise such a one is an error
     longest: int = UNLIMITED  # tokens; longer prompts are skipped
     limit: str = ""  # the settings that `longest` follows from, for messages
+    pictures: PictureReader | None = None
 
     def __call__(self, prompt: Prompt) -> str:
         """Raises DataError for a prompt that the model cannot be shown, unless such ones are skipped."""
@@ -176,13 +209,20 @@ class PromptCheck:
         if prompt.messages and not text:
             return self._refused("the tokenizer's chat template writes nothing for its messages")
         unknown = self.tokenizer.unk_token_id
-        if unknown is None and text.strip() and _tokens_at_most(text) <= self.longest:
+        short = self.pictures is None and text.strip() and _tokens_at_most(text) <= self.longest
+        if unknown is None and short:
             return ""
         (ids,) = _tokens(self.tokenizer, [prompt], [text])
         if not ids:
             return self._refused("it has no tokens, so the model has nothing to continue")
-        if len(ids) > self.longest:
-            return f"it has {len(ids)} tokens, but at most {self.longest} fit with {self.limit}"
+        length = len(ids)
+        if self.pictures is not None:
+            try:
+                length = len(expand(ids, [read(each) for each in prompt.pictures], self.pictures)[0])
+            except Refused as refused:
+                return self._refused(str(refused))
+        if length > self.longest:
+            return f"it has {length} tokens, but at most {self.longest} fit with {self.limit}"
         if unknown in ids:
             shown = short_repr(self.tokenizer.decode(ids))
             return self._refused(f"it has characters that the tokenizer does not know: the model would see {shown}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from corerl.data.chat import MARK, text_of
 from corerl.models.tokenizer import plain
 from corerl.rollout.encoding import render
 
@@ -52,7 +53,8 @@ def generation_prompt(
         render(tokenizer, messages, tools=tools, options=options, generation_prompt=added) for added in (True, False)
     )
     if whole == without:  # a template that always writes it
-        return whole.rpartition(messages[-1]["content"].strip())[2]
+        last = text_of(messages[-1]["content"]).rpartition(MARK)[2].strip()
+        return whole.rpartition(last)[2] if last else ""
     return whole[len(without) :] if whole.startswith(without) else ""
 
 

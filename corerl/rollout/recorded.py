@@ -16,12 +16,14 @@ from attrs import asdict, evolve
 
 from corerl.data.prompts import Prompt
 from corerl.errors import CheckpointError, DataError
+from corerl.pictures import Picture, read
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Source
 from corerl.types import Array, SampleBatch
 
 ROLLOUTS = "rollouts"  # subdirectory of a run directory
+PICTURES = "pictures/"  # by their digests
 NAME = re.compile(r"step-(\d{8})\.npz")
 
 
@@ -37,12 +39,13 @@ def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
         "step": scored.step,
         "temperature": batch.temperature,
         "exact_match": scored.exact_match,
-        "prompts": [asdict(prompt) for prompt in rollout.prompts],
+        "prompts": [_plain(prompt) for prompt in rollout.prompts],
         "texts": rollout.texts,
         "failures": dict(scored.failures),
         "first_failure": scored.first_failure,
         "counts": dict(scored.counts),
         "parts": dict(scored.parts),
+        "pictures": [picture.id for picture in batch.pictures],
     }
     arrays: dict[str, Array] = {
         "tokens": batch.tokens,
@@ -50,7 +53,8 @@ def write_rollout(directory: Path, scored: ScoredRollout) -> Path:
         "rewards": scored.rewards,
         **{f"columns/{name}": column for name, column in batch.columns.items()},
         **{f"rows/{name}": row for name, row in batch.row_columns.items()},
-        "facts": np.frombuffer(json.dumps(facts, default=str).encode(), dtype=np.uint8),
+        **{f"{PICTURES}{picture.id}": picture.pixels for picture in _pictures(rollout)},
+        "facts": np.frombuffer(json.dumps(facts, default=_short).encode(), dtype=np.uint8),
     }
     path = file_of(directory, scored.step)
     partial = path.with_suffix(".partial")
@@ -71,14 +75,16 @@ def read_rollout(path: Path) -> ScoredRollout:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             arrays: dict[str, Array] = dict(file)
         facts = json.loads(arrays["facts"].tobytes())
+        pictures = {name: Picture(pixels) for name, pixels in _under(PICTURES, arrays).items()}
         batch = SampleBatch(
             tokens=arrays["tokens"],
             offsets=arrays["offsets"],
             columns=_under("columns/", arrays),
             row_columns=_under("rows/", arrays),
             temperature=facts["temperature"],
+            pictures=tuple(pictures[name] for name in facts.get("pictures", ())),
         )
-        prompts = tuple(Prompt(**prompt) for prompt in facts["prompts"])
+        prompts = tuple(_prompt(prompt, pictures) for prompt in facts["prompts"])
         return ScoredRollout(
             step=facts["step"],
             rollout=Rollout(batch=batch, prompts=prompts, texts=facts["texts"]),
@@ -92,6 +98,26 @@ def read_rollout(path: Path) -> ScoredRollout:
         )
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot read the rollout batch {path} ({error}); sample it again") from error
+
+
+def _pictures(rollout: Rollout) -> list[Picture]:
+    """Those of rows and those of prompts, of which rows may be gone."""
+    every = [*rollout.batch.pictures, *(read(each) for prompt in rollout.prompts for each in prompt.pictures)]
+    return list({picture.id: picture for picture in every}.values())
+
+
+def _plain(prompt: Prompt) -> dict[str, Any]:
+    plain = asdict(prompt, filter=lambda attribute, _: attribute.name != "pictures")
+    return {**plain, "pictures": [each.id for each in prompt.pictures]} if prompt.pictures else plain
+
+
+def _prompt(plain: Mapping[str, Any], pictures: Mapping[str, Picture]) -> Prompt:
+    return Prompt(**{**plain, "pictures": tuple(pictures[name] for name in plain.get("pictures", ()))})
+
+
+def _short(value: Any) -> str:
+    """What JSON lacks; of bytes, such as those of a row's picture, only how many."""
+    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
 def _under(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import numbers
 import os
 import time
@@ -291,6 +292,12 @@ def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
     labels = [each.label or each.name.rpartition(":")[2] for each in config.functions]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ConfigError(f"{table}.functions: two functions are named {twice[0]!r}; give each a different label")
+    for label, other in itertools.permutations(labels, 2):
+        if other.startswith(f"{label}."):  # as is the metric of a part of the former
+            raise ConfigError(
+                f"{table}.functions: {other!r} could also be a part of {label!r}; give it a label that does not begin "
+                f"with '{label}.'"
+            )
     terms = [
         Term(
             label=label,

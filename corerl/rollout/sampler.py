@@ -13,16 +13,18 @@ import numpy as np
 from attrs import evolve, field, frozen
 
 from corerl.config.schema import RolloutConfig
+from corerl.data.files import Refused
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
-from corerl.errors import ConfigError, PluginBroken
+from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
-from corerl.rollout.encoding import encode
+from corerl.pictures import Picture, PictureReader, read
+from corerl.rollout.encoding import encode, expand
 from corerl.rollout.reasoning import Openings
-from corerl.types import Array, IntArray, Output, SampleBatch, offsets_of, rows_at
+from corerl.types import PICTURE, Array, IntArray, Output, SampleBatch, all_shown, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,6 +125,7 @@ class SamplerContext:
     template_options: Mapping[str, Any] = field(factory=dict)  # arguments of the tokenizer's chat template
     special_tokens: bool = False  # keep them in texts
     context_length: int = 0  # maximum tokens of a row; 0: unlimited
+    pictures: PictureReader | None = None  # None: prompts have none
     calls: int = 1  # of `generate` that each engine answers at once
     # Is called with how many of the samples that the run waits for are done, and how many there are.
     on_progress: Counted | None = None
@@ -202,9 +205,17 @@ class Sampler(ABC):
         self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
     ) -> GenerateRequest:
         """The request that `sample` sends."""
-        encoded = encode(self.context.tokenizer, prompts, self.context.template_options)
-        tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
-        offsets = offsets_of([len(ids) for ids in encoded])
+        encoded: list[tuple[IntArray, IntArray]] = []  # of each prompt the tokens, and their column `picture`
+        shown = [_pictures(prompt) for prompt in prompts]
+        ids = encode(self.context.tokenizer, prompts, self.context.template_options)
+        for each, own in zip(ids, shown, strict=True):
+            if self.context.pictures is not None:
+                encoded.append(expand(each, own, self.context.pictures))
+            else:
+                encoded.append((np.asarray(each, dtype=np.int64), np.zeros(len(each), dtype=np.int64)))
+        tokens = np.concatenate([each for each, _ in encoded])
+        offsets = offsets_of([len(each) for each, _ in encoded])
+        column, pictures = all_shown([(column, own) for (_, column), own in zip(encoded, shown, strict=True)])
         group, sample = rows_of(len(prompts), samples)
         repeated, rows = rows_at(offsets, group)
         return GenerateRequest(
@@ -218,7 +229,17 @@ class Sampler(ABC):
                 (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
             ),
             params=params,
+            picture=column[repeated],
+            pictures=pictures,
         )
+
+
+def _pictures(prompt: Prompt) -> list[Picture]:
+    """Raises DataError for one that cannot be read any more."""
+    try:
+        return [read(each) for each in prompt.pictures]
+    except Refused as refused:
+        raise DataError(f"prompt {prompt.index}: {refused}") from refused
 
 
 class PromptSampler(Sampler):
@@ -321,6 +342,9 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     columns: dict[str, Array] = {"loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs, "versions": versions}
     if generation.routed_experts is not None:
         columns[Output.ROUTED_EXPERTS.value] = generation.routed_experts
+    if request.pictures:
+        columns[PICTURE] = np.zeros(len(tokens), dtype=np.int32)
+        columns[PICTURE][~loss_mask] = request.picture
     return SampleBatch(
         tokens=tokens,
         offsets=offsets,
@@ -331,6 +355,7 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
             "truncated": generation.truncated,
         },
         temperature=request.params.temperature,
+        pictures=request.pictures,
     )
 
 

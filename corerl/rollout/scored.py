@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from attrs import evolve, field, frozen
 
-from corerl.data.chat import readable
+from corerl.data.chat import MARK, readable
+from corerl.data.prompts import Prompt
 from corerl.errors import DataError
 from corerl.plugin.events import SampleShown
 from corerl.rollout.rewards import exact_match
@@ -66,7 +67,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
     rows = rollout.batch.episodes[0] if rows is None else rows
     groups = rollout.batch.row_columns["group"][rows].tolist()
     prompts = {group: rollout.prompts[group] for group in groups}
-    texts = {group: readable(prompt.messages) or prompt.text for group, prompt in prompts.items()}
+    texts = {group: _text(prompt) for group, prompt in prompts.items()}
     return tuple(
         SampleShown(
             prompt=texts[group],
@@ -78,6 +79,15 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )
+
+
+def _text(prompt: Prompt) -> str:
+    """With its pictures as `<picture 3f9a 1312x736>`: in their places in a chat, before a text."""
+    text, names = readable(prompt.messages) or prompt.text, [repr(each) for each in prompt.pictures]
+    if text.count(MARK) != len(names):
+        return "".join([*names, text])
+    parts = text.split(MARK)
+    return parts[0] + "".join(name + part for name, part in zip(names, parts[1:], strict=True))
 
 
 def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any], *, name: str) -> ScoredRollout:

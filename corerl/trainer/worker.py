@@ -81,6 +81,8 @@ class Worker:
         plugins = [(Kind.BACKENDS, loaded), *[(Kind.EXTENSIONS, extension) for extension in extensions]]
         if assignment.transport:
             plugins.append((Kind.TRANSPORTS, self._load(Kind.TRANSPORTS, assignment.transport)))
+        if reader := assignment.config.model.pictures:
+            plugins.append((Kind.PICTURES, self._load(Kind.PICTURES, reader)))
         require_same(assignment.origins, *plugins)
         options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)

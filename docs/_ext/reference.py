@@ -163,7 +163,7 @@ def in_guides() -> set[tuple[str, str]]:
     files += [root / "README.md", *(root / "examples").rglob("*.py")]
     files += (Path(corerl_testing.__file__).parent / "backend_template").rglob("*.py")
     found = (each for file in files for each in IMPORTED.findall(file.read_text()))
-    of_hooks = re.findall(r"^`(corerl\.\w+)\.(\w+)`$", hooktypes_reference(), re.MULTILINE)
+    of_hooks = re.findall(r"^`(corerl\.\w+)\.(\w+)`$", (root / "docs/reference/hooks.md").read_text(), re.MULTILINE)
     return {*of_hooks, *((package, name) for package, names in found for name in re.findall(r"\w+", names))}
 
 

@@ -11,6 +11,7 @@ from corerl.algorithms.losses import (
     Loss,
     LossInputs,
     LossResult,
+    PolicyTokens,
     TensorMetric,
     clipped,
     mismatch,
@@ -166,6 +167,16 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     assert metrics["logprob_diff_max"].total.item() == pytest.approx(math.log(2))
     assert metrics["logprob_diff_max"].reduction is Reduction.MAX
     assert not any(metric.total.requires_grad for metric in metrics.values())
+
+
+def test_a_loss_without_coefficients_is_its_policy_term_alone() -> None:
+    inputs = three_tokens()
+    tokens = PolicyTokens.of(inputs, name="own")
+    result = tokens.result(-tokens.log_ratio)
+    ratios = [math.log(p) - old for p, old in zip(NEW, COLUMNS["old_logprobs"], strict=True)]
+    assert result.loss.item() == pytest.approx(-sum(w * ratio for w, ratio in zip(WEIGHTS, ratios, strict=True)))
+    assert gradients(result, inputs) == [[-w for w in WEIGHTS], [0.0] * 3, [0.0] * 3]
+    assert "kl" not in result.metrics
 
 
 def test_the_mismatch_of_three_tokens_worked_by_hand() -> None:

@@ -132,9 +132,9 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         (
             "bogus = 1",
             (
-                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, algorithms, "
-                "transports, "
-                "roles, train, lora, algorithm, data, reward, rollout, weights, eval, checkpoint, extensions"
+                "bogus: unknown key; known: run, cluster, model, backend, backends, engines, samplers, pictures, "
+                "algorithms, transports, roles, train, lora, algorithm, data, reward, rollout, weights, eval, "
+                "checkpoint, extensions"
             ),
         ),
         ("[trian]", "trian: unknown key; did you mean 'train'?"),
@@ -262,7 +262,7 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
             "there is checkpoint.memory; what only one engine knows is in a table of its own, engines.NAME; what only "
             "one sampler knows is in a table of its own, samplers.NAME"
         ),
-        "model.lora": "there is lora",
+        "model.lora": "there is lora; what only one reader of pictures knows is in a table of its own, pictures.NAME",
         "data.zzz": "",
     }
 

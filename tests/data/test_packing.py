@@ -1,8 +1,11 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from corerl.data.packing import StepPlan, pack, plan_part, plan_steps
 from corerl.types import ParallelLayout, SampleBatch
+from tests.pictured import batch_of, random_rows
 
 
 def three_samples() -> SampleBatch:
@@ -83,3 +86,28 @@ def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
     for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
         packed = [pack(samples, planned.share(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
         assert [batch.step_tokens for batch in packed] == [tokens, tokens]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_rank_gets_the_pictures_that_its_rows_show(seed: int) -> None:
+    rows = random_rows(np.random.default_rng(seed), 8)
+    rows = [row or [(11, "")] for row in rows]
+    batch, groups = batch_of(rows), np.arange(8)
+    layout = ParallelLayout(rank=0, world_size=2, dp_rank=0, dp_size=2)
+    usual: Any = {"tokens_per_micro_batch": 16, "aggregation": "token-mean", "max_tokens": 9, "seed": 0}
+    (step,) = plan_steps(batch.with_row_columns(group=groups), layout, **usual)
+    for rank in range(2):
+        packed = pack(batch, step.share(rank), sequence_multiple=4, columns=["advantages"])
+        shown = set()
+        for micro in packed.micro_batches:
+            column = micro.columns.get("picture", np.zeros(len(micro.tokens), np.int32))
+            for sample, begin, end in zip(micro.samples, micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True):
+                found = [
+                    (int(token), packed.pictures[int(number)].id if number else "")
+                    for token, number in zip(micro.tokens[begin:end], column[begin:end], strict=True)
+                ]
+                shown |= {name for _, name in found if name}
+                if sample >= 0:
+                    assert found[: len(rows[sample])] == rows[sample]
+                    assert not any(name for _, name in found[len(rows[sample]) :])
+        assert {picture.id for picture in packed.pictures.values()} == shown

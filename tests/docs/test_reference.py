@@ -109,7 +109,7 @@ def test_circles_of_public_names_are_small_and_apart() -> None:
             names = re.findall(r"^\| `(\w+)` \|", package, re.MULTILINE)
             found.setdefault(circle, []).extend(f"{package.partition('`')[0]}.{name}" for name in names)
     assert found.keys() == {"users", "authors", "testers", "wheels"}
-    assert len(found["users"]) <= 25 and len(found["authors"]) <= 110
+    assert len(found["users"]) <= 25 and len(found["authors"]) < 115
     everything = [name for names in found.values() for name in names]
     listed = [f"{package}.{name}" for package, names in PUBLIC.items() for name in names]
     assert sorted(everything) == sorted(listed)

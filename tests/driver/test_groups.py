@@ -431,7 +431,7 @@ def test_if_new_ranks_fail_old_ones_restart_from_the_checkpoint(error: CorerlErr
     case.ranks["critic"].failures = [error]
     expected = error.message
     if not isinstance(error, UserError):
-        expected = f"the new ranks did not start: {error.message}; all groups are as before"
+        expected = f"{error.message}; all groups are as before"
     kind = UserError if isinstance(error, UserError) else ResizeFailed
     assert case.fails(kind, "roles.actor.ranks=2", "rollout.replicas=1") == expected
     assert case.groups.plan is plan and case.pool.slots == slots

@@ -24,6 +24,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
+from corerl.pictures import FoundPicture
 from corerl.plan.make import make_plan
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
@@ -32,6 +33,7 @@ from tests.driver.forgetful import forgetting, model_with
 from tests.end_to_end.command import content, steps_done
 from tests.in_process import execute_here, small
 from tests.rollout.samplers import prompt_sampler
+from tests.tiny_pictures import TinyOptions, TinyReader
 
 
 def samples(lengths: Sequence[int], versions: Sequence[int], *, prompt: int = 1) -> SampleBatch:
@@ -109,6 +111,26 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
     monkeypatch.setattr(module, "READ", 16384)
     asyncio.run(check.sample())
     assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
+
+
+def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "READ", 20)
+    tokenizer = character_tokenizer("123")
+    reader = TinyReader(TinyOptions(), None, tokenizer)  # whose placeholder is 2
+    prompts = [Prompt(index=index, text="1" * (9 - index), answer="") for index in range(8)]
+    shows = FoundPicture(reader=reader, reference="1x1:9")
+    prompts.append(Prompt(index=8, text="2", answer="", pictures=(shows,)))
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        return Generation.nothing(request)
+
+    sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, pictures=reader)
+    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
+    check = make_check(sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7)))
+    batch = asyncio.run(check.sample())
+    assert (len(batch), [picture.size for picture in batch.pictures]) == (9, [(1, 1)])
+    prompts[8] = evolve(prompts[8], text="1", pictures=())
+    assert len(asyncio.run(check.sample())) == 8
 
 
 @pytest.mark.parametrize(

@@ -188,3 +188,9 @@ def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:
         "time/step": 4.0,
         "perf/tokens_per_second": 25.0,
     }
+
+
+def test_rows_that_end_at_a_sampled_placeholder_are_counted() -> None:
+    assert "rollout/placeholders" not in rollout_metrics(scored(None))
+    for placeholder, share in ((7, 0.5), (2, 0.5), (3, 0.0), (99, 0.0)):  # 3 is in a prompt
+        assert rollout_metrics(scored(None), placeholder=placeholder)["rollout/placeholders"] == share

@@ -7,11 +7,13 @@ import pytest
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import prefix_router
-from corerl.engines.base import EngineContext
+from corerl.engines.base import EngineContext, Generation
 from corerl.engines.fake import FakeEngine
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.specs import FakeConfig
 from tests.engines.services import generation_of, request_of
+from tests.pictured import PICTURES
+from tests.pictured import request_of as pictured_request
 
 
 def shared(shares: PrefixRouter, rows: Sequence[Sequence[int]], replicas: Sequence[int]) -> dict[int, list[int]]:
@@ -98,3 +100,18 @@ def test_parts_are_put_back_in_the_order_of_the_request() -> None:
     found = in_order(asked, [(rows, engine.generate(asked.take_rows(rows))) for rows in named])
     for name in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
         assert np.array_equal(getattr(found, name), getattr(whole, name))
+
+
+def test_rows_of_one_picture_go_where_it_was_read() -> None:
+    shares = PrefixRouter()
+    first, second = list(PICTURES)[:2]
+    rows = [[(7, ""), (5, name), (5, name), (9, "")] for name in (first, second)]  # the same tokens
+    for replica, row in enumerate(rows):
+        request = pictured_request([row])
+        shares.remember(replica, request, Generation.nothing(request))
+    assert {
+        replica: each.tolist() for replica, each in shares.divide(pictured_request(rows[::-1]), [0, 1]).items()
+    } == {
+        0: [1],
+        1: [0],
+    }

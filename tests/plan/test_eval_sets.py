@@ -61,6 +61,12 @@ def test_a_set_falls_back_to_eval_and_then_to_rollout(tmp_path: Path) -> None:
     assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts of ") for line in plan.notices)
 
 
+def test_a_set_has_no_weight_since_sets_are_not_mixed(tmp_path: Path) -> None:
+    weighted = {"source": write(tmp_path / "set.jsonl", {"prompt": "1>"}), "weight": 2.0}
+    with pytest.raises(UserError, match=r"^eval\.sets\[0\]\.weight: unknown key"):
+        planned(tmp_path, weighted)
+
+
 def test_prompts_too_long_for_a_set_stay_in_others(tmp_path: Path) -> None:
     longer = {"source": write(tmp_path / "set.jsonl", {"prompt": "1" * 19}, {"prompt": "1" * 3}), "max_tokens": 20}
     plan = planned(tmp_path, longer, held_out=9, max_tokens=15)

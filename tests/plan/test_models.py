@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
@@ -22,6 +24,7 @@ from corerl.plan.models import (
     RoleModel,
     against_aux_loss,
     build_models,
+    check_files,
     load_configs,
     notices_of,
     require_adapters,
@@ -322,6 +325,31 @@ def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> N
             f"export has them unchanged: {parts}"
         )
         assert require_weights(str(directory), meta_model(hf, value_head=False), hf) == ""
+
+
+def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> None:
+    directory = str(write_pictures("qwen3_vl", tmp_path))
+    hf = hf_config(ModelConfig(path=directory))
+
+    def noted(**settings: Any) -> list[str]:
+        role: Any = SimpleNamespace(
+            settings=ModelConfig(path=directory, **settings),
+            table="model",
+            frozen=False,
+            lora=None,
+            hf=hf,
+            built=meta_model(hf),
+        )
+        return list(check_files(role, None, setting="", refers=False, problems=Problems()))
+
+    (line,) = noted()
+    assert "are not trained, as the run reads text alone, and an export has them unchanged: model.visual" in line
+    (line,) = noted(pictures="vision")
+    assert "are not trained, with model.tower='frozen', and an export has them unchanged: model.visual" in line
+    (line,) = noted(pictures="vision", tower="trained")
+    assert line == "model.tower: 'trained': the parts that read pictures are trained with the text decoder"
+    (line,) = noted(pictures="vision", tower="projector")
+    assert line.endswith("what lies between the tower and the text decoder is trained too, the tower is not")
 
 
 def test_weights_that_no_pass_reads_are_noted() -> None:

@@ -60,7 +60,7 @@ def test_each_call_is_printed_with_its_plugins_outermost_first(
     halves = [
         (
             "actor rank 1 > forward_backward [backend:mine] "
-            "batch=PackedBatch(micro_batches=(), count=1, temperature=1.0, step_tokens=0) "
+            "batch=PackedBatch(micro_batches=(), count=1, temperature=1.0, step_tokens=0, pictures={}) "
             "loss=LossSpec(name='clipped', params={}, outputs=(logprobs,)) outputs=() last=True"
         ),
         "actor rank 1 < forward_backward N ms GradientResult(metrics={}, tokens=8, outputs=None)",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.types import SampleBatch
+from tests.pictured import PICTURES
 
 
 def scored(step: int = 0) -> ScoredRollout:
@@ -33,3 +35,17 @@ def scored(step: int = 0) -> ScoredRollout:
         exact_match=0.5,
         seconds={"rollout": 1.0},
     )
+
+
+def with_pictures(step: ScoredRollout) -> ScoredRollout:
+    """The first prompt shows two pictures, of which rows show the first; the other prompt shows none."""
+    first, second = list(PICTURES.values())[:2]
+    batch = step.rollout.batch
+    column = np.zeros(len(batch.tokens), np.int32)
+    column[batch.offsets[:2]] = 1
+    prompts = (
+        evolve(step.rollout.prompts[0], pictures=(first, second), fields={"image": b"abc"}),
+        step.rollout.prompts[1],
+    )
+    batch = evolve(batch.with_columns(picture=column), pictures=(first,))
+    return evolve(step, rollout=evolve(step.rollout, batch=batch, prompts=prompts))

@@ -1,5 +1,7 @@
 """Tokens are compared with `apply_chat_template` and the tokenizer called by hand."""
 
+import re
+
 import numpy as np
 import pytest
 import tokenizers
@@ -11,8 +13,11 @@ from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, 
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.encoding import PromptCheck, check_first, encode, require_encodable
-from corerl_agents.conversation import Conversation, Refused, Renderer
+from corerl.pictures import FoundPicture, read
+from corerl.rollout.encoding import PromptCheck, check_first, encode, expand, require_encodable
+from corerl_agents.conversation import Conversation, Renderer
+from corerl_agents.refused import Refused
+from tests.tiny_pictures import TinyOptions, TinyReader
 
 # Writes its <bos> itself, as most templates do, and refuses a system message, as some do.
 TEMPLATE = (
@@ -284,3 +289,67 @@ def test_a_failing_template_is_named_for_prompts_and_episodes() -> None:
         encode(endless, [CHAT])
     with pytest.raises(Refused, match=f"^messages: {why}"):
         Renderer(endless).ask(Conversation(), CHAT.messages)
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+# <pad> <bos> <eos> <unk> 0 = 4, the placeholder * = 5, the break | = 6, the end ! = 7
+PICTURED = load_tokenizer(tokenizer="characters:0*|!123456789>ua:;", path="")
+PICTURED.chat_template = (
+    "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ '*' if part.type == 'image' else part.text }}{% endfor %}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def pictured(text: str, *references: str) -> tuple[Prompt, TinyReader]:
+    """A chat of one message with marks `<image>`."""
+    reader = TinyReader(TinyOptions(), None, PICTURED)
+    messages, found = reader.find({"images": list(references)}, [{"role": "user", "content": text}], root="")
+    pictures = tuple(FoundPicture(reader=reader, reference=each) for each in found)
+    return Prompt(index=0, text=text, answer="", messages=messages, pictures=pictures), reader
+
+
+def test_a_template_s_placeholders_become_whole_pictures() -> None:
+    prompt, reader = pictured("1<image><image>2", "2x2:9", "3x1:4")
+    (ids,) = encode(PICTURED, [prompt])
+    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
+    assert PICTURED.decode(tokens) == "u:1**|**!***!2;a:"
+    assert "".join(map(str, column)) == "00011111022200000"
+
+
+def test_equal_pictures_that_adjoin_keep_an_end_between_them() -> None:
+    prompt, reader = pictured("<image><image>", "1x2:9", "1x2:9")
+    (ids,) = encode(PICTURED, [prompt])
+    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
+    assert (PICTURED.decode(tokens), "".join(map(str, column))) == ("u:*|*!*|*!;a:", "0011102220000")
+    assert reader.decoded == {"1x2:9": 1}
+
+
+def test_texts_without_pictures_are_not_changed_by_a_reader() -> None:
+    reader = TinyReader(TinyOptions(), None, PICTURED)
+    tokens, column = expand([4, 8, 9], [], reader)
+    assert (tokens.tolist(), column.tolist()) == ([4, 8, 9], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("text", "references", "why"),
+    [
+        ("<image>", ["1x1:1", "1x1:2"], "2 pictures, but the prompt has the token that stands for one 1 times"),
+        ("<image>*", ["1x1:1"], "1 pictures, but .* 2 times"),
+        ("*", [], "0 pictures, but .* 1 times"),
+        ("<image>", ["1x1:broken"], "the picture 1x1:broken ends early"),
+    ],
+)
+def test_prompts_whose_pictures_cannot_be_shown_are_refused(text: str, references: list[str], why: str) -> None:
+    prompt, reader = pictured(text, *references)
+    with pytest.raises(DataError, match=why + ".*; correct the row, or set data.refused='skip'"):
+        PromptCheck(tokenizer=PICTURED, pictures=reader)(prompt)
+    assert re.match(why, PromptCheck(tokenizer=PICTURED, pictures=reader, skip=True)(prompt))
+
+
+def test_lengths_of_prompts_count_the_tokens_of_pictures() -> None:
+    prompt, reader = pictured("1<image>", "3x3:1")
+    ours = PromptCheck(tokenizer=PICTURED, pictures=reader, longest=18, limit="LIMIT")
+    assert ours(prompt) == ""  # u:1 and ;a: beside 9 placeholders, 2 breaks and an end
+    assert evolve(ours, longest=17)(prompt) == "it has 18 tokens, but at most 17 fit with LIMIT"

@@ -11,7 +11,8 @@ from attrs import evolve
 from corerl.errors import CheckpointError, DataError
 from corerl.rollout.recorded import SavedRollouts, read_rollout, write_rollout
 from corerl.rollout.scored import ScoredRollout
-from tests.rollout.scored import scored
+from tests.pictured import PICTURES, rows_in
+from tests.rollout.scored import scored, with_pictures
 
 
 def rest(source: SavedRollouts) -> list[ScoredRollout]:
@@ -103,3 +104,18 @@ def test_values_that_json_cannot_hold_become_text(tmp_path: Path) -> None:
     prompt = evolve(given.rollout.prompts[0], fields={"where": Path("a/b")})
     given = evolve(given, rollout=evolve(given.rollout, prompts=(prompt, given.rollout.prompts[1])))
     assert read_rollout(write_rollout(tmp_path, given)).rollout.prompts[0].fields == {"where": "a/b"}
+
+
+def test_a_batch_on_disk_keeps_its_pictures(tmp_path: Path) -> None:
+    given = with_pictures(scored(3))
+    found = read_rollout(write_rollout(tmp_path, given)).rollout
+    assert found.batch.columns["picture"].dtype == np.int32
+    assert rows_in(found.batch) == rows_in(given.rollout.batch)
+    for picture in found.batch.pictures:
+        np.testing.assert_array_equal(picture.pixels, PICTURES[picture.id].pixels)
+    ids = [[each.id for each in prompt.pictures] for prompt in found.prompts]
+    assert ids == [[each.id for each in prompt.pictures] for prompt in given.rollout.prompts]
+    assert found.prompts[0].fields == {"image": "3 bytes"}
+    dropped = evolve(given, rollout=given.rollout.take_rows(np.array([2, 3])))  # as a postprocess may
+    again = read_rollout(write_rollout(tmp_path, dropped)).rollout
+    assert again.prompts[0].pictures[0].size == (3, 2)

@@ -426,6 +426,9 @@ def test_errors_of_several_functions_name_their_place(mine: ModuleType) -> None:
     twice = (RewardFunction(name="exact-match"), RewardFunction(name="exact-match"))
     with pytest.raises(ConfigError, match="two functions are named 'exact-match'; give each a different label"):
         reward_of(RewardConfig(functions=twice))
+    inside = tuple(RewardFunction(name="exact-match", label=label) for label in ("style.short", "style"))
+    with pytest.raises(ConfigError, match="reward.functions: 'style.short' could also be a part of 'style'"):
+        reward_of(RewardConfig(functions=inside))
     with pytest.raises(ConfigError, match="reward.functions: cannot be combined with reward.name"):
         reward_of(RewardConfig(name="exact-match", functions=twice[:1]))
     odd = reward_of(RewardConfig(functions=(twice[0], RewardFunction(name="my_rewards:odd")))).outcomes(

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +17,13 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import ConfigError, PluginBroken
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, sampling_params
+from corerl.pictures import FoundPicture
+from corerl.rollout.encoding import PromptCheck
+from corerl.rollout.sampler import PromptSampler, Rollout, Sampler, assemble, sampling_params
+from corerl.rollout.scored import shown
 from corerl.rollout.scoring import samples_of
 from tests.rollout.samplers import prompt_sampler
+from tests.tiny_pictures import TinyOptions, TinyReader
 
 TOKENIZER = load_tokenizer(
     tokenizer="characters:0123456789>s", path=""
@@ -230,3 +237,100 @@ def test_a_response_begins_with_the_tag_that_the_template_opens() -> None:
     np.testing.assert_array_equal(seen.batch.tokens[seen.batch.columns["loss_mask"]], FOUR.tokens)
     np.testing.assert_array_equal(seen.batch.row_columns["response_length"], np.diff(FOUR.offsets))
     assert [list(tokens) for _, _, tokens in samples_of(seen, tokens=True)][:2] == [[5, 6, 2], [13, 2]]
+
+
+def test_rows_show_the_pictures_of_their_prompts() -> None:
+    tokenizer = load_tokenizer(tokenizer="characters:0*|!123456789>", path="")
+    reader = TinyReader(TinyOptions(), None, tokenizer)
+    found = {name: FoundPicture(reader=reader, reference=name) for name in ("1x1:3", "2x1:4")}
+    prompts = [
+        Prompt(index=0, text="1*>", answer="", pictures=(found["2x1:4"],)),
+        Prompt(index=1, text="2>", answer=""),
+        Prompt(index=2, text="**>", answer="", pictures=(found["1x1:3"], found["2x1:4"])),
+    ]
+    sampler = prompt_sampler(tokenizer=tokenizer, pictures=reader, generate=None, seed=0)
+    request = sampler.request(prompts, rollout_step=0, samples=2, params=PARAMS)
+    first, second = "2x1:4", "1x1:3"
+    assert [repr(each) for each in request.pictures] == [repr(found[first]), repr(found[second])]
+    assert [tokenizer.decode(row) for row in request.by_row()[::2]] == ["<bos>1**!>", "<bos>2>", "<bos>*!**!>"]
+    assert "".join(map(str, request.picture)) == 2 * "001100" + 2 * "000" + 2 * "0201100"
+    assert reader.decoded == {first: 1, second: 1}
+
+    generation = Generation(
+        tokens=np.arange(4, 10),
+        offsets=np.arange(7),
+        logprobs=np.zeros(6, np.float32),
+        versions=np.zeros(6, np.int64),
+        truncated=np.zeros(6, np.bool_),
+        unfinished=np.zeros(6, np.bool_),
+    )
+    batch = assemble(request, generation)
+    assert batch.pictures == request.pictures
+    assert "".join(map(str, batch.columns["picture"])) == 2 * "0011000" + 2 * "0000" + 2 * "02011000"
+    assert {repr(each) for each in batch.take_rows(np.array([4])).pictures} == {repr(each) for each in found.values()}
+    assert batch.take_rows(np.array([2])).pictures == ()
+
+
+def test_a_run_on_text_has_no_column_of_pictures() -> None:
+    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=None, seed=0)
+    request = sampler.request(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
+    assert not request.picture.any() and request.pictures == ()
+
+
+def step_of(prompts: list[Prompt], reader: TinyReader | None) -> tuple[Rollout, int]:
+    """The samples of 8 tokens of a step as the driver makes, scores, shows and packs them; and the most bytes that
+    Python and numpy held meanwhile."""
+
+    async def generate(request: GenerateRequest, **_: Any) -> Generation:
+        count = 8 * len(request)
+        return Generation(
+            tokens=np.full(count, 12),
+            offsets=np.arange(0, count + 1, 8),
+            logprobs=np.zeros(count, np.float32),
+            versions=np.zeros(count, np.int64),
+            truncated=np.zeros(len(request), np.bool_),
+            unfinished=np.zeros(len(request), np.bool_),
+        )
+
+    tokenizer = load_tokenizer(tokenizer="characters:0*|!123456789>", path="")
+    sampler = prompt_sampler(tokenizer=tokenizer, pictures=reader, generate=generate, seed=0)
+    check = PromptCheck(tokenizer=tokenizer, pictures=reader)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        assert not any(map(check, prompts))
+        rollout = sample(sampler, prompts, samples=8)
+        rollout = Rollout.concatenate([rollout.take_prompts(np.arange(32)), rollout.take_prompts(np.arange(32, 64))])
+        shown(rollout, np.zeros(512, np.float32))
+        return rollout, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_step_holds_each_large_picture_once() -> None:
+    reader = TinyReader(TinyOptions(patch=32), None, load_tokenizer(tokenizer="characters:0*|!123456789>", path=""))
+    names = [f"1312x736:{shade}" for shade in range(64)]  # 1080p at the size of usual models: 943 tokens, 2.9 MB
+    prompts = [
+        Prompt(index=place, text="1*>", answer="", pictures=(FoundPicture(reader=reader, reference=name),))
+        for place, name in enumerate(names)
+    ]
+    rollout, most = step_of(prompts, reader)
+    length = int(rollout.batch.row_columns["prompt_length"][0])
+    texts = [Prompt(index=place, text="1" * (length - 1), answer="") for place in range(64)]
+    _, of_text = step_of(texts, None)
+    assert reader.decoded == dict.fromkeys(names, 1)
+    assert len(rollout.batch) == 512 and len(rollout.batch.pictures) == 64
+    assert 64 * 2.8e6 < most - of_text < 0.5e9
+
+
+def test_a_reward_process_gets_each_picture_of_its_samples_once() -> None:
+    reader = TinyReader(TinyOptions(patch=32), None, load_tokenizer(tokenizer="characters:0*|!123456789>", path=""))
+    pictures = [FoundPicture(reader=reader, reference=f"1312x736:{shade}") for shade in (3, 9)]
+    prompts = [Prompt(index=place, text="*>", answer="", pictures=(each,)) for place, each in enumerate(pictures)]
+    sent = pickle.dumps([(prompt, "1", ()) for prompt in prompts for _ in range(16)])
+    assert len(sent) < 2.1 * 1312 * 736 * 3
+    received = pickle.loads(sent)
+    assert [prompt.pictures[0].id for prompt, _, _ in received[::16]] == [each.id for each in pictures]
+    assert (
+        received[16][0].pictures[0].pixels[5, 7].tolist() == [9, 9, 9] and received[16][0].pictures[0].size[0] == 1312
+    )

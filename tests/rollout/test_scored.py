@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.data.chat import IMAGE
 from corerl.errors import DataError
 from corerl.rollout.scored import ScoredRollout, postprocessed
-from tests.rollout.scored import scored
+from tests.rollout.scored import scored, with_pictures
 
 
 def through(function: Callable[[ScoredRollout], Any]) -> ScoredRollout:
@@ -62,3 +64,14 @@ def numbers_for_mask(batch: ScoredRollout) -> ScoredRollout:
 def test_an_unusable_batch_names_the_function(function: Callable[[ScoredRollout], Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^rollout.postprocess='mine:shape' (returned a batch )?{message}"):
         through(function)
+
+
+def test_samples_show_pictures_in_their_places() -> None:
+    given = with_pictures(scored(0))
+    first, second = (repr(each) for each in given.rollout.prompts[0].pictures)
+    assert re.fullmatch("<picture [0-9a-f]{4} 3x2>", first)
+    assert [each.prompt for each in given.shown()] == [f"{first}{second}a>", "b>"]
+    parts = [IMAGE, {"type": "text", "text": "or"}, IMAGE]
+    chat = evolve(given.rollout.prompts[0], messages=({"role": "user", "content": parts},))
+    rollout = evolve(given.rollout, prompts=(chat, given.rollout.prompts[1]))
+    assert evolve(given, rollout=rollout).samples()[0].prompt == f"{first}or{second}"

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from corerl.data import Prompt
 from corerl.engines import SamplingParams
+from corerl.pictures import PictureReader
 from corerl.rollout import EventLoop, Rollout
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
@@ -46,6 +47,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         context_length: int = 0,
         tokenizer: PreTrainedTokenizerBase = TOKENIZER,
         told: Callable[[int, int], None] | None = None,
+        pictures: PictureReader | None = None,
         **config: Any,
     ) -> Rollout:
         sampler = episode_sampler(
@@ -58,6 +60,7 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
             calls=calls,
             context_length=context_length,
             on_progress=told,
+            pictures=pictures,
         )
         return loop.run(sampler.sample(prompts, rollout_step=5, samples=samples, params=params))
 

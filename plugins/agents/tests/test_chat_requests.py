@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import completion_create_params
 
 from corerl_agents.chat_requests import FIELDS, REFUSED, ChatRequest, read_request
-from corerl_agents.conversation import Refused
+from corerl_agents.refused import Refused
 
 USER = {"role": "user", "content": "hello"}
 RUN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}  # also what docs/agents.md has as examples

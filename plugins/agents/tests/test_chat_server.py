@@ -20,7 +20,7 @@ import pytest
 from corerl.rollout import EventLoop, in_thread
 from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.chat_server import ChatAnswer, ChatServer
-from corerl_agents.conversation import Refused
+from corerl_agents.refused import Refused
 from tests.machine import paced
 
 platform.platform()  # OpenAI's client asks for it; the first answer comes from a process, which tests must not start

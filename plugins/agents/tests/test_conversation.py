@@ -13,15 +13,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.engines import Generation, SamplingParams
 from corerl.models import load_tokenizer
-from corerl_agents.conversation import (
-    Answer,
-    Conversation,
-    Diverges,
-    Refused,
-    RenderedRequest,
-    Renderer,
-    read_messages,
-)
+from corerl_agents.conversation import Answer, Conversation, RenderedRequest, Renderer, read_messages
+from corerl_agents.refused import Diverges, Refused
 from corerl_agents.tool_calls import FORMATS
 
 STOP = "<eos>"

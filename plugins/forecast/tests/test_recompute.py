@@ -94,7 +94,7 @@ def test_roles_of_one_table_that_choose_differently_get_their_own() -> None:
     differ = settings_of({"actor": "full", "critic": "none"}, asked)
     table = differ.pop("roles.actor.train")
     assert differ == {"train.recompute": "none"}
-    assert (table["recompute"], table["mini_batches"], table["precision"]) == ("full", 2, "auto")
+    assert (table.recompute, table.mini_batches, table.precision) == ("full", 2, "auto")
     own = evolve(asked.roles.critic, train=asked.train)
     apart = evolve(asked, roles=evolve(asked.roles, critic=own))
     wanted = {"train.recompute": "full", "roles.critic.train.recompute": "none"}

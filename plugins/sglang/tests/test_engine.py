@@ -355,6 +355,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         tokens=np.arange(CONTEXT + 10) % 16,
         offsets=np.array([0, 10, CONTEXT + 10]),
         noise_keys=np.array([1, 2]),
+        picture=np.zeros(CONTEXT + 10, dtype=np.int32),
     )
     endless = evolve(REQUEST.row_range(0, 1), params=evolve(REQUEST.params, max_tokens=2000, stop_tokens=()))
     with ThreadPoolExecutor(2) as others:

@@ -9,7 +9,8 @@ from attrs import field, frozen
 
 from corerl.data import parse_json
 from corerl.messages import did_you_mean, short_repr, shorten
-from corerl_agents.conversation import SHOWN, Message, Refused
+from corerl_agents.conversation import SHOWN, Message
+from corerl_agents.refused import Refused
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ from corerl.messages import one_line
 from corerl.rollout import EventLoop
 from corerl.types import IntArray
 from corerl_agents.chat_requests import ChatRequest, read_request
-from corerl_agents.conversation import Refused
+from corerl_agents.refused import Refused
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

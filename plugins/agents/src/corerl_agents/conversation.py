@@ -7,18 +7,23 @@ import itertools
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
+from corerl.data import Refused as Unreadable
 from corerl.data import read_message
-from corerl.engines import Generation, SamplingParams, Stops
+from corerl.engines import GenerateRequest, Generation, SamplingParams, Stops
 from corerl.messages import note, short_repr, shorten
 from corerl.models import plain
 from corerl.models import special_tokens as special_tokens_of
-from corerl.rollout import Openings, Rejected, encode_texts, left_open, render, wrong_option
-from corerl.types import Array, BoolArray, FloatArray, IntArray
+from corerl.pictures import Picture, PictureReader
+from corerl.rollout import Openings, Rejected, encode_texts, expand, left_open, render, wrong_option
+from corerl.types import Array, BoolArray, FloatArray, IntArray, all_shown
+from corerl_agents.pictures import ids_in
+from corerl_agents.refused import Diverges, Refused
 from corerl_agents.texts import FollowingTexts, split
 from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
 
@@ -28,18 +33,6 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 SHOWN = 60  # characters of a value that a refusal shows
 TEXTS = ("content", "reasoning_content", "reasoning")  # fields of an answer; servers have both names of the latter
-
-
-class Refused(Exception):
-    """A request cannot be answered. The client is told why, and the conversation is unchanged."""
-
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
-        super().__init__(message)
-        self.message, self.status, self.code = message, status, code
-
-
-class Diverges(Refused):
-    """The request does not continue this conversation: it was written with other tools, or in other words."""
 
 
 def _empty(dtype: type) -> Any:
@@ -75,6 +68,8 @@ class Exchange:
     # Those of earlier tokens that nobody knew until the pass that read these: places [k] in the row, and experts [k].
     earlier: IntArray = _empty(np.int64)
     learned: Array | None = None
+    picture: IntArray = _empty(np.int32)  # [n] of `asked`: 1 + the index in `pictures`, 0 for text
+    pictures: tuple[Picture, ...] = ()
 
     def __len__(self) -> int:
         return len(self.asked) + len(self.tokens)
@@ -95,18 +90,22 @@ class Row:
     text: str  # of the last answer
     truncated: bool  # rollout.max_tokens cut the last answer, or left no room for another
     final: bool  # the last answer is the episode's last one
+    picture: IntArray  # [n] 1 + the index in `pictures`, 0 for text
+    pictures: tuple[Picture, ...] = ()
 
     @classmethod
-    def unanswered(cls, prompt: IntArray) -> Row:
-        """The bare prompt of an episode that was never answered."""
-        nothing = np.zeros(len(prompt))
+    def unanswered(cls, prompt: GenerateRequest) -> Row:
+        """The bare prompt, of one row, of an episode that was never answered."""
+        nothing = np.zeros(len(prompt.tokens))
         return cls(
-            tokens=prompt,
+            tokens=prompt.tokens,
+            picture=prompt.picture,
+            pictures=prompt.pictures,
             loss_mask=nothing.astype(np.bool_),
             logprobs=nothing.astype(np.float32),
             versions=nothing.astype(np.int64),
             turn_rewards=nothing.astype(np.float32),
-            prompt_length=len(prompt),
+            prompt_length=len(prompt.tokens),
             turns=0,
             text="",
             truncated=False,
@@ -140,6 +139,16 @@ class Conversation:
     def tokens(self) -> IntArray:
         """[n]"""
         return _joined([part for exchange in self.exchanges for part in (exchange.asked, exchange.tokens)], np.int64)
+
+    @property
+    def shown(self) -> tuple[IntArray, tuple[Picture, ...]]:
+        """[n] what each token stands for, 1 + the index of a picture or 0 for text; and the pictures, each once."""
+        return all_shown(
+            [
+                (np.concatenate([exchange.picture, np.zeros(len(exchange.tokens), np.int32)]), exchange.pictures)
+                for exchange in self.exchanges
+            ]
+        )
 
     @property
     def prompt_length(self) -> int:
@@ -182,6 +191,8 @@ class Conversation:
             experts=None if experts is None else experts[before:].copy(),  # not a view: those before would stay
             earlier=earlier,
             learned=None if experts is None else experts[earlier],
+            picture=asked.picture,
+            pictures=asked.pictures,
         )
         return Conversation(
             messages=(*asked.messages, answer.message),
@@ -210,8 +221,11 @@ class Conversation:
         versions[loss_mask] = _joined([exchange.versions for exchange in own], np.int64)
         turn_rewards = np.zeros(len(loss_mask), np.float32)
         turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
+        picture, pictures = self.shown
         return Row(
             tokens=self.tokens,
+            picture=picture,
+            pictures=pictures,
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
@@ -265,12 +279,15 @@ class RenderedRequest:
     options: Mapping[str, Any] = field(factory=dict)
     written: str = ""  # what the chat template writes for it
     opened: str = ""  # the reasoning tag that is left open there, and what follows it
+    # [n] of the tokens: 1 + the index in `pictures`, 0 for text
+    picture: IntArray = field(default=Factory(lambda self: np.zeros(len(self.tokens), np.int32), takes_self=True))
+    pictures: tuple[Picture, ...] = ()  # of the new messages, each in its place
 
 
-def read_messages(messages: Sequence[Any]) -> tuple[Message, ...]:
-    """A request's messages with text as content; a last one of the assistant is the beginning of the answer. Raises
-    Refused."""
-    read = tuple(_read(number, message) for number, message in enumerate(messages))
+def read_messages(messages: Sequence[Any], *, pictures: bool = False) -> tuple[Message, ...]:
+    """A request's messages with text as content, and with `pictures` parts of these in it; a last one of the assistant
+    is the beginning of the answer. Raises Refused."""
+    read = tuple(_read(number, message, pictures=pictures) for number, message in enumerate(messages))
     if not read or (read[-1]["role"] == "assistant" and read[-1].get("tool_calls")):
         raise Refused("messages: nothing to answer; the last message must not be a tool call")
     return read
@@ -290,11 +307,13 @@ class Renderer:
         unshown_tools: bool = False,
         separate_reasoning: bool = False,
         unread: str = "",
+        pictures: PictureReader | None = None,
     ) -> None:
         """`calls`: the format of tool calls in answers; None leaves calls in the text. `options`: arguments of the chat
         template. `special_tokens`: keep them in the texts of answers, though not in what is sent to the client.
         `unshown_tools`: tools that the chat template does not show to the model are noted, not refused. `unread`: what
-        to note at the first request with tools."""
+        to note at the first request with tools. `pictures` reads those of messages."""
+        self._pictures = pictures
         self._special_tokens = special_tokens
         self._separate_reasoning = separate_reasoning
         self._unread = unread
@@ -318,10 +337,11 @@ class Renderer:
         *,
         most_calls: int | None = None,
         options: Mapping[str, Any] | None = None,
+        pictures: Mapping[str, Picture] = MappingProxyType({}),
     ) -> RenderedRequest:
-        """What `messages`, which continue those of `conversation`, add to it. With `most_calls=0` tools are not shown;
-        `options` go before the renderer's own. Raises Diverges if tools or options make it another conversation, and
-        Refused if the template rejects them."""
+        """What `messages`, which continue those of `conversation`, add to it; `pictures` are theirs, by id. With
+        `most_calls=0` tools are not shown; `options` go before the renderer's own. Raises Diverges if tools or options
+        make it another conversation, and Refused if the template rejects them."""
         if most_calls == 0:
             tools = conversation.tools  # what was shown stays
         elif conversation.exchanges and list(tools) != list(conversation.tools):
@@ -333,15 +353,27 @@ class Renderer:
         if not len(tokens) and not conversation.exchanges:
             raise Refused("messages: contain no tokens, so the model has nothing to continue; send text")
         new = messages[len(conversation.messages) :]
+        shown = tuple(pictures[name] for name in ids_in(new))
+        expanded, column = self._expanded(tokens, shown)
         return RenderedRequest(
             messages=(*conversation.messages, *new),
             tools=tuple(tools),
-            tokens=np.asarray(tokens, dtype=np.int64),
+            tokens=expanded,
+            picture=column,
+            pictures=shown,
             most_calls=most_calls,
             options=merged,
             written=written,
             opened=opened,
         )
+
+    def _expanded(self, tokens: Sequence[int], shown: Sequence[Picture]) -> tuple[IntArray, IntArray]:
+        if self._pictures is None:
+            return np.asarray(tokens, dtype=np.int64), np.zeros(len(tokens), dtype=np.int32)
+        try:
+            return expand(tokens, shown, self._pictures)
+        except Unreadable as error:
+            raise Refused(f"messages: {error}") from error
 
     def _checked(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in options:
@@ -362,6 +394,8 @@ class Renderer:
         if tools and not template:
             raise Refused("tools: the tokenizer has no chat template to present them; describe them in a message")
         if not template:
+            if ids_in(messages[known:]):
+                raise Refused("messages: the tokenizer has no chat template to show pictures with; send text")
             text = "".join(message["content"] for message in messages[known:])
             tokens = self._following.encode(text) if known else encode_texts(self._tokenizer, [text])[0]
             return tokens, text, ""
@@ -462,12 +496,12 @@ def _note_once(line: str) -> None:
     note(line)
 
 
-def _read(number: int, message: Any) -> Message:
+def _read(number: int, message: Any, *, pictures: bool) -> Message:
     """Normalize a message as the data's are; clients leave out empty content."""
     if isinstance(message, Mapping) and not message.get("content"):
         message = {**message, "content": ""}
     try:
-        return read_message(message)
+        return read_message(message, pictures=pictures)
     except ValueError as error:
         raise Refused(f"messages[{number}] {error}") from error
 

@@ -8,6 +8,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from corerl.rollout import (
     start_user_coroutine,
 )
 from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
+from corerl_agents.pictures import picture_part
 
 
 @frozen(kw_only=True)
@@ -44,6 +46,12 @@ class Episode:
         """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
         chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)
         return [dict(message) for message in chat]
+
+    @staticmethod
+    def picture(picture: bytes | str | Path) -> dict[str, Any]:
+        """A part of a message's content, which shows the model a picture file: its content, or its path. Those of the
+        prompt are in its messages already, as parts `{"type": "image"}`."""
+        return picture_part(picture)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **parameters: Any) -> dict[str, Any]:
         """Send one chat request and return its only choice: `message` and `finish_reason`. Saves the function a client

@@ -13,25 +13,18 @@ from attrs import define, evolve, field
 from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, stops_of
 from corerl.messages import note
+from corerl.pictures import Picture, PictureReader
 from corerl.rollout import Failure, Judged, Outcome
-from corerl.types import IntArray
+from corerl.types import IntArray, all_shown
 from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.chat_server import ChatAnswer, ChatServer
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.conversation import (
-    Answer,
-    Difference,
-    Diverges,
-    Message,
-    Refused,
-    RenderedRequest,
-    Renderer,
-    Row,
-    read_messages,
-)
+from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.gathering import Gathering
 from corerl_agents.histories import History, Turn
+from corerl_agents.pictures import Shown, with_pictures
+from corerl_agents.refused import Diverges, Refused
 from corerl_agents.tool_calls import format_of, unread
 
 if TYPE_CHECKING:
@@ -99,8 +92,10 @@ class EpisodeRunner:
         longest_prompt: int = UNLIMITED,
         template_options: Mapping[str, Any] | None = None,
         special_tokens: bool = False,
+        pictures: PictureReader | None = None,
     ) -> None:
         """`longest_prompt`: tokens that the first request of a row may have."""
+        self._pictures = pictures
         self._server = server
         self._tokenizer = tokenizer
         calls = format_of(config.tool_calls, tokenizer)
@@ -112,6 +107,7 @@ class EpisodeRunner:
             unshown_tools=config.tool_calls != "auto",
             separate_reasoning=config.reasoning == "separate",
             unread=unread(config.tool_calls, calls, tokenizer),
+            pictures=pictures,
         )
         self._params = params
         self._function = function
@@ -219,7 +215,12 @@ class EpisodeRunner:
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
     async def _answer(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> ChatAnswer:
-        turn = self._turn(state, generate, chat)
+        own = state.prompt.pictures
+        if self._pictures is None:
+            shown = Shown(messages=chat.messages, pictures={})
+        else:  # in a thread: decoding may take long
+            shown = await asyncio.to_thread(with_pictures, chat.messages, self._pictures, own)
+        turn = self._turn(state, generate, evolve(chat, messages=shown.messages), shown.pictures)
         if isinstance(turn, ChatAnswer):
             return turn
         turn.abandoned = False
@@ -245,13 +246,15 @@ class EpisodeRunner:
         """[m] each token as text; "" where the vocabulary is larger than the tokenizer's."""
         return [token or "" for token in self._tokenizer.convert_ids_to_tokens(tokens.tolist())]
 
-    def _turn(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> Turn | ChatAnswer:
+    def _turn(
+        self, state: EpisodeState, generate: Generate, chat: ChatRequest, pictures: Mapping[str, Picture]
+    ) -> Turn | ChatAnswer:
         """The turn that this request begins, or is the second attempt at; or the answer if there is no room for one."""
         if state.ended:
             raise _over()
         if of_row := state.prompt.template_options:
             chat = evolve(chat, template_options={**of_row, **chat.template_options})
-        history, asked, difference = self._continued(state.root, chat)
+        history, asked, difference = self._continued(state.root, chat, pictures)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
@@ -266,34 +269,40 @@ class EpisodeRunner:
             )
         tokens = np.concatenate([conversation.tokens, asked.tokens])
         length = len(tokens) - (conversation.prompt_length or len(asked.tokens))
-        if length >= self._params.max_tokens:
+        if length >= self._params.max_tokens or history.truncated:
             return self._no_room(state, history, asked, tokens)
         self._require_row(state.root, history, difference)
-        request = self._request(history.key_at(place), tokens, length, chat)
+        shown = all_shown([conversation.shown, (asked.picture, asked.pictures)])
+        request = self._request(history.key_at(place), tokens, shown, length, chat)
         name = f"answer to {state.name}, turn {len(conversation.exchanges) + 1}"
         answer = asyncio.create_task(self._generated(state, generate, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
         history.turns.append(turn)
         return turn
 
-    def _continued(self, root: History, chat: ChatRequest) -> tuple[History, RenderedRequest, Difference | None]:
+    def _continued(
+        self, root: History, chat: ChatRequest, pictures: Mapping[str, Picture]
+    ) -> tuple[History, RenderedRequest, Difference | None]:
         """The longest history that the request continues, what it adds to it, and why that is no longer one."""
-        messages = read_messages(chat.messages)
+        messages = read_messages(chat.messages, pictures=self._pictures is not None)
         known, difference = root.continued(messages)
         for history in known:
             try:
-                return history, self._asked(history, messages, chat), difference
+                return history, self._asked(history, messages, chat, pictures), difference
             except Diverges as diverges:
                 difference = difference or Difference(number=0, changed=False, text=diverges.message)
-        return root, self._asked(root, messages, chat), difference
+        return root, self._asked(root, messages, chat, pictures), difference
 
-    def _asked(self, history: History, messages: Sequence[Message], chat: ChatRequest) -> RenderedRequest:
+    def _asked(
+        self, history: History, messages: Sequence[Message], chat: ChatRequest, pictures: Mapping[str, Picture]
+    ) -> RenderedRequest:
         return self._renderer.ask(
             history.conversation,
             messages,
             chat.tools,
             most_calls=chat.most_calls,
             options=chat.template_options,
+            pictures=pictures,
         )
 
     def _require_row(self, root: History, history: History, difference: Difference | None) -> None:
@@ -331,19 +340,29 @@ class EpisodeRunner:
         except Refused:
             history.turns.remove(turn)
             raise
+        lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
+        if lost:  # a picture that is none ends the answer, and nothing can follow it
+            generation = evolve(generation, truncated=np.ones(1, np.bool_))
         answer = self._renderer.answer(asked, generation.tokens, request.params)
         conversation = history.conversation.answered(asked, answer, generation)
         turn.after = History(
             key=int(request.noise_keys[0]),
             conversation=conversation,
-            truncated=bool(generation.truncated[0]) and conversation.begun >= self._params.max_tokens,
+            truncated=lost or (bool(generation.truncated[0]) and conversation.begun >= self._params.max_tokens),
             since=turn.since,
         )
         state.answered += 1
         state.refusal = ""
         return answer, generation
 
-    def _request(self, key: int, tokens: IntArray, length: int, request: ChatRequest) -> GenerateRequest:
+    def _request(
+        self,
+        key: int,
+        tokens: IntArray,
+        shown: tuple[IntArray, tuple[Picture, ...]],
+        length: int,
+        request: ChatRequest,
+    ) -> GenerateRequest:
         """The engine request for the next part of a row's one response."""
         params = self._params
         try:
@@ -366,6 +385,8 @@ class EpisodeRunner:
             response_lengths=np.array([length]),
             answered=np.array([0]),
             limits=np.array([limit]),
+            picture=shown[0],
+            pictures=shown[1],
         )
 
     def _no_room(self, state: EpisodeState, history: History, asked: RenderedRequest, prompt: IntArray) -> ChatAnswer:

@@ -11,7 +11,7 @@ import numpy as np
 from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
-from corerl.types import TURN_REWARDS, Array, Output, SampleBatch, offsets_of
+from corerl.types import PICTURE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Row
@@ -84,6 +84,7 @@ class EpisodeSampler(Sampler):
                 longest_prompt=context.context_length - params.max_tokens if context.context_length else UNLIMITED,
                 template_options=context.template_options,
                 special_tokens=context.special_tokens,
+                pictures=context.pictures,
             )
         return self._runners[params]
 
@@ -100,7 +101,9 @@ def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[Episo
 def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
     """The rollout of these episodes, all of which have ended."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
-    rows = [state.rows or [Row.unanswered(prompt)] for state, prompt in zip(states, request.by_row(), strict=True)]
+    rows = [
+        state.rows or [Row.unanswered(request.take_rows(np.array([number])))] for number, state in enumerate(states)
+    ]
     episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
     batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
     return Rollout(
@@ -129,6 +132,9 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
             ]
         )
     prompt_length = np.array([row.prompt_length for row in rows])
+    column, pictures = all_shown([(row.picture, row.pictures) for row in rows])
+    if pictures:
+        columns[PICTURE] = column
     return SampleBatch(
         tokens=np.concatenate([row.tokens for row in rows]),
         offsets=offsets_of(lengths),
@@ -142,4 +148,5 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
             "final": np.array([row.final for row in rows], dtype=np.bool_),
         },
         temperature=temperature,
+        pictures=pictures,
     )

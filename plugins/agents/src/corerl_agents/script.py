@@ -24,8 +24,8 @@ from corerl.rollout import EventLoop, sampling_params
 from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.conversation import Refused
 from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.refused import Refused
 from corerl_agents.runner import EpisodeRunner, EpisodeState
 from corerl_agents.texts import FollowingTexts
 

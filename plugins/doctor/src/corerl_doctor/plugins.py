@@ -74,7 +74,7 @@ def _check_plugin(kind: Kind, name: str, *, deep: bool) -> Iterator[Report]:
     yield ok(f"{kind.noun} {loaded}: {loaded.value} loads, written for API {api}")
     if not deep:
         return
-    for code in [loaded.spec.sender, loaded.spec.receiver] if kind is Kind.TRANSPORTS else [loaded.spec.implementation]:
+    for code in _codes(kind, loaded.spec):
         yield CheckStarted(f"importing {code}, the implementation of {kind.noun} {loaded},", reinstall(entry))
         try:
             implementation = load_implementation(kind, loaded, code)
@@ -92,6 +92,13 @@ def _check_plugin(kind: Kind, name: str, *, deep: bool) -> Iterator[Report]:
     if kind is Kind.BACKENDS:
         yield CheckStarted(f"the environment of {kind.noun} {loaded}", f"fix the environment of {loaded.value}")
         yield from _environment(loaded)
+
+
+def _codes(kind: Kind, spec: Any) -> list[str]:
+    """What its processes import."""
+    if kind is Kind.TRANSPORTS:
+        return [spec.sender, spec.receiver]
+    return [spec.implementation, *([spec.inputs] if kind is Kind.PICTURES else ())]
 
 
 def _shares(loaded: Loaded) -> Iterator[Finding]:

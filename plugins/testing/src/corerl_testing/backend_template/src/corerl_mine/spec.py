@@ -10,7 +10,7 @@ SPEC = BackendSpec(
     config=MineConfig,
     api=(2, 0),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # every capability not listed here, but AUX_LOSS, counts as supported, and is checked
+    capabilities={  # what is not listed here, but AUX_LOSS and PICTURES, counts as supported, and is checked
         Capability.AUX_LOSS: FULL,
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.LORA: not_implemented("it trains all weights"),
