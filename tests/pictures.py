@@ -114,13 +114,13 @@ def pictures_config(family: str) -> PreTrainedConfig:
 
 
 def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | None = None) -> Path:
-    """Save such a model, or one of `config`, with noise in vectors, and the files of its processor."""
+    """Save such a model, or one of `config`, with noise in vectors and zeros, and the files of its processor."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForImageTextToText.from_config(config or pictures_config(family), dtype=torch.float32)
         with torch.no_grad():
             for param in model.parameters():
-                if param.dim() == 1:
+                if param.dim() == 1 or not param.any():  # Gemma 3's projector begins with zeros, and would be blind
                     param.add_(0.1 * torch.randn_like(param))
     model.save_pretrained(directory)
     as_published(family, directory)
