@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +31,7 @@ from corerl.errors import ConfigError, EngineFailed
 from corerl.models import load_tokenizer
 from corerl.pictures import Picture
 from corerl.weights import bit_sums
-from corerl_sglang.arguments import TRANSPORT
+from corerl_sglang.arguments import TRANSPORT, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.pictures import IN_TEXT, body_of, contracted, data_uri, placeholder_of, shown, write_processor
@@ -131,10 +131,23 @@ def test_with_pictures_the_server_has_tower_and_processor(family: str, tmp_path:
     given = given_to_server(ModelConfig(path=str(directory), pictures="vision"), tmp_path / "own")
     assert given.arguments["enable_multimodal"] is True
     assert given.arguments[TRANSPORT] == "cpu"
+    # Where the tokens of a picture see each other, by the one attention that has masks, and never in two chunks.
+    masked = {"attention_backend": "triton", "chunked_prefill_size": -1}
+    found = {name: given.arguments[name] for name in masked if name in given.arguments}
+    assert found == (masked if family == "gemma3" else {})
     own = {"tokenizer.json", "tokenizer_config.json", "config.json", *processor_files(family, pictures_config(family))}
     assert own == given.files
     published = {each.replace("vision_tower.vision_model.", "vision_tower.") for each in tensors_in(directory)}
     assert given.engine._shapes.keys() == published and any(map(of_pictures, published))
+
+
+def test_an_attention_without_masks_is_refused_where_pictures_need_them() -> None:
+    for kind, shown_pictures in (("gemma3", True), ("gemma3", False), ("qwen3_vl", True)):
+        options = SglangConfig(attention_backend="fa3")
+        refused = kind == "gemma3" and shown_pictures
+        message = "attention_backend: 'fa3', but in a gemma3 model the tokens of a picture see each other"
+        with pytest.raises(ConfigError, match=message) if refused else nullcontext():
+            server_arguments(options, context(), model=Path("m"), shown=kind if shown_pictures else "")
 
 
 def test_a_model_without_processor_files_is_refused(tmp_path: Path) -> None:

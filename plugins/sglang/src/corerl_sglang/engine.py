@@ -73,7 +73,7 @@ class SglangEngine(Engine):
                 model=self._directory / "model",
                 adapted=modules,
                 vocabulary=model.vocabulary,
-                pictures=bool(model.pictures),
+                shown=self._kind,
             )
             self._server.configure(arguments)
             self._adapters: Adapters | None = None
@@ -106,8 +106,8 @@ class SglangEngine(Engine):
         if context.lora is not None:
             require_able(modules)
         self._reader = Reader(engine=context.name, experts=Experts.of(built), pictures=model.pictures)
-        if model.pictures:
-            self._placeholder, self._in_text = placeholder_of(config), config.model_type in IN_TEXT
+        self._kind = config.model_type if model.pictures else ""  # of a model that is shown pictures
+        self._placeholder = placeholder_of(config) if model.pictures else -1
         # Otherwise the model's own end of sequence would end samples that [rollout] does not.
         config.eos_token_id = config.get_text_config().eos_token_id = None
         add_published_fields(config)
@@ -185,8 +185,8 @@ class SglangEngine(Engine):
             "return_routed_experts": request.params.routed_experts,
         }
         if request.pictures:
-            place, in_text = self._placeholder, self._in_text
-            body |= body_of(request, uris, place, in_text=in_text, engine=self._context.name)
+            in_text = self._kind in IN_TEXT
+            body |= body_of(request, uris, self._placeholder, in_text=in_text, engine=self._context.name)
             body["return_prompt_token_ids"] = True
         if self._adapters is not None:
             body["lora_path"] = self._adapters.name(version)
