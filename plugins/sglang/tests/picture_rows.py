@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +14,13 @@ import torch
 from attrs import frozen
 
 from corerl.config import ModelConfig
-from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.engines import Engine, GenerateRequest, Generation, SamplingParams
 from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer
 from corerl.pictures import Picture, PictureInputs
 from corerl.rollout.encoding import expand
 from corerl.types import Array, FloatArray, IntArray, all_shown, offsets_of
-from corerl_testing import named_weights
+from corerl.weights import Address, build_manifest
+from corerl_testing import named_weights, open_sender
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
 from corerl_vision.spec import VisionOptions
@@ -32,9 +36,10 @@ class Row:
     pictures: Sequence[Picture]
 
 
-def noise(width: int, height: int, *, seed: int) -> bytes:
-    """A file of random pixels."""
-    return png(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+def squares(width: int, height: int, *, seed: int) -> bytes:
+    """A file of squares of 8 x 8 pixels in random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return png(np.repeat(np.repeat(colours, 8, axis=0), 8, axis=1))
 
 
 def rows_of(model: ModelConfig, prompts: Sequence[tuple[str, Sequence[bytes]]]) -> list[Row]:
@@ -68,6 +73,26 @@ def tensors_of(own: Any, model: ModelConfig) -> dict[str, torch.Tensor]:
     built = build_on_meta(hf_config(model), dtype=torch.float32, attention="eager", pictures=True)
     weights = named_weights(own)
     return {box.name: box.view(weights[name].data) for name, boxes in hf_boxes(built).items() for box in boxes}
+
+
+def send(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, directory: Path) -> str:
+    """What went wrong in an update through files, or ""."""
+    address = Address(
+        transport="disk", engines=("engine-0 rank 0",), path=str(directory), timeout=60.0, token=uuid.uuid4().hex
+    )
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=2**20)
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(engine.receive, manifest, version, address)
+        sender = open_sender(address)
+        sender.open(manifest, version)
+        for bucket in manifest.buckets:
+            sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
+        sender.finish()
+        error = received.result().error
+        sender.close()
+    return error
 
 
 @torch.inference_mode()

@@ -38,8 +38,8 @@ from corerl_sglang.pictures import IN_TEXT, body_of, contracted, data_uri, place
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
-from plugins.sglang.tests.picture_rows import Row, apart, noise, request_of, rows_of, tensors_of
-from plugins.sglang.tests.test_engine import on_disk, push, said
+from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, send, squares, tensors_of
+from plugins.sglang.tests.test_engine import said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
 from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
@@ -187,9 +187,9 @@ def test_pillow_reads_the_pixels_that_were_written(size: tuple[int, int]) -> Non
 
 PROMPTS = (
     ("how many?", ()),
-    ("<image>a+b=", (noise(16, 16, seed=0),)),
-    ("a<image>b<image>", (noise(16, 8, seed=1), noise(16, 16, seed=0))),
-    ("<image><image>", (noise(16, 16, seed=2), noise(16, 16, seed=2))),
+    ("<image>a+b=", (squares(16, 16, seed=0),)),
+    ("a<image>b<image>", (squares(16, 8, seed=1), squares(16, 16, seed=0))),
+    ("<image><image>", (squares(16, 16, seed=2), squares(16, 16, seed=2))),
 )
 
 
@@ -244,7 +244,7 @@ def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple
     try:
         own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
         tensors = tensors_of(own, model)
-        assert push(engine, tensors, 0, on_disk(directory / "weights")).error == ""
+        assert send(engine, tensors, 0, directory / "weights") == ""
         assert engine.weight_sums("float32") == bit_sums(tensors)
         yield engine, own
     finally:
@@ -270,13 +270,13 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         for found in apart(own, inputs, [*rows, rows[1], rows[1]], drawn):
             assert len(found) and found.max() < 1e-5
         # It sees: of the same words about another picture it says something else.
-        (other,) = rows_of(model, [("<image>a+b=", (noise(16, 16, seed=9),))])
+        (other,) = rows_of(model, [("<image>a+b=", (squares(16, 16, seed=9),))])
         blind = engine.generate(request_of([other], PARAMS))
         assert abs(blind.logprobs[0] - drawn.logprobs[drawn.offsets[1]]) > 1e-4
         # A tower that slept is sent again, also if nobody trains it.
         engine.sleep()
         engine.wake_up()
-        assert push(engine, tensors_of(own, model), 1, on_disk(tmp_path / "weights")).error == ""
+        assert send(engine, tensors_of(own, model), 1, tmp_path / "weights") == ""
         again = engine.generate(request)
         assert again.tokens.tolist() == drawn.tokens.tolist()
         np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-6)
