@@ -98,7 +98,8 @@ def send(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, dire
 @torch.inference_mode()
 def plain_logprobs(model: Any, inputs: PictureInputs, row: Row, sampled: Array) -> FloatArray:
     """[m] of the tokens [m] sampled after a row, each sequence alone in one forward."""
-    tokens = torch.tensor([[*row.tokens.tolist(), *sampled.tolist()]], device=model.device)
+    # The last one, which may be a placeholder, is fed to nobody.
+    tokens = torch.tensor([[*row.tokens.tolist(), *sampled[:-1].tolist()]], device=model.device)
     given: dict[str, Any] = {}
     if row.pictures:
         prepared = inputs.inputs(row.pictures)
@@ -107,8 +108,8 @@ def plain_logprobs(model: Any, inputs: PictureInputs, row: Row, sampled: Array) 
         kinds = torch.zeros_like(tokens, dtype=torch.int32)
         kinds[0, : len(row.tokens)] = torch.tensor((row.column > 0) & (row.tokens == inputs.placeholder)).int()
         given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
-    logits = model(input_ids=tokens, use_cache=False, **given).logits[0, len(row.tokens) - 1 : -1].float()
-    chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, len(row.tokens) :, None])[:, 0]
+    logits = model(input_ids=tokens, use_cache=False, **given).logits[0, len(row.tokens) - 1 :].float()
+    chosen = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(sampled, device=model.device)[:, None])[:, 0]
     return np.asarray(chosen.cpu().numpy())
 
 
