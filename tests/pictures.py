@@ -144,7 +144,10 @@ def as_published(family: str, directory: Path) -> None:
         vision["rope_theta"] = vision.pop("rope_parameters")["rope_theta"]
     if family == "qwen2_5_vl":  # has the fields of the text decoder beside those of the tower
         rope = text.pop("rope_parameters")
-        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+        text |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        }
         config = {**config.pop("text_config"), **config}
     if family == "internvl":  # says for the text decoder alone that the head is its own
         del config["tie_word_embeddings"]
