@@ -4,7 +4,7 @@ python -m benchmarks.pictures_sglang --output found/pictures.json        # one G
 python -m benchmarks.pictures_sglang qwen3_vl --tiny                      # on a CPU, with a stand-in
 
 Each family has a process with an engine as in a run: its server gets the config and the processor's files, the weights
-by an update through files, and prompts as contracted tokens with PNG files. It samples rows without pictures, with one,
+by an update through files, and prompts as contracted tokens with files. It samples rows without pictures, with one,
 with two, and all of these at once, twice, so that the second time finds prefixes and features in its caches; then it
 sleeps, wakes up, gets its weights again and samples all once more. The other side is transformers' forward of each
 sequence alone, in float32 with the same weights, rounded to bfloat16. All servers start at once. `ATTENTION` names

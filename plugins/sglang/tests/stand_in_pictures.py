@@ -7,11 +7,12 @@ prompt's own tokens are kept. Pictures are read by Pillow and prepared by transf
 
 from __future__ import annotations
 
-import base64
 import io
 import re
 import threading
+import urllib.parse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 QWEN = r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>"
@@ -36,7 +37,7 @@ class Processor:
         self.settings = dict(settings.get("image", {}))
         if self.kind == "mistral3":
             self.settings["patch_size"] = self.config.vision_config.patch_size * self.config.spatial_merge_size
-        self.read: list[str] = []  # the data of pictures, as they came
+        self.read: list[str] = []  # the addresses of pictures, as they came
 
     def prompt(self, ids: list[int], data: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
         """The tokens to sample after, and what the model takes besides them."""
@@ -65,9 +66,9 @@ class Processor:
         from PIL import Image
 
         self.read.append(data)
-        kind, _, content = data.partition(",")
-        assert kind == "data:image/png;base64"
-        found = Image.open(io.BytesIO(base64.b64decode(content)))
+        address = urllib.parse.urlparse(data)
+        assert address.scheme == "file"
+        found = Image.open(io.BytesIO(Path(urllib.parse.unquote(address.path)).read_bytes()))
         return found if found.mode == "RGB" else found.convert("RGB")
 
     def features(self, made: Mapping[str, Any], place: int) -> tuple[int, int]:

@@ -5,8 +5,6 @@ python -m pytest plugins/sglang/tests/test_pictures.py -v      # the last test w
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import subprocess
@@ -16,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ from corerl.weights import bit_sums
 from corerl_sglang.arguments import TRANSPORT, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from corerl_sglang.pictures import IN_TEXT, body_of, contracted, data_uri, placeholder_of, shown, write_processor
+from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, placeholder_of, shown, write_processor
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
@@ -174,15 +173,20 @@ def test_a_model_without_a_placeholder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (64, 33)])
-def test_pillow_reads_the_pixels_that_were_written(size: tuple[int, int]) -> None:
+def test_pillow_reads_the_pixels_that_were_written(size: tuple[int, int], tmp_path: Path) -> None:
     height, width = size
     noisy = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     smooth = np.add.outer(np.arange(height), np.add.outer(np.arange(width), np.arange(3))).astype(np.uint8)
-    for pixels in (noisy, smooth, noisy[::-1, ::-1]):  # the last is not contiguous
-        uri = data_uri(Picture(pixels))
-        found = Image.open(io.BytesIO(base64.b64decode(uri.removeprefix("data:image/png;base64,"))))
-        assert found.mode == "RGB" and found.format == "PNG"
-        np.testing.assert_array_equal(np.asarray(found), pixels)
+    pictures = [Picture(pixels) for pixels in (noisy, smooth, noisy[::-1, ::-1])]  # the last is not contiguous
+    own = tmp_path / "it's # 100% odd"
+    own.mkdir()
+    with files_of(pictures, own) as files:
+        assert list(files) == pictures
+        for picture, address in files.items():
+            found = Image.open(unquote(urlparse(address).path))  # as SGLang opens it
+            assert found.mode == "RGB"
+            np.testing.assert_array_equal(np.asarray(found), picture.pixels)
+    assert not list(own.iterdir())
 
 
 PROMPTS = (
@@ -217,9 +221,10 @@ def test_a_placeholder_outside_of_pictures_is_refused() -> None:
     picture = Picture(np.zeros((8, 16, 3), np.uint8))
     seen = Row(ids=(), tokens=np.array([1, 7, 5, 5, 8]), column=np.array([0, 0, 1, 1, 0]), pictures=(picture,))
     more = evolve(seen, tokens=np.append(seen.tokens, [5]), column=np.append(seen.column, [0]))
-    uris = {picture: data_uri(picture)}
-    body = body_of(request_of([seen], PARAMS), uris, 5, in_text=False, engine="engine-3")
-    assert body == {"input_ids": [[1, 7, 5, 8]], "image_data": [[uris[picture]]]}
+    files = {picture: "file:///0.ppm"}
+    blank = evolve(text, tokens=text.tokens[:2], column=text.column[:2])
+    body = body_of(request_of([blank, seen], PARAMS), files, 5, in_text=False, engine="engine-3")
+    assert body == {"input_ids": [[1, 20], [1, 7, 5, 8]], "image_data": [[], ["file:///0.ppm"]]}
     for rows, message in (
         (
             [seen, text],
@@ -228,7 +233,7 @@ def test_a_placeholder_outside_of_pictures_is_refused() -> None:
         ([more, text], f"engine-3: row 0 of 2 (noise key 0) has 1 pictures, {picture}, but .*, 5, 2 times"),
     ):
         with pytest.raises(EngineFailed, match=message.replace("(", r"\(").replace(")", r"\)")):
-            body_of(request_of(rows, PARAMS), uris, 5, in_text=False, engine="engine-3")
+            body_of(request_of(rows, PARAMS), files, 5, in_text=False, engine="engine-3")
 
 
 # ---- over the stand-in -----------------------------------------------------------------------------------------------
@@ -262,11 +267,10 @@ def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_pa
         # Features of a tower that changes must not be kept.
         assert said(engine)["stand_in"]["features_cached"] == ("0" if tower == "trained" else None)
         request = request_of([*rows, rows[1], rows[1]], PARAMS)
-        with mock.patch("corerl_sglang.engine.data_uri", side_effect=data_uri) as encoding:
-            drawn = engine.generate(request)
-        assert encoding.call_count == len(request.pictures) == 3  # once, however many rows show it
+        drawn = engine.generate(request)
         sent = said(engine)["stand_in"]["pictures"]
-        assert len(sent) == 7 and len(set(sent)) == 3
+        assert len(sent) == 7 and len(set(sent)) == len(request.pictures) == 3  # one file, however many rows show it
+        assert not list(engine._directory.glob("pictures-*"))
         for found in apart(own, inputs, [*rows, rows[1], rows[1]], drawn):
             assert len(found) and found.max() < 1e-5
         # It sees: of the same words about another picture it says something else.

@@ -38,7 +38,7 @@ from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
-from corerl_sglang.pictures import IN_TEXT, body_of, data_uri, placeholder_of, write_processor
+from corerl_sglang.pictures import IN_TEXT, body_of, files_of, placeholder_of, write_processor
 from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Refused, Server
 
@@ -46,7 +46,6 @@ WEIGHTS = "weights"
 CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
 IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
 ABORT_SECONDS = 0.1  # between two attempts to abort what is being generated
-ENCODERS = 8  # threads that compress pictures
 WATCHDOG_SECONDS = 300.0  # for a forward pass, after which SGLang ends itself: its default of `watchdog_timeout`
 # What SGLang (0.5.17) refuses a request with, all of its rows, if it is aborted before the scheduler has them: with
 # adapters, for instance, while they are looked up.
@@ -140,10 +139,8 @@ class SglangEngine(Engine):
             # all rows either: answers are parsed here while the server still writes the rest.
             parts = request.parts(min(self._options.requests, max(1, len(request) // ROWS)))
             known = self._failure
-            with ThreadPoolExecutor(max(len(parts), min(ENCODERS, len(request.pictures)))) as threads:
-                # Once for all rows that show it. Not for later calls: to those it comes in another object.
-                uris = dict(zip(request.pictures, threads.map(data_uri, request.pictures), strict=True))
-                futures = [threads.submit(self._generate, part, version, on_finished, uris) for part in parts]
+            with files_of(request.pictures, self._directory) as files, ThreadPoolExecutor(len(parts)) as threads:
+                futures = [threads.submit(self._generate, part, version, on_finished, files) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.
@@ -173,7 +170,7 @@ class SglangEngine(Engine):
             return failure
 
     def _generate(
-        self, request: GenerateRequest, version: int, on_finished: OnFinished, uris: Mapping[Picture, str]
+        self, request: GenerateRequest, version: int, on_finished: OnFinished, files: Mapping[Picture, str]
     ) -> Generation:
         body: dict[str, Any] = {
             "input_ids": [prompt.tolist() for prompt in request.by_row()],
@@ -186,7 +183,7 @@ class SglangEngine(Engine):
         }
         if request.pictures:
             in_text = self._kind in IN_TEXT
-            body |= body_of(request, uris, self._placeholder, in_text=in_text, engine=self._context.name)
+            body |= body_of(request, files, self._placeholder, in_text=in_text, engine=self._context.name)
             body["return_prompt_token_ids"] = True
         if self._adapters is not None:
             body["lora_path"] = self._adapters.name(version)

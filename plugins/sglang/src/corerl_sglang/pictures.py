@@ -1,4 +1,4 @@
-"""Pictures as SGLang takes them: PNG in a `data:` URI, and in the tokens one placeholder for each.
+"""Pictures as SGLang takes them: files, and in the tokens one placeholder for each.
 
 SGLang (0.5.17) makes of the i-th placeholder as many as its processor counts for the i-th picture. Given any other
 number of placeholders than pictures it never answers.
@@ -6,12 +6,11 @@ number of placeholders than pictures it never answers.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import shutil
-import struct
-import zlib
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from corerl.config import ModelConfig
     from corerl.engines import GenerateRequest
     from corerl.pictures import Picture
-    from corerl.types import Array, IntArray
+    from corerl.types import IntArray
 
 # Model types whose pictures SGLang expands in the text: it counts the tokens that end their rows as placeholders, finds
 # another number than the processor, and tokenizes what the processor has written.
@@ -35,27 +34,20 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
-RGB = (8, 2, 0, 0, 0)  # bits of a channel, colour type, compression, filters, interlacing
-UP = 2  # the filter that subtracts the row above
 
 
-def data_uri(picture: Picture) -> str:
-    return "data:image/png;base64," + base64.b64encode(png(picture.pixels)).decode()
-
-
-def png(pixels: Array) -> bytes:
-    """A PNG file of `pixels`, [H, W, 3] uint8."""
-    height, width, _ = pixels.shape
-    rows = np.full((height, 1 + 3 * width), UP, np.uint8)
-    flat = pixels.reshape(height, -1)
-    rows[0, 1:] = flat[0]
-    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
-    header = struct.pack(">II5B", width, height, *RGB)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
-    return SIGNATURE + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
+@contextmanager
+def files_of(pictures: Sequence[Picture], directory: Path) -> Iterator[Mapping[Picture, str]]:
+    """The address of a file for each picture, which is there until the end of the block. The server runs on the same
+    machine: nothing is gained by compressing pictures, and requests stay small however many rows show one."""
+    if not pictures:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="pictures-", dir=directory) as own:
+        files = {picture: Path(own) / f"{number}.ppm" for number, picture in enumerate(pictures)}
+        for picture, file in files.items():
+            file.write_bytes(b"P6 %d %d 255\n" % picture.size + picture.pixels.tobytes())
+        yield {picture: file.as_uri() for picture, file in files.items()}
 
 
 def placeholder_of(config: PreTrainedConfig) -> int:
@@ -88,11 +80,11 @@ def shown(column: IntArray) -> list[int]:
 
 
 def body_of(
-    request: GenerateRequest, uris: Mapping[Picture, str], placeholder: int, *, in_text: bool, engine: str
+    request: GenerateRequest, files: Mapping[Picture, str], placeholder: int, *, in_text: bool, engine: str
 ) -> dict[str, Sequence[object]]:
     """What a request to `/generate` holds of tokens and pictures. Raises EngineFailed for a row that SGLang would never
     answer."""
-    ids, files = [], []
+    ids, shown_files = [], []
     for row, (tokens, column) in enumerate(zip(request.by_row(), request.picture_by_row(), strict=True)):
         short, numbers = contracted(tokens, column, placeholder, in_text=in_text), shown(column)
         pictures = [request.pictures[number - 1] for number in numbers]
@@ -104,9 +96,9 @@ def body_of(
                 "pictures: end samples at it (rollout.stop), and leave out prompts that spell it"
             )
         ids.append(short)
-        files.append([uris[picture] for picture in pictures])
+        shown_files.append([files[picture] for picture in pictures])
     # Lists even where a row has none: SGLang takes the first one for the form of all.
-    return {"input_ids": ids, "image_data": files}
+    return {"input_ids": ids, "image_data": shown_files}
 
 
 def write_processor(model: ModelConfig, directory: Path) -> None:
