@@ -67,9 +67,9 @@ def contracted(tokens: IntArray, column: IntArray, placeholder: int, *, in_text:
     edges = np.flatnonzero(np.diff(column, prepend=0, append=0))
     keep = np.ones(len(tokens), dtype=bool)
     for begin, end in itertools.pairwise(edges):
-        places = begin + np.flatnonzero(tokens[begin:end] == placeholder) if column[begin] else []
-        if len(places):
-            keep[places[0] + 1 : end + in_text] = False
+        places = np.flatnonzero(tokens[begin:end] == placeholder)
+        if column[begin] and len(places):
+            keep[begin + places[0] + 1 : end + in_text] = False
     return [int(token) for token in tokens[keep]]
 
 
