@@ -37,6 +37,7 @@ TARGET = 2.0  # times the difference of rows without pictures
 DEADLINE = 440.0  # seconds for one family
 START_SECONDS = 360.0
 ROWS = 8  # of each number of pictures
+TOKENS = 32  # sampled for each, at most
 SIZES = ((64, 64), (64, 32), (48, 64), (32, 32))  # (W, H)
 # Small enough for five servers on one GPU.
 SMALL = {**SERVER, "cuda_graph_max_bs_decode": 64, "max_total_tokens": 2**15, "max_running_requests": 64}
@@ -96,7 +97,8 @@ def measure_family(family: str, found: Found, directory: Path, *, tiny: bool) ->
     torch.backends.cudnn.allow_tf32 = False
     model = ModelConfig(path=str(write_readable(family, directory / "model", larger=not tiny)), pictures="vision")
     options, context = how(directory, tiny=tiny)
-    rows = {name: rows_of(model, prompts(count)) for name, count in (("text", 0), ("one", 1), ("two", 2))}
+    count = 2 if tiny else ROWS
+    rows = {name: rows_of(model, prompts(count, pictures)) for pictures, name in enumerate(("text", "one", "two"))}
     every = [row for part in rows.values() for row in part]
     began = time.perf_counter()
     engine = start_engine(model, options, context)
@@ -107,7 +109,7 @@ def measure_family(family: str, found: Found, directory: Path, *, tiny: bool) ->
         if tiny:
             tensors = {name: tensor.float() for name, tensor in tensors.items()}
         own, inputs = own.eval().float().to(context.device), VisionInputs(model)
-        difference = partial(mean_difference, engine, partial(apart, own, inputs))
+        difference = partial(mean_difference, engine, partial(apart, own, inputs), 8 if tiny else TOKENS)
 
         def update(version: int) -> None:
             if error := send(engine, tensors, version, directory / "weights"):
@@ -139,7 +141,9 @@ def measure_family(family: str, found: Found, directory: Path, *, tiny: bool) ->
         engine.close()
 
 
-def mean_difference(engine: Any, apart: Callable[..., Any], rows: Sequence[Any], *others: Sequence[Any]) -> list[float]:
+def mean_difference(
+    engine: Any, apart: Callable[..., Any], tokens: int, rows: Sequence[Any], *others: Sequence[Any]
+) -> list[float]:
     """Of what is sampled after these rows: to transformers with the same rows, and with other ones in their place. Of
     rows with pictures, if there are any."""
     import numpy as np
@@ -148,7 +152,7 @@ def mean_difference(engine: Any, apart: Callable[..., Any], rows: Sequence[Any],
     from plugins.sglang.tests.picture_rows import request_of
 
     stops = (5, 6, 7, 8)  # tokens that stand for pictures, or are around them
-    sampled = engine.generate(request_of(rows, SamplingParams(max_tokens=32, stop_tokens=stops)))
+    sampled = engine.generate(request_of(rows, SamplingParams(max_tokens=tokens, stop_tokens=stops)))
     counted = [bool(row.pictures) for row in rows]
     counted = counted if any(counted) else [True] * len(rows)
     return [
@@ -157,13 +161,13 @@ def mean_difference(engine: Any, apart: Callable[..., Any], rows: Sequence[Any],
     ]
 
 
-def prompts(pictures: int) -> list[tuple[str, list[bytes]]]:
+def prompts(rows: int, pictures: int) -> list[tuple[str, list[bytes]]]:
     """Texts with so many marks, and files for them; two rows share a picture."""
     from plugins.sglang.tests.picture_rows import squares
 
     found = []
-    for row in range(ROWS):
-        files = [squares(*SIZES[(row + at) % len(SIZES)], seed=row // 2 + 10 * at) for at in range(pictures)]
+    for row in range(rows):
+        files = [squares(*SIZES[(row // 2 + at) % len(SIZES)], seed=row // 2 + 10 * at) for at in range(pictures)]
         found.append((f"{row}{'<image>' * min(pictures, 1)}a+b={'<image>' * max(0, pictures - 1)}, how many? ", files))
     return found
 
@@ -260,7 +264,7 @@ def report_of(every: Mapping[str, Mapping[str, Any]]) -> Report:
     ]
     return Report(
         name="pictures_sglang",
-        size=f"tiny models of {', '.join(every)}; {3 * ROWS} rows of up to 32 sampled tokens",
+        size=f"tiny models of {', '.join(every)}; {3 * ROWS} rows of up to {TOKENS} sampled tokens",
         numbers=numbers,
         note="\n".join([NOTE, *errors]),
     )

@@ -67,7 +67,7 @@ class Rank:
 
         config = transformers.AutoConfig.from_pretrained(model_path)
         form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks
-        self.stops = {config.eos_token_id} - {None}
+        self.stops = {getattr(config, "eos_token_id", None)} - {None}
         kind = getattr(transformers, config.architectures[0])  # as SGLang chooses it
         self.model = kind._from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
         self.model.eval()
