@@ -20,6 +20,7 @@ SMALL = [
     "grpo_step 0.6b --tiny",
     "memory fsdp --tiny",
     "pictures --tiny --rounds 1",
+    "pictures_sglang qwen3_vl gemma3 --tiny",
     "scale --tokens 1e5 --ranks 8 --rounds 1",
     "sleep --tiny --rounds 1",
     "steady --tiny --steps 6",
