@@ -114,13 +114,13 @@ def pictures_config(family: str) -> PreTrainedConfig:
 
 
 def write_pictures(family: str, directory: Path, *, config: PreTrainedConfig | None = None) -> Path:
-    """Save such a model, or one of `config`, with noise in vectors, and the files of its processor."""
+    """Save such a model, or one of `config`, with noise in vectors and zeros, and the files of its processor."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = AutoModelForImageTextToText.from_config(config or pictures_config(family), dtype=torch.float32)
         with torch.no_grad():
             for param in model.parameters():
-                if param.dim() == 1:
+                if param.dim() == 1 or not param.any():  # Gemma 3's projector begins with zeros, and would be blind
                     param.add_(0.1 * torch.randn_like(param))
     model.save_pretrained(directory)
     as_published(family, directory)
@@ -144,7 +144,10 @@ def as_published(family: str, directory: Path) -> None:
         vision["rope_theta"] = vision.pop("rope_parameters")["rope_theta"]
     if family == "qwen2_5_vl":  # has the fields of the text decoder beside those of the tower
         rope = text.pop("rope_parameters")
-        text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+        text |= {
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+        }
         config = {**config.pop("text_config"), **config}
     if family == "internvl":  # says for the text decoder alone that the head is its own
         del config["tie_word_embeddings"]

@@ -71,6 +71,10 @@ class GenerateRequest:
         """[R] each row's tokens."""
         return np.split(self.tokens, self.offsets[1:-1])
 
+    def picture_by_row(self) -> list[IntArray]:
+        """[R] the column `picture` of each row."""
+        return np.split(self.picture, self.offsets[1:-1])
+
     def row_range(self, start: int, stop: int) -> GenerateRequest:
         """Rows [start, stop) as a new request."""
         return self.take_rows(np.arange(start, stop))

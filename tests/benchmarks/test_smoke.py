@@ -21,6 +21,7 @@ SMALL = [
     "memory fsdp --tiny",
     "pictures --tiny --rounds 1",
     "pictures_memory --prompts 4 --size 320x240 --steps 1",
+    "pictures_sglang qwen3_vl gemma3 --tiny",
     "scale --tokens 1e5 --ranks 8 --rounds 1",
     "sleep --tiny --rounds 1",
     "steady --tiny --steps 6",

@@ -169,6 +169,7 @@ class Group:
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 
     plan_steps: Any = TrainGroup.plan_steps
+    _require_trained: Any = TrainGroup._require_trained
 
     def train(self, shared: SharedBatch, plan: StepPlan, loss: LossSpec, step: Step) -> Future[TrainResult]:
         self.losses.append(loss)

@@ -47,7 +47,7 @@ def test_a_script_that_has_ended_refuses() -> None:
 
 def test_the_config_can_run() -> None:
     plan = make_plan(load_config(ROOT / "examples" / "two_turn_tool.toml"))
-    (options,) = plan.rollout.sampler.args  # type: ignore[attr-defined]  # of a partial
+    (options,) = plan.rollout.make_sampler.args  # type: ignore[attr-defined]  # of a partial
     assert isinstance(options, EpisodesConfig) and options.options == {"tool": True}
     assert resolve_function(options.function, options.options).function is fetch
 

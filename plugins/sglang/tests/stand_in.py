@@ -25,10 +25,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from corerl_sglang.arguments import VOCABULARY
+from corerl_sglang.arguments import FEATURES_CACHED, TRANSPORT, VOCABULARY
 from corerl_sglang.launch import end_with_parent, read_arguments
+from plugins.sglang.tests.stand_in_pictures import Processor, taken
 
 KNOWN = frozenset((Path(__file__).parent / "server_args.txt").read_text().split())  # in 0.5.15 and in 0.5.17
+SINCE = {TRANSPORT}  # 0.5.17
 ALLOWED = (
     "builtins.",
     "collections.",
@@ -65,7 +67,7 @@ class Rank:
 
         config = transformers.AutoConfig.from_pretrained(model_path)
         form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks
-        self.stops = {config.eos_token_id} - {None}
+        self.stops = {getattr(config, "eos_token_id", None)} - {None}
         kind = getattr(transformers, config.architectures[0])  # as SGLang chooses it
         self.model = kind._from_config(config, dtype=getattr(torch, dtype), attn_implementation="eager")
         self.model.eval()
@@ -153,6 +155,9 @@ class Server:
         names = ("max_lora_rank", "lora_target_modules")
         lora = {name: arguments[name] for name in names} if arguments.get("enable_lora") else {}
         self.ranks = [Rank(arguments["model_path"], arguments["dtype"], lora) for _ in range(arguments["tp_size"])]
+        self.processor: Processor | None = None
+        if arguments.get("enable_multimodal"):
+            self.processor = Processor(arguments["model_path"], arguments.get("mm_process_config") or {})
         self.loaded: dict[str, tuple[dict[str, Any], float]] = {}  # adapters and their scale, by name
         self.version = "default"
         self.asleep: set[str] = set()
@@ -188,20 +193,33 @@ class Server:
                     self.holding += 1
                     self.aborted.wait()
                     return 400, {"error": {"message": f"Request {self.generations} was aborted"}}
+            prompts = self.prompts(body)
             # As SGLang 0.5.17: the tokenizer manager's check, and then the scheduler's, which cuts what may be drawn.
             context = self.arguments.get("context_length", 1 << 30)
-            for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True):
+            for (prompt, _), params in zip(prompts, body["sampling_params"], strict=True):
                 if len(prompt) + params["max_new_tokens"] > context or len(prompt) >= context - 6:
                     return 400, {"error": {"message": "The input is longer than the model's context length"}}
                 params["max_new_tokens"] = min(params["max_new_tokens"], context - 2 - len(prompt))
             return 200, [
-                self.row(prompt, params, body)
-                for prompt, params in zip(body["input_ids"], body["sampling_params"], strict=True)
+                self.row(prompt, params, body, given)
+                for (prompt, given), params in zip(prompts, body["sampling_params"], strict=True)
             ]
         finally:
             with self.changing:
                 self.running -= 1
                 self.cached += len(body["input_ids"])
+
+    def prompts(self, body: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
+        """Each row's tokens, and what the model takes of its pictures."""
+        ids = body["input_ids"]
+        if not (data := body.get("image_data")):
+            return [(prompt, {}) for prompt in ids]
+        if not isinstance(data[0], list):  # then each is the one picture of its row
+            data = [[each] for each in data]
+        assert self.processor is not None and len(data) == len(ids)
+        return [
+            self.processor.prompt(prompt, own) if own else (prompt, {}) for prompt, own in zip(ids, data, strict=True)
+        ]
 
     def load_adapter(self, body: dict[str, Any]) -> tuple[int, Any]:
         name, config = body["lora_name"], body["config_dict"]
@@ -222,7 +240,9 @@ class Server:
         self.log.append(f"unload {body['lora_name']}")
         return 200, {"success": True}
 
-    def row(self, prompt: list[int], params: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
+    def row(
+        self, prompt: list[int], params: dict[str, Any], body: dict[str, Any], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
         import torch
 
         greedy = params["temperature"] < 1e-6  # then it stands for top_k = 1, and nothing divides the logits
@@ -241,7 +261,7 @@ class Server:
             with torch.inference_mode(), self.changing:
                 for rank in self.ranks if self.loaded else ():
                     rank.use(*self.loaded[body["lora_path"]])
-                logits, chosen = self.logits([*prompt, *tokens])
+                logits, chosen = self.logits([*prompt, *tokens], given)
                 logits[self.vocabulary or len(logits) :] = -torch.inf
             logprobs = torch.log_softmax(logits / temperature, dim=-1)
             token = int(logprobs.argmax() if greedy else self.draw(logprobs, params, len(prompt) + len(tokens)))
@@ -263,9 +283,10 @@ class Server:
         }
         if body.get("return_routed_experts") and self.arguments["enable_return_routed_experts"]:
             told["routed_experts"] = self.routes(chosen, len(prompt) + len(tokens) - 1)
-        return {"output_ids": tokens, "meta_info": told}
+        asked = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
+        return {"output_ids": tokens, **asked, "meta_info": told}
 
-    def logits(self, tokens: list[int]) -> tuple[Any, list[Any]]:
+    def logits(self, tokens: list[int], given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """[V] after the last token, and the experts [T, k] of each layer that has any."""
         import torch
 
@@ -275,8 +296,10 @@ class Server:
             chosen.append(next(each for each in out if not each.is_floating_point()))
 
         handles = [router.register_forward_hook(keep) for router in self.ranks[0].routers]
+        more = taken(self.ranks[0].model, given, len(tokens)) if given else {}
         all_logits = [
-            rank.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].float() for rank in self.ranks
+            rank.model(input_ids=torch.tensor([tokens]), use_cache=False, **more).logits[0, -1].float()
+            for rank in self.ranks
         ]
         for handle in handles:
             handle.remove()
@@ -407,6 +430,8 @@ class Server:
                 "log": self.log,
                 "cached": self.cached,
                 "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+                "features_cached": os.environ.get(FEATURES_CACHED),
+                "pictures": self.processor.read if self.processor is not None else [],
             },
         }
 
@@ -476,7 +501,7 @@ def main() -> None:
     file = Path(sys.argv[1])
     end_with_parent(file.parent)
     arguments = read_arguments(file)
-    if unknown := sorted(arguments.keys() - KNOWN - {"stand_in", VOCABULARY}):
+    if unknown := sorted(arguments.keys() - KNOWN - SINCE - {"stand_in", VOCABULARY}):
         sys.exit(f"SGLang's server has no argument {unknown[0]!r}")
     server = Server(arguments)
     listening = Listening((arguments["host"], arguments["port"]), handler(server))

@@ -219,6 +219,42 @@ IN_BLOCKS = build_manifest(
 )
 
 
+class OldNames:
+    """Its tower has the names of the files that Gemma 3 was published with, and passes over others, as SGLang does."""
+
+    def __init__(self) -> None:
+        shapes = {"vision_tower.vision_model.post_layernorm.weight": 4, "language_model.model.norm.weight": 3}
+        self.parameters = {
+            name: torch.nn.Parameter(torch.zeros(size).bfloat16(), False) for name, size in shapes.items()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.parameters.items())
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(())
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        return iter(())
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in self.parameters:
+                self.parameters[name].data.copy_(tensor)
+
+
+def test_a_tower_of_older_names_is_loaded_and_reported() -> None:
+    model = OldNames()
+    rank = Held(model)
+    names = {"vision_tower.post_layernorm.weight": 4, "language_model.model.norm.weight": 3}
+    for _ in range(2):  # the first records where tensors go
+        sent = {name: torch.randn(size).bfloat16() for name, size in names.items()}
+        update([rank], sent)
+        for name, held in zip(names, model.parameters.values(), strict=True):
+            assert torch.equal(held, sent[name])
+        assert sums([rank], sent) == bit_sums(sent)
+
+
 class Blocks(Rank):
     """One rank of two whose layers hold FP8 and scales: gate and up in one parameter, down cut by columns."""
 

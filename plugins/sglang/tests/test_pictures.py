@@ -1,4 +1,4 @@
-"""Checkpoints that read pictures: the server is started for their text, and on a GPU SGLang serves their exports.
+"""Checkpoints that read pictures: their text alone, and prompts whose pictures arrive pixel by pixel.
 
 python -m pytest plugins/sglang/tests/test_pictures.py -v      # the last test wants a GPU and SGLang
 """
@@ -9,63 +9,40 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import unquote, urlparse
 
+import numpy as np
 import pytest
 import torch
+from attrs import evolve, frozen
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.runs import sglang
 from corerl.config import ModelConfig
+from corerl.engines import SamplingParams
+from corerl.errors import ConfigError, EngineFailed
+from corerl.models import load_tokenizer
+from corerl.pictures import Picture
+from corerl.weights import bit_sums
+from corerl_sglang.arguments import TRANSPORT, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
+from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, placeholder_of, shown, write_processor
+from corerl_sglang.start import start_engine
+from corerl_vision.processor import VisionInputs
+from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
+from plugins.sglang.tests.picture_rows import Row, apart, request_of, rows_of, send, squares, tensors_of
+from plugins.sglang.tests.test_engine import said
 from tests.end_to_end.command import metrics
 from tests.engines.models import context
-from tests.pictures import FAMILIES, of_pictures, tensors_in, write_pictures
+from tests.pictures import FAMILIES, of_pictures, pictures_config, tensors_in, write_pictures
 
-# Sizes for which SGLang's kernels are made.
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.06,
-}
-STATES = {
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-WINDOWS = {
-    "layer_types": [*["sliding_attention"] * 3, "full_attention"],
-    "sliding_window": 1024,
-    "query_pre_attn_scalar": 64,
-}
-LARGER: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}},
-    "qwen3_5": {
-        **STATES,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-            "partial_rotary_factor": 0.25,
-        },
-    },
-    "gemma3": WINDOWS,
-    "mistral3": {},
-}
-TOWER = {"hidden_size": 128, "intermediate_size": 256}
 RUN = """
 [run]
 dir = "run"
@@ -111,38 +88,229 @@ if __name__ == "__main__":
 """
 
 
-def write_larger(family: str, directory: Path) -> Path:
-    """A checkpoint of the family in sizes that SGLang's kernels take."""
-    fields = FAMILIES[family]
-    text = {**fields["text_config"], **TEXT, **LARGER[family]}
-    tower = {**fields["vision_config"], **TOWER}
-    if "out_hidden_size" in tower:
-        tower["out_hidden_size"] = TEXT["hidden_size"]
-    if "head_dim" in tower:
-        tower["head_dim"] = 64
-    config = AutoConfig.for_model(family, **{**fields, "text_config": text, "vision_config": tower})
-    return write_pictures(family, directory, config=config)
+@frozen
+class Given:
+    """What a server would be started with."""
+
+    arguments: dict[str, Any]
+    config: dict[str, Any]
+    files: set[str]
+    engine: SglangEngine
+
+
+def given_to_server(model: ModelConfig, directory: Path) -> Given:
+    found: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+
+    def configure(arguments: dict[str, Any]) -> None:
+        at = Path(arguments["model_path"])
+        found.append((arguments, json.loads((at / "config.json").read_text()), {file.name for file in at.iterdir()}))
+
+    directory.mkdir()
+    server = mock.Mock(directory=directory, configure=configure)
+    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1}}]}
+    engine = SglangEngine(model, SglangConfig(), context(), server)
+    return Given(*found[0], engine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_server_is_started_for_text_alone(family: str, tmp_path: Path) -> None:
     directory = write_pictures(family, tmp_path / "model")
-    given: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = []
-
-    def configure(arguments: dict[str, Any]) -> None:
-        at = Path(arguments["model_path"])
-        given.append((arguments, json.loads((at / "config.json").read_text()), [file.name for file in at.iterdir()]))
-
-    server = mock.Mock(directory=tmp_path / "own", configure=configure)
-    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1}}]}
-    (tmp_path / "own").mkdir()
-    engine = SglangEngine(ModelConfig(path=str(directory)), SglangConfig(), context(), server)
-    ((arguments, config, files),) = given
-    assert arguments["enable_multimodal"] is False  # else it would want the files of a processor
-    assert files == ["config.json"]
-    assert config["architectures"] == json.loads((directory / "config.json").read_text())["architectures"]
+    given = given_to_server(ModelConfig(path=str(directory)), tmp_path / "own")
+    assert given.arguments["enable_multimodal"] is False  # else it would want the files of a processor
+    assert TRANSPORT not in given.arguments
+    assert given.files == {"config.json"}
+    assert given.config["architectures"] == json.loads((directory / "config.json").read_text())["architectures"]
     held = tensors_in(directory)
-    assert engine._shapes == {name: tuple(each.shape) for name, each in held.items() if not of_pictures(name)}
+    assert given.engine._shapes == {name: tuple(each.shape) for name, each in held.items() if not of_pictures(name)}
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_with_pictures_the_server_has_tower_and_processor(family: str, tmp_path: Path) -> None:
+    directory = write_readable(family, tmp_path / "model")
+    given = given_to_server(ModelConfig(path=str(directory), pictures="vision"), tmp_path / "own")
+    assert given.arguments["enable_multimodal"] is True
+    assert given.arguments[TRANSPORT] == "cpu"
+    # Where the tokens of a picture see each other, by the one attention that has masks, and never in two chunks.
+    masked = {"attention_backend": "triton", "chunked_prefill_size": -1}
+    found = {name: given.arguments[name] for name in masked if name in given.arguments}
+    assert found == (masked if family == "gemma3" else {})
+    own = {"tokenizer.json", "tokenizer_config.json", "config.json", *processor_files(family, pictures_config(family))}
+    assert own == given.files
+    published = {each.replace("vision_tower.vision_model.", "vision_tower.") for each in tensors_in(directory)}
+    assert given.engine._shapes.keys() == published and any(map(of_pictures, published))
+
+
+def test_an_attention_without_masks_is_refused_where_pictures_need_them() -> None:
+    for kind, shown_pictures in (("gemma3", True), ("gemma3", False), ("qwen3_vl", True)):
+        options = SglangConfig(attention_backend="fa3")
+        refused = kind == "gemma3" and shown_pictures
+        message = "attention_backend: 'fa3', but in a gemma3 model the tokens of a picture see each other"
+        with pytest.raises(ConfigError, match=message) if refused else nullcontext():
+            server_arguments(options, context(), model=Path("m"), shown=kind if shown_pictures else "")
+
+
+def test_a_model_without_processor_files_is_refused(tmp_path: Path) -> None:
+    directory = write_readable("qwen3_vl", tmp_path / "model")
+    for file in directory.glob("*processor_config.json"):
+        file.unlink()
+    config = json.loads((directory / "config.json").read_text())
+    for model in (ModelConfig(path=str(directory)), ModelConfig(config=config)):
+        with pytest.raises(ConfigError, match=r"has no preprocessor_config.json; .* rollout.engine='transformers'$"):
+            write_processor(evolve(model, pictures="vision"), tmp_path)
+
+
+def test_a_tokenizer_from_a_string_is_written_too(tmp_path: Path) -> None:
+    directory = write_readable("qwen3_vl", tmp_path / "model")
+    (tmp_path / "own").mkdir()
+    model = ModelConfig(path=str(directory), pictures="vision", tokenizer="characters:01")
+    write_processor(model, tmp_path / "own")
+    assert load_tokenizer(tokenizer="", path=str(tmp_path / "own"))("10")["input_ids"] == [1, 5, 4]
+
+
+def test_a_model_without_a_placeholder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the config of a llama model names no token for pictures"):
+        placeholder_of(AutoConfig.for_model("llama"))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (64, 33)])
+def test_pillow_reads_the_pixels_that_were_written(size: tuple[int, int], tmp_path: Path) -> None:
+    height, width = size
+    noisy = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    smooth = np.add.outer(np.arange(height), np.add.outer(np.arange(width), np.arange(3))).astype(np.uint8)
+    pictures = [Picture(pixels) for pixels in (noisy, smooth, noisy[::-1, ::-1])]  # the last is not contiguous
+    own = tmp_path / "it's # 100% odd"
+    own.mkdir()
+    with files_of(pictures, own) as files:
+        assert list(files) == pictures
+        for picture, address in files.items():
+            found = Image.open(unquote(urlparse(address).path))  # as SGLang opens it
+            assert found.mode == "RGB"
+            np.testing.assert_array_equal(np.asarray(found), picture.pixels)
+    assert not list(own.iterdir())
+
+
+PROMPTS = (
+    ("how many?", ()),
+    ("<image>a+b=", (squares(16, 16, seed=0),)),
+    ("a<image>b<image>", (squares(16, 8, seed=1), squares(16, 16, seed=0))),
+    ("<image><image>", (squares(16, 16, seed=2), squares(16, 16, seed=2))),
+)
+
+
+@pytest.mark.parametrize("family", SHOWN)
+def test_each_picture_is_contracted_to_one_placeholder(family: str, tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_readable(family, tmp_path)), pictures="vision")
+    tokenizer = load_tokenizer(tokenizer="", path=model.path)
+    rows = rows_of(model, PROMPTS)
+    assert [shown(row.column) for row in rows] == [[], [1], [1, 2], [1, 2]]
+    for row in rows:
+        # As the template writes it, except that Gemma's has only the token that begins a picture.
+        text = tokenizer.decode(list(row.ids))
+        if family == "gemma3":
+            around = "\n\n<start_of_image><image_soft_token><end_of_image>\n\n"
+            text = text.replace("<start_of_image>", around)
+        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert contracted(row.tokens, row.column, 5, in_text=family in IN_TEXT) == wanted
+        sampled = np.array([20, 21])  # behind a prompt whose last token may be a picture's
+        tokens, column = np.append(row.tokens, sampled), np.append(row.column, [0, 0])
+        assert contracted(tokens, column, 5, in_text=family in IN_TEXT) == [*wanted, 20, 21]
+
+
+def test_a_placeholder_outside_of_pictures_is_refused() -> None:
+    text = Row(ids=(), tokens=np.array([1, 20, 5, 21]), column=np.zeros(4, np.int32), pictures=())
+    picture = Picture(np.zeros((8, 16, 3), np.uint8))
+    seen = Row(ids=(), tokens=np.array([1, 7, 5, 5, 8]), column=np.array([0, 0, 1, 1, 0]), pictures=(picture,))
+    more = evolve(seen, tokens=np.append(seen.tokens, [5]), column=np.append(seen.column, [0]))
+    files = {picture: "file:///0.ppm"}
+    blank = evolve(text, tokens=text.tokens[:2], column=text.column[:2])
+    body = body_of(request_of([blank, seen], PARAMS), files, 5, in_text=False, engine="engine-3")
+    assert body == {"input_ids": [[1, 20], [1, 7, 5, 8]], "image_data": [[], ["file:///0.ppm"]]}
+    for rows, message in (
+        (
+            [seen, text],
+            "engine-3: row 1 of 2 (noise key 1) has 0 pictures, none, but the token that stands for one, 5, 1",
+        ),
+        ([more, text], f"engine-3: row 0 of 2 (noise key 0) has 1 pictures, {picture}, but .*, 5, 2 times"),
+    ):
+        with pytest.raises(EngineFailed, match=message.replace("(", r"\(").replace(")", r"\)")):
+            body_of(request_of(rows, PARAMS), files, 5, in_text=False, engine="engine-3")
+
+
+# ---- over the stand-in -----------------------------------------------------------------------------------------------
+
+PARAMS = SamplingParams(max_tokens=6, stop_tokens=(5, 6, 7, 8), greedy=True)
+
+
+@contextmanager
+def served(model: ModelConfig, directory: Path, **server: Any) -> Iterator[tuple[SglangEngine, Any]]:
+    """An engine that has the checkpoint's weights, and the checkpoint in transformers."""
+    options = SglangConfig(launcher="plugins.sglang.tests.stand_in", requests=2, server=server)
+    engine = start_engine(model, options, evolve(context(), run_dir=str(directory)))
+    try:
+        own = AutoModelForImageTextToText.from_pretrained(model.path, dtype=torch.float32).eval()
+        tensors = tensors_of(own, model)
+        assert send(engine, tensors, 0, directory / "weights") == ""
+        assert engine.weight_sums("float32") == bit_sums(tensors)
+        yield engine, own
+    finally:
+        engine.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", SHOWN)
+def test_it_samples_what_transformers_says_of_these_pictures(family: str, tmp_path: Path) -> None:
+    tower = "trained" if family == "qwen3_vl" else "frozen"
+    model = ModelConfig(path=str(write_readable(family, tmp_path / "model")), pictures="vision", tower=tower)
+    rows = rows_of(model, PROMPTS)
+    inputs = VisionInputs(model)
+    with served(model, tmp_path) as (engine, own):
+        # Features of a tower that changes must not be kept.
+        assert said(engine)["stand_in"]["features_cached"] == ("0" if tower == "trained" else None)
+        request = request_of([*rows, rows[1], rows[1]], PARAMS)
+        drawn = engine.generate(request)
+        sent = said(engine)["stand_in"]["pictures"]
+        assert len(sent) == 7 and len(set(sent)) == len(request.pictures) == 3  # one file, however many rows show it
+        assert not list(engine._directory.glob("pictures-*"))
+        for found in apart(own, inputs, [*rows, rows[1], rows[1]], drawn):
+            assert len(found) and found.max() < 1e-5
+        # It sees: of the same words about another picture it says something else.
+        (other,) = rows_of(model, [("<image>a+b=", (squares(16, 16, seed=9),))])
+        blind = engine.generate(request_of([other], PARAMS))
+        assert abs(blind.logprobs[0] - drawn.logprobs[drawn.offsets[1]]) > 1e-4
+        # A tower that slept is sent again, also if nobody trains it.
+        engine.sleep()
+        engine.wake_up()
+        assert send(engine, tensors_of(own, model), 1, tmp_path / "weights") == ""
+        again = engine.generate(request)
+        assert again.tokens.tolist() == drawn.tokens.tolist()
+        np.testing.assert_allclose(again.logprobs, drawn.logprobs, atol=1e-6)
+
+
+@pytest.mark.processes
+def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_readable("qwen3_vl", tmp_path / "model")), pictures="vision")
+    rows = rows_of(model, PROMPTS[:2])
+    smaller = {"image": {"size": {"shortest_edge": 64, "longest_edge": 64}}}
+    with served(model, tmp_path, mm_process_config=smaller) as (engine, own):
+        with pytest.raises(EngineFailed) as raised:
+            engine.generate(request_of(rows, PARAMS))
+        message = str(raised.value)
+        (picture,) = rows[1].pictures
+        assert "reads 8 tokens in row 1 of 2 (noise key 1), wanted 11; they differ from token 3 on" in message
+        assert f"It expands {picture} otherwise than [pictures.vision]" in message
+        assert "engines.sglang.server.mm_process_config" in message
+        # A row that the server would never answer is not sent, and others go on.
+        before = said(engine)["stand_in"]["pictures"]
+        sampled = evolve(rows[1], tokens=np.append(rows[1].tokens, [5]), column=np.append(rows[1].column, [0]))
+        with pytest.raises(EngineFailed, match="SGLang would never answer"):
+            engine.generate(request_of([sampled], PARAMS))
+        assert said(engine)["stand_in"]["pictures"] == before
+        drawn = engine.generate(request_of(rows[:1], PARAMS))
+        (found,) = apart(own, VisionInputs(model), rows[:1], drawn)
+        assert found.max() < 1e-5
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and SGLang")

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.engines import GenerateRequest, SamplingParams
 from corerl.errors import EngineFailed
+from corerl.pictures import Picture
 from corerl_sglang.read import Experts, Reader, read_samples
 from corerl_testing import append, continued
 
@@ -41,6 +43,29 @@ def request_of(prompt: list[int]) -> GenerateRequest:
     return GenerateRequest(
         tokens=np.array(prompt), offsets=np.array([0, len(prompt)]), noise_keys=np.array([5]), params=params
     )
+
+
+def test_a_server_must_say_which_prompt_it_has_read() -> None:
+    reader = Reader(engine="engine-0", experts=Experts(layers=0, choosing=[], chosen=0), pictures="vision")
+    picture = Picture(np.zeros((8, 16, 3), np.uint8))
+    text = evolve(request_of([1, 7, 5, 5, 8]), params=SamplingParams(max_tokens=LEFT, stop_tokens=(STOP,)))
+    request = evolve(text, picture=np.array([0, 0, 1, 1, 0]), pictures=(picture,))
+    own = json.loads(answer([4, STOP], "stop", expert=None))
+
+    def read(request: GenerateRequest, tokens: list[int] | None, *, sampled: bool = True) -> list[int]:
+        told = {"prompt_token_ids": tokens, **({} if sampled else {"output_ids": []})}
+        info = own[0]["meta_info"] if sampled else json.loads(answer([], "abort", expert=None))[0]["meta_info"]
+        told = json.dumps([{**own[0], **told, "meta_info": info}]).encode()
+        return reader.generation(told, request, 3, paused=not sampled).tokens.tolist()
+
+    assert read(request, [1, 7, 5, 5, 8]) == read(text, None) == [4, STOP]
+    assert read(request, None, sampled=False) == []  # a pause has cut it before it was read
+    with pytest.raises(EngineFailed, match="does not report the tokens of prompts with pictures; use SGLang 0.5.17"):
+        read(request, None)
+    for tokens, at in (([1, 7, 5, 5, 5, 8], 4), ([1, 7, 5, 5], 4), ([1, 1, 7, 5, 5, 8], 1)):
+        message = rf"reads {len(tokens)} tokens in row 0 of 1 .*, wanted 5; they differ from token {at} on"
+        with pytest.raises(EngineFailed, match=rf"{message}.*It expands {picture} otherwise than \[pictures.vision\]"):
+            read(request, tokens)
 
 
 def test_tokens_of_a_cut_row_keep_their_experts() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from corerl.errors import EngineFailed, WorkerDied
 from corerl_sglang import server as module
-from corerl_sglang.arguments import VOCABULARY
+from corerl_sglang.arguments import TRANSPORT, VOCABULARY
 from corerl_sglang.server import Server
 
 pytestmark = pytest.mark.processes
@@ -278,6 +278,40 @@ def run(said):
         started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
 
 
+@pytest.mark.nightly
+def test_a_batch_of_gemma_has_rows_without_pictures(servers: list[Server], tmp_path: Path) -> None:
+    modules = {
+        "srt.models.gemma3_mm": """class Gemma3ForConditionalGeneration:
+    def prepare_attn_masks(self, forward_batch, input_ids, mask_dtype):
+        self.seen = [len(each.mm_items) for each in forward_batch.mm_inputs]
+""",
+        "srt.server_args": FAKE_ARGS + f"    enable_multimodal: bool = False\n    {TRANSPORT}: str = ''\n",
+        "rank": """from types import SimpleNamespace
+from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration
+def run(said):
+    model, own = Gemma3ForConditionalGeneration(), [None, SimpleNamespace(mm_items=[1, 2]), None]
+    batch = SimpleNamespace(mm_inputs=own)
+    model.prepare_attn_masks(batch, [5], mask_dtype=bool)
+    said.put((model.seen, batch.mm_inputs is own))
+""",
+    }
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gemma3"}')
+    given = {"model_path": str(tmp_path / "model"), "enable_multimodal": True, TRANSPORT: "cpu"}
+    with pytest.raises(EngineFailed, match=re.escape("ranks say ([0, 2, 0], True)")):
+        started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
+
+
+def test_a_server_too_old_for_pictures_says_so(servers: list[Server], tmp_path: Path) -> None:
+    modules = {"srt.server_args": FAKE_ARGS + "    enable_multimodal: bool = False\n", "rank": ""}
+    about = tmp_path / "site" / "sglang-0.5.15.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.15\n")
+    server = started_with(servers, tmp_path, modules, enable_multimodal=True)
+    with pytest.raises(EngineFailed, match="model.pictures wants SGLang 0.5.17 or later, but 0.5.15 is installed"):
+        server.wait_ready(60.0)
+
+
 def started_with(servers: list[Server], tmp_path: Path, modules: Mapping[str, str], **given: Any) -> Server:
     """A server of a package `sglang` with these modules, which ends at once with what the function `run` of its `rank`
     says in a spawned process."""
@@ -295,4 +329,4 @@ def run_server(args):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
     path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
-    return start(servers, tmp_path, "corerl_sglang.launch", path, model_path="m", tp_size=1, **given)
+    return start(servers, tmp_path, "corerl_sglang.launch", path, **{"model_path": "m", "tp_size": 1, **given})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from corerl.config import ModelConfig
 from corerl.errors import ConfigError
 from corerl_sglang import start as module
 from corerl_sglang.config import SglangConfig
@@ -19,7 +20,8 @@ def test_where_sglang_is_not_installed_no_server_is_started(tmp_path: Path, monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(module, "find_spec", lambda name: {"sglang": None}[name])
     with pytest.raises(ConfigError, match=r"^rollout.engine: 'sglang' .* run python -m pip install 'corerl\[sglang\]'"):
-        start_server(SglangConfig(), context())
+        start_server(ModelConfig(), SglangConfig(), context())
     assert list(tmp_path.iterdir()) == []
-    own = start_server(SglangConfig(launcher="plugins.sglang.tests.stand_in"), context())  # which may need no SGLang
+    launcher = "plugins.sglang.tests.stand_in"  # which may need no SGLang
+    own = start_server(ModelConfig(), SglangConfig(launcher=launcher), context())
     own.stop()

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corerl.errors import ConfigError
 from corerl_sglang.server import PING
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 
 VOCABULARY = "corerl_vocabulary"  # in the arguments file: not an argument of SGLang's, but `launch` reads it
 LOADER = "corerl_sglang.loader.load"  # SGLang's notation for a function: module.function
+
+# SGLang's cache of the features of pictures, by their content, in MB: no weight update empties it.
+FEATURES_CACHED = "SGLANG_VLM_CACHE_SIZE_MB"
+TRANSPORT = "mm_feature_transport"  # of a picture's pixels to the ranks; not in SGLang 0.5.15
+# Types of models in which the tokens of one picture see each other. SGLang (0.5.17: prepare_attn_masks) computes that
+# with one of its attention backends, and not for a picture that is cut between two chunks of a prefill.
+TWO_WAY = ("gemma3", "gemma4")
+MASKING = "triton"
 
 MODEL = "set [model]"
 TRAINER = "weights come only from the trainer"
@@ -36,7 +45,7 @@ ELSEWHERE = {
     "trust_remote_code": MODEL,
     "json_model_override_args": MODEL,
     "skip_tokenizer_init": TOKENS,
-    "enable_multimodal": TOKENS,
+    "enable_multimodal": "set model.pictures",
     "tokenizer_worker_num": TOKENS,
     "load_format": TRAINER,
     "model_loader_extra_config": TRAINER,
@@ -130,15 +139,18 @@ def server_arguments(
     model: Path,
     adapted: Sequence[str] = (),
     vocabulary: int = 0,
+    shown: str = "",
 ) -> dict[str, Any]:
-    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with just a config.json,
-    `adapted` the modules that have adapters, `vocabulary` as `model.vocabulary`."""
+    """Arguments by ServerArgs' names, except host, port and key. `model` is a directory with a config.json; `adapted`
+    are the modules that have adapters, `vocabulary` is as `model.vocabulary`, and `shown` is the type of a model that
+    is shown pictures: then the directory has the files of tokenizer and processor too. Raises ConfigError for an
+    attention that would see such a model's pictures otherwise than the trainer."""
     arguments: dict[str, Any] = {
         "model_path": str(model),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        "enable_multimodal": False,  # else it looks for a processor of pictures, and keeps memory for them
+        "enable_multimodal": bool(shown),  # else it looks for a processor of pictures, and keeps memory for them
         "custom_weight_loader": [LOADER],
         "device": context.device,
         "dtype": context.precision,
@@ -160,6 +172,16 @@ def server_arguments(
             "lora_target_modules": list(adapted),
             "max_loras_per_batch": 2,
         }
+    if shown:
+        # SGLang's own choice keeps 1 GiB of the device while the engine sleeps.
+        arguments[TRANSPORT] = "cpu"
+    if shown in TWO_WAY:
+        if options.attention_backend not in ("", MASKING):
+            raise ConfigError(
+                f"engines.sglang.attention_backend: {options.attention_backend!r}, but in a {shown} model the tokens "
+                f"of a picture see each other, which SGLang computes with {MASKING!r} alone; use that"
+            )
+        arguments |= {"attention_backend": MASKING, "chunked_prefill_size": -1}
     if options.data_parallel > 1:
         arguments |= {"dp_size": options.data_parallel, "enable_dp_attention": True}
     else:

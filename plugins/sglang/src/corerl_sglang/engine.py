@@ -30,6 +30,7 @@ from corerl.engines import (
 from corerl.errors import ConfigError, CorerlError, EngineFailed, WeightUpdateError, WorkerDied
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters
+from corerl.pictures import Picture
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, add_published_fields, server_arguments
@@ -37,6 +38,7 @@ from corerl_sglang.config import CALLS, ROWS, SglangConfig
 from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
+from corerl_sglang.pictures import IN_TEXT, body_of, files_of, placeholder_of, write_processor
 from corerl_sglang.read import Cut, Experts, Reader
 from corerl_sglang.server import Refused, Server
 
@@ -65,7 +67,12 @@ class SglangEngine(Engine):
             undo.callback(self._server.stop)
             modules = self._describe(model)
             arguments = server_arguments(
-                options, context, model=self._directory / "model", adapted=modules, vocabulary=model.vocabulary
+                options,
+                context,
+                model=self._directory / "model",
+                adapted=modules,
+                vocabulary=model.vocabulary,
+                shown=self._kind,
             )
             self._server.configure(arguments)
             self._adapters: Adapters | None = None
@@ -82,7 +89,7 @@ class SglangEngine(Engine):
         """Write the model's config for the server; returns the modules that have adapters."""
         context = self._context
         config = hf_config(model)
-        built = build_on_meta(config, dtype=torch.float32, attention="eager")
+        built = build_on_meta(config, dtype=torch.float32, attention="eager", pictures=bool(model.pictures))
         if context.lora is not None:
             put_adapters(built, context.lora, dtype=torch.float32)
         shapes = {box.name: box.shape for boxes in hf_boxes(built).values() for box in boxes}
@@ -97,11 +104,15 @@ class SglangEngine(Engine):
         modules = modules_of(name for name in shapes if is_adapter(name))
         if context.lora is not None:
             require_able(modules)
-        self._reader = Reader(engine=context.name, experts=Experts.of(built))
+        self._reader = Reader(engine=context.name, experts=Experts.of(built), pictures=model.pictures)
+        self._kind = config.model_type if model.pictures else ""  # of a model that is shown pictures
+        self._placeholder = placeholder_of(config) if model.pictures else -1
         # Otherwise the model's own end of sequence would end samples that [rollout] does not.
         config.eos_token_id = config.get_text_config().eos_token_id = None
         add_published_fields(config)
         config.save_pretrained(self._directory / "model")
+        if model.pictures:
+            write_processor(model, self._directory / "model")
         return modules
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -128,8 +139,8 @@ class SglangEngine(Engine):
             # all rows either: answers are parsed here while the server still writes the rest.
             parts = request.parts(min(self._options.requests, max(1, len(request) // ROWS)))
             known = self._failure
-            with ThreadPoolExecutor(len(parts)) as threads:
-                futures = [threads.submit(self._generate, part, version, on_finished) for part in parts]
+            with files_of(request.pictures, self._directory) as files, ThreadPoolExecutor(len(parts)) as threads:
+                futures = [threads.submit(self._generate, part, version, on_finished, files) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.
@@ -158,8 +169,10 @@ class SglangEngine(Engine):
                 return EngineFailed(message_of(self._failure))
             return failure
 
-    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
-        body = {
+    def _generate(
+        self, request: GenerateRequest, version: int, on_finished: OnFinished, files: Mapping[Picture, str]
+    ) -> Generation:
+        body: dict[str, Any] = {
             "input_ids": [prompt.tolist() for prompt in request.by_row()],
             "sampling_params": [
                 self._sampling(request.params, int(key), int(left))
@@ -168,6 +181,10 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
+        if request.pictures:
+            in_text = self._kind in IN_TEXT
+            body |= body_of(request, files, self._placeholder, in_text=in_text, engine=self._context.name)
+            body["return_prompt_token_ids"] = True
         if self._adapters is not None:
             body["lora_path"] = self._adapters.name(version)
         try:

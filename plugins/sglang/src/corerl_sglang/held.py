@@ -24,6 +24,9 @@ COPY = torch.ops.aten.copy_
 # used in inference mode.
 CLONES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.contiguous, torch.ops.aten.to)
 
+# What transformers and SGLang (0.5.17) call the tower of Gemma 3: the second is in the files of its authors.
+TOWER, OLD_TOWER = "vision_tower.", "vision_tower.vision_model."
+
 
 class Model(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
@@ -121,25 +124,31 @@ class Held:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._parts: dict[str, list[Part]] = {}
+        self._tower = any(name.startswith(OLD_TOWER) for name, _ in model.named_parameters())
 
     def load(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Load the bucket into the model, recording where its tensors go unless that is known already. Adapters are
         passed over: the model itself has no place for them."""
         quantized = any(entry.dtype for entry in bucket.entries)
         weights = [(name, tensor) for name, tensor in bucket.views(flat).items() if not is_adapter(name)]
+        called = [(self._called(name), tensor) for name, tensor in weights]
         if not weights:
             return
         if quantized and bucket.index == 0:
             _keys_as_they_are(self.model)
         if all(name in self._parts for name, _ in weights):
-            self.model.load_weights(weights)
+            self.model.load_weights(called)
         else:
             with Watch(self.model, bucket, flat) as watch:
-                self.model.load_weights(weights)
+                self.model.load_weights(called)
             if quantized:
                 _require_form(watch.parts, _tensors(self.model))
             self._parts |= watch.parts
         _renew_copies(self.model)
+
+    def _called(self, name: str) -> str:
+        """What SGLang calls a tensor of the stream."""
+        return name.replace(TOWER, OLD_TOWER, 1) if self._tower and name.startswith(TOWER) else name
 
     def sums(self) -> dict[str, list[Sum]]:
         """The bit sums of each tensor's parts on this rank, in the dtype it came in. Tensors with a part that has moved

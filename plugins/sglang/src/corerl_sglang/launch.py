@@ -16,12 +16,14 @@ import signal
 import sys
 import threading
 import time
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean
-from corerl_sglang.arguments import VOCABULARY, Key
+from corerl_sglang.arguments import TRANSPORT, VOCABULARY, Key
 from corerl_sglang.fp8 import for_device
 
 POLL_SECONDS = 0.05
@@ -39,6 +41,8 @@ def main() -> None:
     arguments = read_arguments(file)
     arguments.pop(VOCABULARY, None)
     known = [field.name for field in dataclasses.fields(ServerArgs)]
+    if arguments.get("enable_multimodal") and TRANSPORT not in known:
+        sys.exit(f"model.pictures wants SGLang 0.5.17 or later, but {metadata.version('sglang')} is installed")
     for name in arguments:
         if name not in known:
             sys.exit(f"SGLang's server has no argument {name!r}{did_you_mean(name, known)}")
@@ -85,6 +89,12 @@ def prepare_rank() -> None:
         sample_below(arguments[VOCABULARY])
     if arguments.get("dtype") == "float32":
         compute_in_float32()
+    if arguments.get("enable_multimodal") and model_type(arguments) == "gemma3":
+        mask_rows_of_text()
+
+
+def model_type(arguments: dict[str, Any]) -> str:
+    return str(json.loads((Path(arguments["model_path"]) / "config.json").read_text())["model_type"])
 
 
 def sample_below(vocabulary: int) -> None:
@@ -110,6 +120,24 @@ def compute_in_float32() -> None:
 
     for operation in (RMSNorm, SiluAndMul, RotaryEmbedding):
         operation.forward_cuda = operation.forward_native
+
+
+def mask_rows_of_text() -> None:
+    """Let rows without pictures be in one batch with others. SGLang (0.5.17) ends itself at the first such row of a
+    Gemma 3, for which its batch has None in the place of pictures; Gemma 4's class looks for that."""
+    from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration as Model
+
+    prepare = Model.prepare_attn_masks
+
+    def prepared(self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+        own = forward_batch.mm_inputs
+        forward_batch.mm_inputs = [SimpleNamespace(mm_items=()) if each is None else each for each in own]
+        try:
+            prepare(self, forward_batch, *args, **kwargs)
+        finally:
+            forward_batch.mm_inputs = own
+
+    Model.prepare_attn_masks = prepared
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.models import routers
 from corerl.types import Array, offsets_of
+from corerl_sglang.pictures import shown
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -40,6 +41,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     output_ids: list[int]
+    prompt_token_ids: list[int] | None = None  # if asked for, with the placeholders of pictures expanded
     meta_info: MetaInfo
 
 
@@ -88,6 +90,7 @@ class Experts:
 class Reader:
     engine: str
     experts: Experts
+    pictures: str = ""  # model.pictures
 
     def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
         """Parse the answer to a whole request; if `paused`, rows may have been cut.
@@ -104,6 +107,8 @@ class Reader:
         tokens, logprobs, routed = [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
         for row, (prompt, left, sample) in enumerate(rows):
+            if request.pictures and sample.output_ids:
+                self._require_same(sample.prompt_token_ids, request, row)
             sampled, own = self._row(sample, request.params, int(left), version, paused=paused)
             if (unknown := np.flatnonzero(np.isnan(own))).size:
                 raise EngineFailed(
@@ -160,6 +165,28 @@ class Reader:
             raise EngineFailed(f"{self.engine}: its server returned log-probs of other tokens than it sampled")
         logprobs = [token.logprob for token in info.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
+
+    def _require_same(self, read: list[int] | None, request: GenerateRequest, row: int) -> None:
+        """Raise EngineFailed unless the server has sampled after the tokens of the row, pictures expanded."""
+        wanted = request.by_row()[row]
+        if read is None:
+            raise EngineFailed(
+                f"{self.engine}: its server does not report the tokens of prompts with pictures; use SGLang 0.5.17 or "
+                "later"
+            )
+        if read == wanted.tolist():
+            return
+        pictures = [request.pictures[number - 1] for number in shown(request.picture_by_row()[row])]
+        at = next((at for at, pair in enumerate(zip(read, wanted, strict=False)) if pair[0] != pair[1]), len(read))
+        raise EngineFailed(
+            f"{self.engine}: its server reads {len(read)} tokens in row {row} of {len(request)} (noise key "
+            f"{request.noise_keys[row]}), wanted {len(wanted)}; they differ from token {at} on: "
+            f"{read[at : at + 4]}, wanted {wanted[at : at + 4].tolist()}. It expands {', '.join(map(str, pictures))} "
+            f"otherwise than [pictures.{self.pictures}], or has tokenized the text again: its log says so. The files "
+            "of the processor in model.path must be those of the model, and "
+            "engines.sglang.server.mm_process_config, if set, must agree with them; else use "
+            "rollout.engine='transformers'"
+        )
 
     def _routes(self, sample: Sample, length: int, *, goes_on: bool) -> Array:
         """[length, MoE layers, k] of one row."""

@@ -109,4 +109,5 @@ SPEC = EngineSpec(
     probe=probe,
     quantized=("none", "fp8"),  # the server is started for the form in which weights arrive
     adapters=True,
+    pictures=True,
 )

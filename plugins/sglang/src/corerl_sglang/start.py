@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corerl.errors import ConfigError
-from corerl_sglang.arguments import plain_allocator
+from corerl_sglang.arguments import FEATURES_CACHED, plain_allocator
 from corerl_sglang.config import INSTALL, LAUNCHER
 from corerl_sglang.server import Server
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start_engine(model: ModelConfig, options: SglangConfig, context: EngineContext) -> SglangEngine:
-    server = start_server(options, context)
+    server = start_server(model, options, context)
     try:
         from corerl_sglang.engine import SglangEngine
     except BaseException:
@@ -32,7 +32,7 @@ def start_engine(model: ModelConfig, options: SglangConfig, context: EngineConte
     return SglangEngine(model, options, context, server)
 
 
-def start_server(options: SglangConfig, context: EngineContext) -> Server:
+def start_server(model: ModelConfig, options: SglangConfig, context: EngineContext) -> Server:
     """Start the server of an engine, which `Server.configure` then gives its arguments. Raises ConfigError where SGLang
     is not installed."""
     if options.launcher == LAUNCHER and find_spec("sglang") is None:
@@ -47,6 +47,8 @@ def start_server(options: SglangConfig, context: EngineContext) -> Server:
             launcher=options.launcher,
             environment={
                 **plain_allocator(os.environ),
+                # Features of a tower that is trained are of its old weights after an update.
+                **({FEATURES_CACHED: "0"} if model.pictures and model.tower != "frozen" else {}),
                 **({"CUDA_VISIBLE_DEVICES": ",".join(context.devices)} if context.devices else {}),
             },
             directory=directory,

@@ -1,0 +1,121 @@
+"""Prompts with pictures as a run makes them, and what transformers says of the tokens sampled after them."""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from corerl.config import ModelConfig
+from corerl.engines import Engine, GenerateRequest, Generation, SamplingParams
+from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer
+from corerl.pictures import Picture, PictureInputs
+from corerl.rollout import expand
+from corerl.types import Array, FloatArray, IntArray, all_shown, offsets_of
+from corerl.weights import Address, build_manifest
+from corerl_testing import named_weights, open_sender
+from corerl_vision.reader import VisionReader
+from corerl_vision.shapes import png
+from corerl_vision.spec import VisionOptions
+
+
+@frozen(kw_only=True)
+class Row:
+    """One prompt."""
+
+    ids: Sequence[int]  # as the template writes it: one token a picture
+    tokens: IntArray  # [n]
+    column: IntArray  # [n] 1 + the index of the picture
+    pictures: Sequence[Picture]
+
+
+def squares(width: int, height: int, *, seed: int) -> bytes:
+    """A file of squares of 8 x 8 pixels in random colours."""
+    colours = np.random.default_rng(seed).integers(0, 256, (height // 8, width // 8, 3), dtype=np.uint8)
+    return png(np.repeat(np.repeat(colours, 8, axis=0), 8, axis=1))
+
+
+def rows_of(model: ModelConfig, prompts: Sequence[tuple[str, Sequence[bytes]]]) -> list[Row]:
+    """Of texts with a mark <image> for each of their files."""
+    tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
+    reader = VisionReader(VisionOptions(), model, tokenizer)
+    rows = []
+    for text, files in prompts:
+        marked, found = reader.find({"images": list(files)}, f"{tokenizer.bos_token}{text}", root="")
+        ids = tokenizer(marked, add_special_tokens=False)["input_ids"]
+        pictures = [reader.read(each) for each in found]
+        tokens, column = expand(ids, pictures, reader)
+        rows.append(Row(ids=ids, tokens=tokens, column=column, pictures=pictures))
+    return rows
+
+
+def request_of(rows: Sequence[Row], params: SamplingParams) -> GenerateRequest:
+    column, pictures = all_shown([(row.column, row.pictures) for row in rows])
+    return GenerateRequest(
+        tokens=np.concatenate([row.tokens for row in rows]),
+        offsets=offsets_of([len(row.tokens) for row in rows]),
+        noise_keys=np.arange(len(rows)),
+        params=params,
+        picture=column,
+        pictures=pictures,
+    )
+
+
+def tensors_of(own: Any, model: ModelConfig) -> dict[str, torch.Tensor]:
+    """What a trainer sends of this model's weights, by the names of files that it would write."""
+    built = build_on_meta(hf_config(model), dtype=torch.float32, attention="eager", pictures=True)
+    weights = named_weights(own)
+    return {box.name: box.view(weights[name].data) for name, boxes in hf_boxes(built).items() for box in boxes}
+
+
+def send(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int, directory: Path) -> str:
+    """What went wrong in an update through files, or ""."""
+    address = Address(
+        transport="disk", engines=("engine-0 rank 0",), path=str(directory), timeout=60.0, token=uuid.uuid4().hex
+    )
+    (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=2**20)
+    with ThreadPoolExecutor(1) as thread:
+        received = thread.submit(engine.receive, manifest, version, address)
+        sender = open_sender(address)
+        sender.open(manifest, version)
+        for bucket in manifest.buckets:
+            sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
+        sender.finish()
+        error = received.result().error
+        sender.close()
+    return error
+
+
+@torch.inference_mode()
+def plain_logprobs(model: Any, inputs: PictureInputs, row: Row, sampled: Array) -> FloatArray:
+    """[m] of the tokens [m] sampled after a row, each sequence alone in one forward."""
+    # The last one, which may be a placeholder, is fed to nobody.
+    tokens = torch.tensor([[*row.tokens.tolist(), *sampled[:-1].tolist()]], device=model.device)
+    given: dict[str, Any] = {}
+    if row.pictures:
+        prepared = inputs.inputs(row.pictures)
+        given = {name: torch.as_tensor(np.array(each), device=model.device) for name, each in prepared.items()}
+        takes = inspect.signature(model.model.forward).parameters
+        kinds = torch.zeros_like(tokens, dtype=torch.int32)
+        kinds[0, : len(row.tokens)] = torch.tensor((row.column > 0) & (row.tokens == inputs.placeholder)).int()
+        given |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
+    logits = model(input_ids=tokens, use_cache=False, **given).logits[0, len(row.tokens) - 1 :].float()
+    chosen = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(sampled, device=model.device)[:, None])[:, 0]
+    return np.asarray(chosen.cpu().numpy())
+
+
+def apart(model: Any, inputs: PictureInputs, rows: Sequence[Row], drawn: Generation) -> list[FloatArray]:
+    """[rows] of the absolute differences to what the engine says of each of its tokens."""
+    found = []
+    for row, low, high in zip(rows, drawn.offsets[:-1], drawn.offsets[1:], strict=True):
+        found.append(np.abs(plain_logprobs(model, inputs, row, drawn.tokens[low:high]) - drawn.logprobs[low:high]))
+    return found
