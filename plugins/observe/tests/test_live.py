@@ -141,7 +141,7 @@ def test_the_summary_numbers_the_prompts_whose_pictures_it_draws(tmp_path: Path)
         console.print(summary(state, evolve(end, before=before), width=80))
         lines = [line.split() for line in console.export_text().splitlines()]
         (caption,) = [at for at, words in enumerate(lines) if words == ["1", f"{picture.id[:16]}.png"]]
-        assert lines[caption - 8 : caption] == [["\u2580" * 16]] * 8  # 32 x 32 pixels in blocks of 2
+        assert lines[caption - 12 : caption] == [["\u2580" * 24]] * 12
         assert lines[caption + 3] == ["1", "how", "dark?", *row]
 
 

@@ -66,11 +66,16 @@ def _color(channels: Sequence[int]) -> Color:
 
 
 def reduced(pixels: Array) -> Array:
-    """[h, w, 3] the means of square blocks of `pixels`, [H, W, 3] uint8, at most `CELLS` on either side. The blocks are
-    as small as that allows; those at the right and lower edges may be cut off."""
-    height, width, _ = pixels.shape
-    side = -(-max(height, width) // CELLS)
-    rows, columns = np.arange(0, height, side), np.arange(0, width, side)
-    sums = np.add.reduceat(np.add.reduceat(pixels.astype(np.int64), rows, axis=0), columns, axis=1)
-    counts = np.outer(np.diff(rows, append=height), np.diff(columns, append=width))
-    return (sums / counts[..., None]).round().astype(np.uint8)
+    """[h, w, 3] uint8 the means of equal blocks of `pixels`, [H, W, 3] uint8: `CELLS` blocks along the longer side, or
+    one for each pixel if there are fewer. A pixel that is cut by the edge of a block counts by its share."""
+    H, W, _ = pixels.shape
+    h, w = (max(1, round(length * CELLS / max(H, W, CELLS))) for length in (H, W))
+    means = np.einsum("hH,wW,HWc->hwc", _shares(H, h), _shares(W, w), pixels, optimize=True)
+    return means.round().astype(np.uint8)
+
+
+def _shares(length: int, cells: int) -> Array:
+    """[cells, length] the weight of each pixel in each cell's mean."""
+    edges, pixels = np.linspace(0, length, cells + 1), np.arange(length)
+    covered = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
+    return covered.clip(0) * cells / length
