@@ -20,7 +20,7 @@ class SampleShown:
     sample: int = 0  # its number among the prompt's samples
     source: str = ""  # of the prompt, if several are mixed; of a set of held-out prompts, its name
     # The names of the prompt's pictures: of shown held-out prompts, RUN_DIR/pictures/NAME.png is there.
-    pictures: tuple[str, ...] = field(default=(), converter=tuple)
+    pictures: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
 
     def record(self) -> dict[str, Any]:
         """For JSON; without `pictures` if there are none."""
