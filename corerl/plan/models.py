@@ -370,6 +370,13 @@ def against_aux_loss(model: RoleModel, *, streamed: bool) -> Iterator[str]:
     yield f"{model.train_table}.aux_loss_coef: {coef:g}, but {why}; {cure}"
 
 
+def against_replay(config: Config, hf: PreTrainedConfig) -> Iterator[str]:
+    """What contradicts `algorithm.routing_replay`."""
+    replay = config.algorithm.routing_replay
+    if replay != "none" and experts_of(hf.to_dict()) <= 1:
+        yield f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'"
+
+
 def notices_of(model: RoleModel) -> Iterator[str]:
     """Lines about a trained model: fields of its config that change what transformers trains, and not a run; weights
     without adapters, and adapters that other classes lack."""

@@ -19,7 +19,7 @@ from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
 from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
-from corerl.plan.make import plan_group
+from corerl.plan.group import plan_group
 from corerl.plan.models import (
     RoleModel,
     against_aux_loss,

@@ -23,7 +23,7 @@ from corerl.models import (
     put_adapters,
     recompute_layers,
 )
-from corerl.ops import lacking, one_kernel
+from corerl.ops import one_kernel, why_unbuildable
 from corerl.pictures import PictureInputs
 from corerl_fsdp.compiled import compile_forward, keep_compiled
 from corerl_fsdp.config import FsdpConfig
@@ -72,7 +72,7 @@ def build_policy(
         raise Unsupported(NO_WHOLE_COMPILE)
     attention = not policy.rectangular and one_kernel(device, dtype) and not attention_in_pieces(policy.decoder)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
-    if options.compile is True or (options.compile == "auto" and attention and not lacking()):
+    if options.compile is True or (options.compile == "auto" and attention and not why_unbuildable()):
         keep_compiled(options.compile_cache)
         compile_forward(decoder_layers(policy.model), attention=attention)
         policy.routers.can_record = False  # else they would be left out of what is compiled

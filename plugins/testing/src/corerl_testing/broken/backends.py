@@ -206,6 +206,22 @@ class IgnoresAuxLoss(PlainBackend):
         return super().forward_backward(batch, loss, outputs, last)
 
 
+class IgnoresPictures(PlainBackend):
+    def shown(self, *asked: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class FreezesTowers(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
+        for name, param in self.trained.items():
+            if "visual" in name:
+                param.grad = None
+        return result
+
+
 class KeepsFirstRate(PlainBackend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         return super().optimizer_step(evolve(step, lr=self.config.train.optimizer.lr), scale)

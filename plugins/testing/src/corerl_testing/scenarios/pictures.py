@@ -11,8 +11,8 @@ from attrs import evolve
 from corerl.config import ModelConfig
 from corerl.pictures import Picture
 from corerl.plugin.pictures import picture_inputs
-from corerl.types import PICTURE, SampleBatch, offsets_of
-from corerl_testing.harness import TEMPERATURES, Setup, forward, make_samples, running, start, train
+from corerl.types import PICTURE, SampleBatch, TrainResult, offsets_of
+from corerl_testing.harness import TEMPERATURES, Setup, forward, make_samples, running, start, step_at, train
 from corerl_testing.scenarios.training import Trained, taken
 
 BEGIN, END, OTHER = 7, 8, 9  # tokens before and after a picture, and any other
@@ -94,11 +94,24 @@ def samples_with_pictures(number: int, *, shown: Sequence[Sequence[int]] = SHOWN
     )
 
 
-def train_on_pictures(setup: Setup, steps: int) -> Trained:
-    worker, init = start(setup)
-    return taken(
-        worker, init, range(steps), lambda number: train(worker, setup, number, samples=samples_with_pictures(number))
-    )
+def train_on_pictures(
+    setup: Setup,
+    numbers: Sequence[int],
+    shown: Sequence[Sequence[int]] = SHOWN,
+    resume: str = "",
+    save_after: int = -1,
+    save_to: str = "",
+) -> Trained:
+    """Train steps `numbers`; after step `save_after`, save the rank's part of a checkpoint to `save_to`."""
+    worker, init = start(setup, resume=resume)
+
+    def take(number: int) -> TrainResult:
+        result = train(worker, setup, number, samples=samples_with_pictures(number, shown=shown))
+        if number == save_after:
+            worker.save(save_to, step_at(number + 1), False)
+        return result
+
+    return taken(worker, init, numbers, take)
 
 
 def pictures_encoded(setup: Setup) -> list[int]:
