@@ -9,6 +9,7 @@ from attrs import Factory, define, field
 
 from corerl.driver.progress import Progress
 from corerl.driver.sampling import Sampling
+from corerl.pictures import save_pictures
 from corerl.plan.plan import Plan
 from corerl.plugin.events import Evaluated, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate
@@ -19,8 +20,8 @@ def answers_in(state: Mapping[str, Any]) -> tuple[SampleShown, ...]:
     return tuple(SampleShown(**shown) for shown in state.get("before", []))
 
 
-def _questions(answers: Sequence[SampleShown]) -> list[tuple[str, str]]:
-    return [(shown.prompt, shown.answer) for shown in answers]
+def _questions(answers: Sequence[SampleShown]) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(shown.prompt, shown.answer, shown.pictures) for shown in answers]
 
 
 @define(kw_only=True, eq=False)
@@ -57,6 +58,7 @@ class Evaluations:
                 why = f"{failed} samples failed; the first: {first}" if failed else first
                 self.progress.notice(f"evaluation{f' of {eval_set.name!r}' * bool(eval_set.name)}: {why}")
         shown = found[0].shown
+        save_pictures(found[0].pictures, self.plan.start.run_dir)
         if due[0] is self.sampling.eval_sets[0]:
             if _questions(self.before) != _questions(shown):  # the checkpoint's may be of other data
                 self.before = shown

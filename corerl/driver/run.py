@@ -32,6 +32,7 @@ from corerl.driver.streamed_step import StreamedStep
 from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
+from corerl.pictures import PICTURES
 from corerl.plan.plan import Plan
 from corerl.plan.residency import ACTOR_WEIGHTS, COMPARE, FORWARD, SAMPLE
 from corerl.plan.resume import EXPORT
@@ -433,7 +434,7 @@ class Run:
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
             **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
-            "before": [asdict(shown) for shown in self.evaluations.before],
+            "before": [shown.record() for shown in self.evaluations.before],
         }
         return DriverPart(state=state, write=self.sampling.source.save)
 
@@ -444,6 +445,8 @@ class Run:
         done = self.progress.steps_done >= self.plan.run.steps or self.plan.run.mode == "eval"
         reason = "interrupted" if self.control.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
+        if any(shown.pictures for shown in self.evaluations.after):
+            artifacts["pictures"] = str(self.run_dir / PICTURES)
         if self.plan.run.mode == "rollout-only":
             artifacts["rollouts"] = str(self.run_dir / ROLLOUTS)
         if self.plan.run.trains:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from corerl.observability.run_state import RunState as RunState
     from corerl.observability.run_state import duration as duration
     from corerl.observability.run_state import number as number
+    from corerl.observability.run_state import prompt_text as prompt_text
     from corerl.observability.run_state import scores as scores
 else:
     from corerl.imports import on_demand

@@ -115,7 +115,7 @@ class Jsonl:
             self._metrics.flush()
         if self._samples is not None:
             for answer in answers:
-                self._samples.write(json.dumps({"step": step, "kind": kind, **asdict(answer)}) + "\n")
+                self._samples.write(json.dumps({"step": step, "kind": kind, **answer.record()}) + "\n")
             self._samples.flush()
 
 

@@ -7,7 +7,8 @@ from typing import TextIO
 
 from corerl.messages import printable, shorten, shorten_to_end
 from corerl.observability.history import PHASES
-from corerl.observability.run_state import RunState, duration, number, rough_duration, scores
+from corerl.observability.run_state import RunState, duration, number, prompt_text, rough_duration, scores
+from corerl.pictures import PICTURES
 from corerl.plugin.events import (
     CheckpointSaved,
     Evaluated,
@@ -17,6 +18,7 @@ from corerl.plugin.events import (
     PhaseStarted,
     RunFinished,
     RunStarted,
+    SampleShown,
     StepFinished,
 )
 
@@ -135,20 +137,27 @@ def summary(state: RunState, event: RunFinished) -> Iterator[str]:
         yield f"{'prompt':18}  {'expected':12}  {heading:>13}  {'reward':>7}"
         for answer in event.after:
             yield (
-                f"{shorten_to_end(answer.prompt, 18):18}  {shorten(answer.answer, 12):12}"
+                f"{shorten_to_end(prompt_text(answer), 18):18}  {shorten(answer.answer, 12):12}"
                 f"  {shorten(answer.response, 13):>13}  {number(answer.reward):>7}"
             )
+            yield from _files(answer)
     elif event.before and event.after:
         yield ""
         yield f"{'prompt':18}  {'expected':12}  {'before':>13}  {'after':>13}  {'reward':>14}"
         for before, after in zip(event.before, event.after, strict=True):
             change = f"{number(before.reward)} -> {number(after.reward)}"
             yield (
-                f"{shorten_to_end(before.prompt, 18):18}  {shorten(before.answer, 12):12}"
+                f"{shorten_to_end(prompt_text(before), 18):18}  {shorten(before.answer, 12):12}"
                 f"  {shorten(before.response, 13):>13}  {shorten(after.response, 13):>13}  {change:>14}"
             )
+            yield from _files(before)
     if event.artifacts:
         yield ""
         width = max(len(what) for what in event.artifacts)
         for what, path in event.artifacts.items():
             yield f"{what:{width}}  {path}"
+
+
+def _files(answer: SampleShown) -> Iterator[str]:
+    """Where the pictures of its prompt are in the run's directory."""
+    yield from (f"  {PICTURES}/{name}.png" for name in answer.pictures)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from attrs import frozen
 
 from corerl.observability.history import PHASES, History
+from corerl.pictures import REPR
 from corerl.plugin.events import (
     Evaluated,
     Event,
@@ -40,6 +41,11 @@ def number(value: float | None, metric: str = "") -> str:
         form = ".1f"  # of a large model on CPUs the whole number says little
     text = format(value, form)
     return text if len(text) <= 9 else f"{value:.1e}"
+
+
+def prompt_text(answer: SampleShown) -> str:
+    """The prompt without the marks of its pictures."""
+    return REPR.sub("", answer.prompt) if answer.pictures else answer.prompt
 
 
 def duration(seconds: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
 
 
 @frozen(kw_only=True)
@@ -19,6 +19,12 @@ class SampleShown:
     reward: float
     sample: int = 0  # its number among the prompt's samples
     source: str = ""  # of the prompt, if several are mixed; of a set of held-out prompts, its name
+    # The names of the prompt's pictures: of shown held-out prompts, RUN_DIR/pictures/NAME.png is there.
+    pictures: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
+
+    def record(self) -> dict[str, Any]:
+        """For JSON; without `pictures` if there are none."""
+        return asdict(self, filter=lambda _, value: value != ())
 
 
 @frozen(kw_only=True)

@@ -13,6 +13,7 @@ from attrs import evolve, field, frozen
 from corerl.config.schema import RewardConfig
 from corerl.data.prompts import PromptSource
 from corerl.engines.base import SamplingParams
+from corerl.pictures import FoundPicture, Picture
 from corerl.plugin.events import SampleShown
 from corerl.rollout.rewards import Reward, described
 from corerl.rollout.sampler import Rollout, Sampler
@@ -50,6 +51,7 @@ class EvalSet:
 class Evaluation:
     metrics: dict[str, float]  # eval/reward, eval/exact_match (if prompts have answers), eval/response_length, ...
     shown: tuple[SampleShown, ...]  # samples of the first prompts, the same ones every time
+    pictures: tuple[Picture | FoundPicture, ...] = ()  # of these prompts
     samples: tuple[SampleShown, ...] = ()  # of all prompts
     failures: Mapping[str, int] = field(factory=dict)  # failed samples by kind of failure
     first_failure: str = ""  # as one line
@@ -86,9 +88,12 @@ async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, 
         for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
             found = pass_and_majority(right_PG[chosen], votes_PG[chosen])
             metrics |= {part + name: value for name, value in found.items()}
+    first = first_samples(rollout, show)
+    asked = [rollout.prompts[each] for each in rollout.batch.row_columns["group"][first]]
     return Evaluation(
         metrics=metrics,
-        shown=shown(rollout, scores.rewards, first_samples(rollout, show)),
+        shown=shown(rollout, scores.rewards, first),
+        pictures=tuple(each for prompt in asked for each in prompt.pictures),
         samples=shown(rollout, scores.rewards),
         failures=scores.failures,
         first_failure=scores.first or unread,

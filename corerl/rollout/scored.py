@@ -11,6 +11,7 @@ from attrs import evolve, field, frozen
 from corerl.data.chat import MARK, readable
 from corerl.data.prompts import Prompt
 from corerl.errors import DataError
+from corerl.pictures import name_of
 from corerl.plugin.events import SampleShown
 from corerl.rollout.rewards import exact_match
 from corerl.rollout.sampler import Rollout
@@ -76,6 +77,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             reward=reward,
             sample=int(rollout.batch.row_columns["sample"][row]),
             source=prompts[group].source,
+            pictures=[name_of(each) for each in prompts[group].pictures],
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )

@@ -28,6 +28,7 @@ from corerl.driver.run import Run
 from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
+from corerl.pictures import Picture
 from corerl.plan.residency import SAMPLE
 from corerl.plugin.events import Evaluated, Notice, SampleShown
 from corerl.rollout.evaluation import EvalSet, Evaluation
@@ -638,19 +639,22 @@ def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
     assert run.finish().reason == reason
 
 
+@pytest.mark.parametrize("pictures", [(), (Picture(np.zeros((2, 3, 3), np.uint8)),)])
 def test_a_resumed_run_shows_the_answers_from_before_training(
-    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictures: tuple[Picture, ...]
 ) -> None:
+    names = tuple(each.id[:16] for each in pictures)
+
     def answers(response: str, prompt: str = "a") -> tuple[SampleShown, ...]:
-        return (SampleShown(prompt=prompt, response=response, answer="b", reward=0.5),)
+        return (SampleShown(prompt=prompt, response=response, answer="b", reward=0.5, pictures=names),)
 
     def evaluating(response: str, **parts: Any) -> tuple[Run, Files, Ears]:
         async def evaluate(*_: Any, **__: Any) -> Evaluation:
-            return Evaluation(metrics={}, shown=answers(response))
+            return Evaluation(metrics={}, shown=answers(response), pictures=pictures)
 
         monkeypatch.setattr(evaluations, "evaluate", evaluate)
         saves, ears = Files(-1), Ears()
-        common = {"eval_sets": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
+        common = {"eval_sets": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": tmp_path}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)
         run.evaluate()
         run.finish()
@@ -662,6 +666,10 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
     _, saves, ears = evaluating("at the resume", before=restored, rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at first"), answers("at the resume"))
     assert answers_in(saves.states[0]) == answers("at first")
+    assert ears.finished[0].artifacts.get("pictures") == (str(tmp_path / "pictures") if pictures else None)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.png")] == [
+        f"pictures/{name}.png" for name in names
+    ]
     # Those of other data say nothing of these: they were answers to other prompts.
     _, _, ears = evaluating("at the resume", before=answers("of other data", prompt="c"), rollout_step=25)
     assert (ears.finished[0].before, ears.finished[0].after) == (answers("at the resume"),) * 2

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
-from attrs import asdict, evolve
+from attrs import evolve
 
 from corerl.observability.jsonl import Jsonl, NoticeFile, read_notices
 from corerl.observability.specs import JsonlOptions
@@ -123,7 +123,11 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
 
 
 def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path: Path) -> None:
-    samples = [SampleShown(prompt=f"{n // 2}+1=", response=str(n), answer="", reward=float(n)) for n in range(8)]
+    texts: list[dict[str, Any]] = [
+        {"prompt": f"{n // 2}+1=", "response": str(n), "answer": "", "reward": float(n)} for n in range(8)
+    ]
+    texts[7]["pictures"] = ["00112233aabbccdd", "0" * 16]
+    samples = [SampleShown(**each) for each in texts]
     jsonl = extension(tmp_path, samples="all")
     jsonl.observe(started(str(tmp_path)))
     jsonl.observe(StepFinished(step=0, metrics={}, shown=samples[:2], samples=samples[:6]))
@@ -131,7 +135,7 @@ def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path
     jsonl.shutdown("finished")
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     wanted = [{"step": 0, "kind": "sampled"}] * 6 + [{"step": 1, "kind": "held-out"}] * 2
-    assert lines == [{**where, **asdict(sample)} for where, sample in zip(wanted, samples, strict=True)]
+    assert lines == [{**where, **text, "sample": 0, "source": ""} for where, text in zip(wanted, texts, strict=True)]
 
 
 # ---- notices -----------------------------------------------------------------------------------------------------

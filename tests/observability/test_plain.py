@@ -205,6 +205,28 @@ def test_an_evaluation_has_no_steps() -> None:
     ]
 
 
+def test_the_files_of_pictures_stand_below_their_prompts() -> None:
+    names = ["3f9a001122334455", "00b1001122334455"]
+    marks = "<picture 3f9a 1312x736><picture 00b1 32x32>"
+    with_two = SampleShown(prompt=f"{marks}2+3?", response="5", answer="5", reward=1.0, pictures=names)
+    answers = (with_two, *shown("9", 0.0))
+    files = [f"  pictures/{name}.png" for name in names]
+    end = RunFinished(reason="finished", steps_done=1, seconds=5.0, before=answers, after=answers)
+    assert lines([started("runs/small"), end], every=1)[-5:] == [
+        "prompt              expected             answer   reward",
+        "2+3?                5                         5    1.000",
+        *files,
+        "35018>              01358                     9    0.000",
+    ]
+    worse = (evolve(with_two, response="7", reward=0.0), answers[1])
+    assert lines([started("runs/small"), evolve(end, before=worse)], every=1)[-5:] == [
+        "prompt              expected             before          after          reward",
+        "2+3?                5                         7              5  0.000 -> 1.000",
+        *files,
+        "35018>              01358                     9              9  0.000 -> 0.000",
+    ]
+
+
 def test_the_end_of_a_chat_is_shown_and_the_means_of_several_steps_are_compared() -> None:
     chat = "system: Add.\nuser: 1+1?\nassistant: 2\nuser: 3+4?"
     answers = (SampleShown(prompt=chat, response="7", answer="7", reward=1.0),)

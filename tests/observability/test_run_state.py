@@ -3,8 +3,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from attrs import evolve
 
-from corerl.observability.run_state import duration, number, rough_duration
+from corerl.observability.run_state import duration, number, prompt_text, rough_duration
+from corerl.plugin.events import SampleShown
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,10 @@ def test_a_number_reads_as_its_metric_is_read_best(value: float | None, metric: 
 def test_durations_grow_hours_only_when_they_need_them() -> None:
     assert [duration(seconds) for seconds in (6.6, 754, 10800)] == ["0:07", "12:34", "3:00:00"]
     assert [rough_duration(seconds) for seconds in (754, 3599.4, 3599.6, 11100)] == ["12:34", "59:59", "1h00", "3h05"]
+
+
+def test_marks_leave_the_prompt_whose_pictures_are_shown() -> None:
+    text = "user: <picture 3f9a 1312x736><picture 00b1 3x2>Find x < 3."
+    given = SampleShown(prompt=text, response="", answer="", reward=0.0)
+    assert prompt_text(given) == text
+    assert prompt_text(evolve(given, pictures=["3f9a" * 4, "00b1" * 4])) == "user: Find x < 3."

@@ -24,6 +24,7 @@ from corerl.rollout.encoding import encode
 from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at, pass_and_majority
 from corerl.rollout.rewards import Reward, find_reward
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
+from tests.pictured import PICTURES
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 from tests.rollout.samplers import prompt_sampler
@@ -80,6 +81,14 @@ def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     unanswered = [evolve(prompt, answer="") for prompt in PROMPTS]
     free = evaluated(unanswered, Reward(name="ones", function=lambda prompt, text: 1.0))
     assert "eval/exact_match" not in free.metrics
+
+
+def test_only_the_pictures_of_shown_prompts_are_kept() -> None:
+    first, second, third = list(PICTURES.values())[:3]
+    shows = zip(PROMPTS, [(first, second), (), (third,)], strict=True)
+    prompts = [evolve(prompt, pictures=pictures) for prompt, pictures in shows]
+    assert [each.id for each in evaluated(prompts, show=2).pictures] == [first.id, second.id]
+    assert evaluated(PROMPTS).pictures == ()
 
 
 def test_the_parts_of_rewards_are_told_as_means() -> None:

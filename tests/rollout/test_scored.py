@@ -71,6 +71,8 @@ def test_samples_show_pictures_in_their_places() -> None:
     first, second = (repr(each) for each in given.rollout.prompts[0].pictures)
     assert re.fullmatch("<picture [0-9a-f]{4} 3x2>", first)
     assert [each.prompt for each in given.shown()] == [f"{first}{second}a>", "b>"]
+    names = tuple(each.id[:16] for each in given.rollout.prompts[0].pictures)
+    assert [each.pictures for each in given.samples()] == [names, names, (), ()]
     parts = [IMAGE, {"type": "text", "text": "or"}, IMAGE]
     chat = evolve(given.rollout.prompts[0], messages=({"role": "user", "content": parts},))
     rollout = evolve(given.rollout, prompts=(chat, given.rollout.prompts[1]))

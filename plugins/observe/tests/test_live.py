@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import numpy as np
 import pytest
 from attrs import evolve
 from rich.console import Console
 
 from corerl.observability import RunState
+from corerl.pictures import Picture, save_pictures
 from corerl.plugin import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
 from corerl_observe.live import LiveView, live_view, summary
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
@@ -122,6 +125,24 @@ def test_the_summary_tells_start_and_end_before_and_after_and_where_things_are()
     assert ["held-out", "exact", "match", "0.000", "0.500"] in rows
     assert ["35018>", "01358", r"\x1b[31m9\n", "01358", "0.000", "->", "1.000"] in rows
     assert ["metrics", "runs/small/metrics.jsonl"] in rows
+
+
+def test_the_summary_numbers_the_prompts_whose_pictures_it_draws(tmp_path: Path) -> None:
+    picture = Picture(np.full((32, 32, 3), 7, np.uint8))
+    save_pictures([picture], tmp_path)
+    asked = SampleShown(
+        prompt=f"{picture!r}how dark?", response="7", answer="7", reward=1.0, pictures=[picture.id[:16]]
+    )
+    end = evolve(finished("runs/small"), before=[evolve(asked, response="8", reward=0.0)], after=[asked])
+    state = RunState(Clock())
+    state.update(started(str(tmp_path)))
+    console = Console(record=True, force_terminal=True, color_system="truecolor", width=80, file=io.StringIO())
+    for before, row in ((end.before, ["7", "8", "7", "0.000", "->", "1.000"]), (end.after, ["7", "7", "1.000"])):
+        console.print(summary(state, evolve(end, before=before), width=80))
+        lines = [line.split() for line in console.export_text().splitlines()]
+        (caption,) = [at for at, words in enumerate(lines) if words == ["1", f"{picture.id[:16]}.png"]]
+        assert lines[caption - 12 : caption] == [["\u2580" * 24]] * 12
+        assert lines[caption + 3] == ["1", "how", "dark?", *row]
 
 
 def test_the_display_ends_with_the_run_and_leaves_the_summary() -> None:

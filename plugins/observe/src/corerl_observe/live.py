@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from corerl.messages import printable
-from corerl.observability import RunState, duration, number, phases
+from corerl.observability import RunState, duration, number, phases, prompt_text
 from corerl.plugin import Event, Notice, RunFinished, SampleShown
 from corerl_observe.braille import Line, draw
+from corerl_observe.pictures import Pictures
 
 REWARD, EXACT = "cyan", "magenta"
 
@@ -176,11 +177,12 @@ def _phases(state: RunState, width: int) -> RenderableType:
     return text
 
 
-def _answers(shown: Sequence[SampleShown], title: str) -> RenderableType:
+def _answers(shown: Sequence[SampleShown], title: str, *, numbered: bool = False) -> RenderableType:
     table = _table("prompt", "response", "expected", title=title)
     table.add_column("reward", justify="right", no_wrap=True)
-    for answer in shown:
-        table.add_row(_End(answer.prompt), _cell(answer.response), _cell(answer.answer), number(answer.reward))
+    for index, answer in enumerate(shown, start=1):
+        prompt = _prompt(answer, index if numbered else 0)
+        table.add_row(prompt, _cell(answer.response), _cell(answer.answer), number(answer.reward))
     return table
 
 
@@ -200,17 +202,18 @@ def summary(state: RunState, event: RunFinished, *, width: int) -> RenderableTyp
         parts.append(values)
     if waits := list(state.waits()):
         parts += [Text("\n".join(waits)), Text()]
+    pictured = any(answer.pictures for answer in event.after)
+    if pictured:
+        parts += [Pictures(event.after, state.run_dir), Text()]
     if event.before and event.before == event.after:
         title = f"held-out prompts after step {state.scored}" if state.trained_since else ""
-        parts += [_answers(event.after, title), Text()]
+        parts += [_answers(event.after, title, numbered=pictured), Text()]
     elif event.before and event.after:
         answers = _table("prompt", "expected", "before", "after", title="")
         answers.add_column("reward", justify="right", no_wrap=True)
-        for before, after in zip(event.before, event.after, strict=True):
-            change = f"{number(before.reward)} -> {number(after.reward)}"
-            answers.add_row(
-                _End(before.prompt), _cell(before.answer), _cell(before.response), _cell(after.response), change
-            )
+        for index, (before, after) in enumerate(zip(event.before, event.after, strict=True), start=1):
+            prompt, change = _prompt(before, index * pictured), f"{number(before.reward)} -> {number(after.reward)}"
+            answers.add_row(prompt, _cell(before.answer), _cell(before.response), _cell(after.response), change)
         parts += [answers, Text()]
     names = max((len(what) for what in event.artifacts), default=0)
     for what, path in event.artifacts.items():
@@ -229,18 +232,24 @@ def _table(*headings: str, title: str) -> Table:
     return table
 
 
+def _prompt(answer: SampleShown, index: int) -> _End:
+    """With its number in front, unless that is 0."""
+    return _End(prompt_text(answer), f"{index}  " if index else "")
+
+
 @frozen
 class _End:
     """A prompt on one line: its end if it does not fit, which the response follows. A chat's examples come before."""
 
     text: str
+    front: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
+        width = options.max_width - len(self.front)
         line = printable(self.text[-width - 1 :])
         if cell_len(line) > width:
             line = "\u2026" + set_cell_size(line[::-1], width - 1)[::-1]
-        yield Text(line, no_wrap=True)
+        yield Text(self.front + line, no_wrap=True)
 
 
 def _cell(text: str) -> Text:
