@@ -29,6 +29,8 @@ _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 SHORT = 256  # tokens of a sample: as many are counted in the time that a slice of them takes to make
 
+UNEVEN = 1.05  # times as many tokens on the fullest rank, for which fewer ranks encode the same picture
+
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 
 
@@ -111,7 +113,7 @@ def plan_steps(
     for epoch in range(epochs):
         for chosen_groups in groups_of_steps(len(groups), mini_batches, seed, epoch):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
-            micro_batches, filler = _share(chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
+            micro_batches, filler = _share(batch, chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
             scales = np.zeros(len(batch), dtype=np.float32)
             scales[chosen] = _scales(
                 loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
@@ -147,9 +149,8 @@ def plan_part(
     own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
     scales = np.zeros(len(batch), dtype=np.float32)
     scales[own > 0] = 1.0 / (own[own > 0] * unit)
-    micro_batches, filler = _share(
-        np.arange(len(batch)), _padded(batch.lengths, layout.sequence_multiple), layout, budget=tokens_per_micro_batch
-    )
+    sizes = _padded(batch.lengths, layout.sequence_multiple)
+    micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
     return StepPlan(micro_batches=micro_batches, filler=filler, scales=scales), float(count)
 
 
@@ -158,7 +159,7 @@ def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro
     if not len(batch):
         raise DataError("the rollout batch has no samples to pass through the model")
     sizes = _padded(batch.lengths, layout.sequence_multiple)
-    micro_batches, filler = _share(np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
+    micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
     return StepPlan(micro_batches=micro_batches, filler=filler, scales=np.zeros(len(batch), dtype=np.float32))
 
 
@@ -205,13 +206,14 @@ def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, ma
 
 
 def _share(
-    chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
+    batch: SampleBatch, chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
     """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
     bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
-    packed = [
-        [chosen[share[members]] for members in bins(sizes[share], budget)] for share in _balance(sizes, layout.dp_size)
-    ]
+    shares = _balance(sizes, layout.dp_size)
+    if PICTURE in batch.columns and "group" in batch.row_columns:
+        shares = _by_group(sizes, batch.row_columns["group"][chosen], shares)
+    packed = [[chosen[share[members]] for members in bins(sizes[share], budget)] for share in shares]
     most = max(len(micro_batches) for micro_batches in packed)
     count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
     cheapest = chosen[[int(np.argmin(sizes))]]  # a filler costs a pass of its tokens: take the shortest sample
@@ -234,6 +236,25 @@ def _balance(sizes: IntArray, dp_size: int) -> list[IntArray]:
         shares[dp_rank].append(sample)
         heapq.heapreplace(loads, (load + size, dp_rank))
     return [np.array(share, dtype=np.int64) for share in shares]
+
+
+def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[IntArray]:
+    """Members of each rank's share of samples with pictures, which every rank that has a sample of their group encodes:
+    groups stay whole, or are cut into as few equal parts as leave ranks nearly as evenly loaded as `alone`, the shares
+    of single samples."""
+    most = UNEVEN * max(int(sizes[share].sum()) for share in alone)
+    _, group, counts = np.unique(group, return_inverse=True, return_counts=True)
+    place = np.empty_like(group)  # of each sample in its group
+    place[np.argsort(group, kind="stable")] = np.arange(len(group)) - np.repeat(offsets_of(counts)[:-1], counts)
+    parts = 1
+    while parts < counts.max():
+        _, part = np.unique(group * parts + place * parts // counts[group], return_inverse=True)
+        balanced = _balance(np.bincount(part, weights=sizes).astype(np.int64), len(alone))
+        shares = [np.flatnonzero(np.isin(part, share)) for share in balanced]
+        if max(int(sizes[share].sum()) for share in shares) <= most:
+            return shares
+        parts *= 2
+    return alone
 
 
 def _similar_lengths(sizes: IntArray, budget: int) -> list[IntArray]:

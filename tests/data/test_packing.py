@@ -2,8 +2,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 
-from corerl.data.packing import StepPlan, pack, plan_part, plan_steps
+from corerl.data.packing import StepPlan, pack, plan_forward, plan_part, plan_steps
+from corerl.pictures import Picture
 from corerl.types import ParallelLayout, SampleBatch
 from tests.pictured import batch_of, random_rows
 
@@ -86,6 +88,39 @@ def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
     for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
         packed = [pack(samples, planned.share(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
         assert [batch.step_tokens for batch in packed] == [tokens, tokens]
+
+
+def with_a_picture_for_each_group(groups: int, samples: int) -> SampleBatch:
+    """Prompts of 30 tokens that stand for a picture, and responses of all lengths up to 400."""
+    rng = np.random.default_rng(0)
+    lengths = 30 + rng.integers(1, 400, size=groups * samples)
+    group, offsets = np.repeat(np.arange(groups), samples), np.concatenate([[0], np.cumsum(lengths)])
+    shown = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) < 30
+    return SampleBatch(
+        tokens=np.ones(offsets[-1], np.int64),
+        offsets=offsets,
+        columns={"loss_mask": ~shown, "picture": np.where(shown, 1 + np.repeat(group, lengths), 0).astype(np.int32)},
+        row_columns={"group": group},
+        pictures=tuple(Picture(np.full((1, 1, 3), number, np.uint8)) for number in range(groups)),
+    )
+
+
+@pytest.mark.parametrize(("groups", "dp_size", "most"), [(64, 8, 68), (32, 8, 32), (16, 8, 32), (2, 16, 16)])
+def test_a_picture_goes_to_few_ranks_that_stay_even(groups: int, dp_size: int, most: int) -> None:
+    batch = with_a_picture_for_each_group(groups, samples=8)
+    text = evolve(batch, columns={"loss_mask": batch.columns["loss_mask"]}, pictures=())
+    layout = ParallelLayout.data_parallel(rank=0, world_size=dp_size)
+    found, single = (plan_forward(each, layout, tokens_per_micro_batch=1024) for each in (batch, text))
+    assert np.array_equal(found.members, np.arange(len(batch)))
+
+    def fullest(plan: StepPlan) -> int:
+        shares = [plan.share(dp_rank) for dp_rank in range(dp_size)]
+        real = [np.repeat(~share.filler, np.diff(share.offsets)) for share in shares]
+        return max(int(batch.lengths[share.rows[own]].sum()) for share, own in zip(shares, real, strict=True))
+
+    assert fullest(found) <= 1.05 * fullest(single)
+    encoded = [len(pack(batch, found.share(rank), sequence_multiple=1).pictures) for rank in range(dp_size)]
+    assert groups <= sum(encoded) <= most
 
 
 @pytest.mark.parametrize("seed", range(10))
