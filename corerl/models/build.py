@@ -62,7 +62,10 @@ def build_on_meta(
     try:
         with nullcontext() if buffers else torch.device("meta"):
             model: PreTrainedModel = _auto_class(config).from_config(
-                config, dtype=dtype, attn_implementation=_attentions(config, attention), trust_remote_code=False
+                config,
+                dtype=dtype,
+                attn_implementation=attention if pictures and attention != PACKED else _attentions(config, attention),
+                trust_remote_code=False,
             )
             if reads_pictures(config) and not pictures:
                 _keep_text(model)
@@ -84,6 +87,23 @@ def build_on_meta(
             )
         buffer.data = buffer.data.to(torch.float32 if precise.search(name) else compute or dtype)
     return model
+
+
+def build_tower(config: PreTrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """What reads the pictures of `config`'s model, without its text decoder and head: parameters on meta in `dtype`,
+    real buffers on the CPU. Raises ModelError as `build_on_meta` does."""
+    model = build_on_meta(config, dtype=dtype, attention=own_attention(config), pictures=True)
+    text = (model.get_decoder(), model.get_output_embeddings())
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if any(child is each for each in text):
+                setattr(module, name, None)
+    return model
+
+
+def own_attention(config: PreTrainedConfig) -> str:
+    """The fastest attention that transformers has for the model on every device."""
+    return "sdpa" if getattr(architecture_of(config), "_supports_sdpa", False) else "eager"
 
 
 def architecture_of(config: PreTrainedConfig) -> Any:
