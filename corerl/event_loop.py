@@ -97,7 +97,7 @@ _starting_users = threading.Lock()
 
 def start_user_coroutine(work: Coroutine[Any, Any, T], *, name: str = "") -> Future[T]:
     """Start a coroutine of the user's, as a task of this name, from any other thread. All of a process share one loop,
-    so that they can share loop-bound objects; it is none of CoreRL's own, which they could block."""
+    so that they can share loop-bound objects; it is not one of CoreRL's loops, which they could block."""
     global _users
     with _starting_users:
         if _users is None:

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 
-Where = tuple[
-    tuple[str, int], ...
-]  # places of sys.path, with the time in ns of each one's last change; 0 if it is none
+# Places of sys.path, each with the time in ns of its last change; 0 for one that does not exist
+Where = tuple[tuple[str, int], ...]
 
 
 def on_demand(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:

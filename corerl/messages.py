@@ -29,7 +29,7 @@ OTHER_NAMES = {
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that means the same as `name`, or is most similar to it; "" if there is none."""
+    """The known name that means the same as `name`, or is most similar to it; "" if no name is similar."""
     if len(name) > LONGEST:  # no slip of the hand, and comparing takes time that grows with its square
         return ""
     names = {each.lower(): each for each in reversed(list(known))}
@@ -83,7 +83,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place(error: BaseException, own: Callable[[FrameType], bool]) -> str:
-    """The innermost of the traceback's lines that are `own`, as " (file:line)"; "" if there is none. The path is
+    """The innermost of the traceback's lines that are `own`, as " (file:line)"; "" if no line is. The path is
     relative to the working directory, if inside it."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__) if own(frame)]
     if not lines:

@@ -100,9 +100,10 @@ class PictureReader(ABC):
     @abstractmethod
     def find(self, row: Mapping[str, Any], prompt: Any, *, root: str) -> tuple[Any, Sequence[Any]]:
         """The prompt of a row, a text or messages, with a mark where each picture goes, and a reference to each of
-        them, in this order: what `read` takes. In messages the mark is the part `{"type": "image"}`, as chat templates
-        expect it, in a text what the model's own template would write. `root` is the directory of the row's file. Looks
-        at the beginnings of files only. Raises `corerl.data.Refused` for what cannot be shown to the model."""
+        them, in this order: what `read` takes, and whose text (`str`) is that of no other picture. In messages the
+        mark is the part `{"type": "image"}`, as chat templates expect it, in a text what the model's own template would
+        write. `root` is the directory of the row's file. Looks at the beginnings of files only. Raises
+        `corerl.data.Refused` for what cannot be shown to the model."""
 
     @abstractmethod
     def read(self, reference: Any) -> Picture:

@@ -8,7 +8,7 @@ Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -28,6 +28,8 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 Scalar = bool | int | float | str
+
+OnProgress = Callable[[int, int], None]  # called with how many are done, and how many there are
 
 PICTURE = "picture"  # column [N] int32 of batches with pictures: 1 + the picture that the token stands for, 0 for text
 TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere
@@ -196,14 +198,12 @@ class SampleBatch:
         every = np.arange(len(self))
         if "episode" not in self.row_columns:
             return every, every
-        _, episode_of = np.unique(self.row_columns["episode"], return_inverse=True)
-        not_final = ~self.row_columns["final"] if "final" in self.row_columns else np.zeros(len(self), np.bool_)
-        by_episode = np.lexsort((every, not_final, episode_of))  # the row that stands for an episode comes first in it
-        _, starts = np.unique(episode_of[by_episode], return_index=True)
-        representatives = by_episode[starts]  # by episode number
-        place = np.empty_like(representatives)
-        place[np.argsort(representatives)] = np.arange(len(representatives))  # of each episode in ascending row order
-        return np.sort(representatives), place[episode_of]
+        final = self.row_columns.get("final", np.zeros(len(self), np.bool_))
+        order = np.argsort(~final, kind="stable")  # the row that stands for a sample comes first of its rows
+        _, first, number = np.unique(self.row_columns["episode"][order], return_index=True, return_inverse=True)
+        stands_for = np.empty_like(every)  # [B] the row that stands for each row's sample
+        stands_for[order] = order[first[number]]
+        return np.unique(stands_for, return_inverse=True)
 
     def take_rows(self, rows: IntArray) -> SampleBatch:
         """Only these rows [n], in this order."""

@@ -11,7 +11,7 @@ from attrs import field, frozen
 from corerl.plugin.spec import ACTOR
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
-REFERENCE = "reference"  # the policy that KL is measured against; a role of that name, if it is none of the actor's
+REFERENCE = "reference"  # the policy that KL is measured against; a role of that name, or else the actor's snapshot
 ROLLOUT = "rollout"  # the actor whose weights the engines hold, those of the last update
 OLD = "old"  # the actor whose weights they held before that update
 SNAPSHOTS = (REFERENCE, ROLLOUT, OLD)
@@ -54,7 +54,7 @@ class Objective:
 class Algorithm(ABC):
     """An algorithm on the driver, constructed with its options: an instance of its spec's config class.
 
-    What all algorithms share is none of its business: the overlong penalty, the KL in reward or loss, the entropy
+    What all algorithms share is done elsewhere: the overlong penalty, the KL in reward or loss, the entropy
     bonus, and weights that correct for another engine are applied before and after, as `[algorithm]` says.
     """
 

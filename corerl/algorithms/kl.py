@@ -50,7 +50,7 @@ ESTIMATORS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 
 def estimator(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator of this name, `(logprobs [T], reference [T]) -> [T]`; ConfigError if there is none."""
+    """The estimator of this name, `(logprobs [T], reference [T]) -> [T]`; ConfigError for an unknown name."""
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.kl_estimator: unknown estimator {name!r}; use one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name]

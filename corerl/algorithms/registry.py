@@ -78,7 +78,7 @@ def policy_loss(own: LossSpec, *, loss: str, entropy_coef: float, kl_coef: float
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of this name, or the user's. Raises ConfigError if there is none."""
+    """The loss of this name, or the user's. Raises ConfigError for an unknown name."""
     if name in LOSSES:
         return LOSSES[name]
     if ":" not in name:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from corerl.backend.passes import forward_outputs as forward_outputs
     from corerl.backend.primitives import ExtraState as ExtraState
     from corerl.backend.primitives import StateKey as StateKey
+    from corerl.backend.tower import RankTower as RankTower
 else:
     from corerl.imports import on_demand
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 import torch
 
 from corerl.backend.primitives import Primitives, StateKey
-from corerl.backend.state import is_trained
 from corerl.memory.device import GIB, DeviceMeter, empty_cache
 from corerl.memory.host_weights import HostWeights
 from corerl.memory.storage import StorageSleeper, resident_bytes
@@ -54,7 +53,7 @@ class DeviceMemory(Primitives):
         elsewhere. Host memory for them is reserved early; a wrong answer only makes the first sleep slow."""
         if any(tensor.ndim for tensor in self.tensors(MemoryKind.OPTIMIZER)):
             return 0
-        masters = [chunk.view for chunk in self.local_state(StateKey.MASTER)]
+        masters = [chunk.view for chunk in self.state(StateKey.MASTER)]
         here = sum(view.numel() for view in masters if view.device.type == self.device.type)
         return 2 * torch.float32.itemsize * here
 
@@ -62,7 +61,7 @@ class DeviceMemory(Primitives):
     def changing(self) -> Sequence[Chunk]:
         """Those of the weights that training changes: what a snapshot holds. So with adapters it is small, and a
         reference policy takes no second copy of the model."""
-        return self.weights if self.config.lora is None else [each for each in self.weights if is_trained(each.name)]
+        return [each for each in self.weights if self.trains(each.name)]
 
     def create_snapshot(self, name: str) -> None:
         """Keep the current weights in host memory as snapshot `name`, replacing any earlier one."""
@@ -93,7 +92,8 @@ class DeviceMemory(Primitives):
         """The `tensors(kind)` that take memory on the role's device. A frozen role has parameters alone."""
         if self.config.frozen and kind is not MemoryKind.PARAM:
             return []
-        return [tensor for tensor in self.tensors(kind) if tensor.device.type == self.device.type]
+        of_tower = [] if self.tower is None else self.tower.tensors(kind)
+        return [tensor for tensor in (*self.tensors(kind), *of_tower) if tensor.device.type == self.device.type]
 
     def sleeping_bytes(self, kinds: Iterable[MemoryKind] = tuple(MemoryKind)) -> int:
         """Bytes of host memory that this rank takes when these kinds sleep, after its first step."""

@@ -12,10 +12,13 @@ from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
 from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
+from corerl.backend.tower import RankTower
 from corerl.models.routing import Routers
+from corerl.models.towers import Seen
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one.
+# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Where the
+# tokens show pictures, the last argument is what the tower has made of them.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 
@@ -26,7 +29,8 @@ class StepLosses:
     Token weights already hold 1 / denominator of the whole step: the sum over micro-batches and ranks is the step's
     loss, and a library's own averaging must be undone. With `routers`, tokens go through the experts that the batch
     names, metrics say how many each expert gets, and the losses include the balancing loss times `aux_loss_coef`.
-    Raises Unsupported if the batch, and ModelError if the model, does not allow that.
+    With a `tower`, it encodes the batch's pictures before the first micro-batch, and gets its own gradients after the
+    last. Raises Unsupported if the batch, and ModelError if the model, does not allow that.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class StepLosses:
         *,
         device: torch.device,
         routers: Routers | None = None,
+        tower: RankTower | None = None,
         aux_loss_coef: float = 0.0,
     ) -> None:
         require_balance(aux_loss_coef, layers=routers.layers if routers else 0, tokens=batch.step_tokens)
@@ -48,17 +53,19 @@ class StepLosses:
         self._tokens = 0  # passed through the model so far
         self._model, self._batch, self._loss, self._device = model, batch, loss, device
         self._wanted, self._collector = outputs, OutputCollector()
-        self._routers = routers
+        self._routers, self._tower = routers, tower
 
     def __iter__(self) -> Iterator[Tensor]:
         loss_function, own = resolve_loss(self._loss), self._loss.outputs
         computed = tuple(dict.fromkeys((*own, *self._wanted)))
+        features = {} if self._tower is None else self._tower.leaves(self._batch.pictures)
         for micro in self._batch.micro_batches:
             inputs = to_device(micro, self._device)
             record = self._experts is not None
             # Spans the backward pass, which may recompute layers.
             with _replayed(self._routers, micro, self._device, record=record):
-                outputs = _outputs(self._model, inputs, self._batch.temperature, computed)
+                seen = None if self._tower is None else self._tower.seen(micro, features)
+                outputs = _outputs(self._model, inputs, self._batch.temperature, computed, seen)
                 balance = None if self._experts is None else self._experts.add(micro)
                 result = loss_function(inputs.loss_inputs({output: outputs[output] for output in own}))
                 yield result.loss if balance is None else result.loss + balance
@@ -66,6 +73,8 @@ class StepLosses:
             self._tokens += len(micro.tokens)
             if self._wanted:
                 self._collector.add(micro, {output: outputs[output] for output in self._wanted})
+        if self._tower is not None:
+            self._tower.backward(self._batch.pictures, features)
 
     def result(self) -> GradientResult:
         """Called on every rank."""
@@ -85,15 +94,18 @@ def forward_outputs(
     *,
     device: torch.device,
     routers: Routers | None = None,
+    tower: RankTower | None = None,
 ) -> ForwardResult:
     """Outputs of every sample, without gradients. `routers` give the routed experts: the batch's, or their own
-    choice."""
+    choice. A `tower` encodes the batch's pictures first."""
     collector = OutputCollector()
     of_model = tuple(output for output in wanted if routers is None or output is not Output.ROUTED_EXPERTS)
+    features = {} if tower is None else tower.encode(batch.pictures)
     for micro in batch.micro_batches:
         inputs = to_device(micro, device)
+        seen = None if tower is None else tower.seen(micro, features)
         with _replayed(routers, micro, device, keep=Output.ROUTED_EXPERTS in wanted):
-            outputs = _outputs(model, inputs, batch.temperature, of_model)
+            outputs = _outputs(model, inputs, batch.temperature, of_model, seen)
             if routers is not None and Output.ROUTED_EXPERTS in wanted:
                 outputs = {**outputs, Output.ROUTED_EXPERTS: routers.chosen}
         collector.add(micro, outputs)
@@ -109,6 +121,7 @@ def _replayed(
 
 
 def _outputs(
-    model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...]
+    model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted)
+    shown = () if seen is None else (seen,)
+    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *shown)

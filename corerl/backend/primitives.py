@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from corerl.config.schema import RoleConfig
+from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
-from corerl.models.files import initial_source
+from corerl.models.files import initial_source, shapes_of_tower
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase
 from corerl.types import (
@@ -26,10 +28,14 @@ from corerl.types import (
     Step,
     StepResult,
 )
+from corerl.weights.adapters import is_adapter
 from corerl.weights.chunks import Chunk, TensorSource
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from corerl.backend.tower import RankTower
+    from corerl.pictures import PictureInputs
 
 ExtraState: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
@@ -59,6 +65,8 @@ class Primitives(BackendBase, ABC):
     context: Context
     layout: ParallelLayout
     weights_version = 0  # the version that engines were last sent
+    picture_inputs: PictureInputs | None = None  # makes the inputs of the model's tower, if rows have pictures
+    tower: RankTower | None = None  # set by `build` where the backend leaves the tower to core
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
 
@@ -140,4 +148,19 @@ class Primitives(BackendBase, ABC):
     @property
     def weights(self) -> Sequence[Chunk]:
         """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
-        return [*self.local_state(StateKey.PARAM), *self.buffers()]
+        return [*self.state(StateKey.PARAM), *self.buffers()]
+
+    def state(self, key: StateKey) -> Sequence[Chunk]:
+        """`local_state`, and what core holds of the tower."""
+        own = self.local_state(key)
+        return own if self.tower is None else [*own, *self.tower.chunks(key, adam_step=self.adam_step)]
+
+    def trains(self, name: str) -> bool:
+        """Whether training changes the HF tensor of that name. Others have no masters and are in no checkpoint."""
+        if name in self._names_of_tower:
+            return self.config.model.tower == "trained"
+        return self.config.lora is None or is_adapter(name) or name == VALUE_HEAD_WEIGHT
+
+    @cached_property
+    def _names_of_tower(self) -> Set[str]:
+        return shapes_of_tower(hf_config(self.config.model)).keys() if self.config.model.pictures else frozenset()

@@ -15,10 +15,8 @@ from corerl.checkpoint.format import BUFFER
 from corerl.checkpoint.reader import SavedState
 from corerl.checkpoint.writer import BackgroundWriter, in_memory, stage, write
 from corerl.errors import CheckpointError
-from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.plugin.capabilities import Capability
 from corerl.types import SaveResult, Step
-from corerl.weights.adapters import is_adapter
 from corerl.weights.checksums import bit_sums
 from corerl.weights.chunks import Chunk, fill
 from corerl.weights.gather import gather_plain
@@ -60,18 +58,22 @@ class TrainingState(Primitives):
         what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
         base = self._load_frozen(what)
-        chunks = [*self.local_state(key), *self.buffers()]
+        chunks = [*self.state(key), *self.buffers()]
         fill(chunks, self.initial_weights(chunks), what=what)
         self.after_load({key} | base, None)
         return 0
 
     def _load_frozen(self, what: str) -> set[StateKey]:
-        """Load the weights that adapters leave as they are; returns the key of what was loaded, if any."""
-        if self.config.lora is None:
+        """Load the weights that training leaves as they are: those that adapters are added to, and a frozen tower.
+        Returns the key of what was loaded, if any."""
+        if self.config.frozen or (self.config.lora is None and not self._names_of_tower):
             return set()
-        chunks = [chunk for chunk in self.local_state(StateKey.PARAM) if not is_trained(chunk.name)]
-        fill(chunks, self.initial_weights(chunks), what=what)
-        self._frozen_digest = digest_of_frozen(chunks, self.group)
+        chunks = [chunk for chunk in self.state(StateKey.PARAM) if not self.trains(chunk.name)]
+        if chunks:
+            fill(chunks, self.initial_weights(chunks), what=what)
+        if self.config.lora is not None:
+            base = [chunk for chunk in chunks if chunk.name not in self._names_of_tower]
+            self._frozen_digest = digest_of_frozen(base, self.group)
         return {StateKey.PARAM}
 
     def _saved(self) -> SavedState | None:
@@ -81,7 +83,7 @@ class TrainingState(Primitives):
         return None
 
     def _trained_state(self) -> dict[str, Sequence[Chunk]]:
-        return {key.value: self.local_state(key) for key in SAVED}
+        return {key.value: self.state(key) for key in SAVED}
 
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""
@@ -105,12 +107,11 @@ class TrainingState(Primitives):
                 f"going on from the state of {ranks} ranks with roles.{self.context.role}.ranks = {own}",
             )
         base = self._load_frozen(self._begins_with)
-        if base:
-            assert self.config.lora is not None
+        if self.config.lora is not None:
             require_same(extra, self._frozen_digest, self.config.lora.scale, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            saved.take(key.value, [*self.local_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
+            saved.take(key.value, [*self.state(key), *(self.buffers() if key is StateKey.MASTER else ())])
         self.after_load({*SAVED, *base}, self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], ranks) == (type(self).__qualname__, own):
@@ -119,11 +120,6 @@ class TrainingState(Primitives):
                 {name.removeprefix("rank/"): value for name, value in of_rank.items() if name.startswith("rank/")}
             )
         return int(extra["optimizer_step"])
-
-
-def is_trained(name: str) -> bool:
-    """Whether a role with adapters trains the HF tensor of that name."""
-    return is_adapter(name) or name == VALUE_HEAD_WEIGHT
 
 
 def digest_of_frozen(chunks: Sequence[Chunk], group: ProcessGroup | None) -> str:

@@ -154,21 +154,22 @@ def _checksum_of_file(path: Path) -> int:
         return found
 
 
-def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
-    """The newest checkpoint that can be resumed, as far as can be known without reading its tensors. Partial ones are
-    skipped, and those that who read them found to be `damaged`."""
-    return next((path for path in _committed(run_dir) if (damaged.get(path) or _fault(path)) is None), None)
-
-
-def passed_over(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> dict[Path, str]:
-    """Checkpoints newer than `latest` that can no longer be resumed, newest first, each with what is wrong."""
-    found: dict[Path, str] = {}
+def newest_intact(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint that can be resumed, as far as can be known without reading its tensors; and those newer
+    than it, newest first, each with its fault. Partial checkpoints are skipped. `damaged` are checkpoints whose tensors
+    were read and found to be faulty."""
+    faults: dict[Path, str] = {}
     for path in _committed(run_dir):
         fault = damaged.get(path) or _fault(path)
         if fault is None:
-            break
-        found[path] = fault
-    return found
+            return path, faults
+        faults[path] = fault
+    return None, faults
+
+
+def latest(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> Path | None:
+    """The checkpoint of `newest_intact`."""
+    return newest_intact(run_dir, damaged=damaged)[0]
 
 
 def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
@@ -259,9 +260,10 @@ def _instead(directory: Path) -> str:
     """Say what a directory is instead of a checkpoint, and what to give; "" for a checkpoint that lacks a file."""
     if NAME.fullmatch(directory.name) or any(directory.glob(f"*/{index_file(0)}")):
         return ""
-    if newest := latest(directory):
+    newest, faults = newest_intact(directory)
+    if newest is not None:
         return f"{directory} is a run directory, not a checkpoint; use its newest checkpoint, {newest}"
-    for fault in passed_over(directory).values():
+    for fault in faults.values():
         return f"{directory} is a run directory without an intact checkpoint: {fault}"
     if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
         return (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ class CheckpointSource:
 
     def _slice(self, rank: int, saved: SavedBox, slices: tuple[slice, ...], *, whole: bool) -> torch.Tensor:
         path = self._directory / tensor_file(rank)
-        try:
+        with _reading(path):
             if rank not in self._files:
                 path.open("rb").close()  # safe_open takes any error for a missing file
                 self._files[rank] = safe_open(path, framework="pt")
@@ -107,11 +108,6 @@ class CheckpointSource:
                 return all_of_it
             # A tensor without dims has nothing to slice.
             values: torch.Tensor = handle.get_slice(saved.stored)[slices] if slices else handle.get_tensor(saved.stored)
-        except CheckpointError:
-            raise
-        except Exception as error:  # OSError, or the safetensors library's own
-            text = f"{path} cannot be read ({error}); resume from another checkpoint"
-            raise unusable(self._directory.parent, text) from error
         return values
 
 
@@ -177,7 +173,7 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
     directory = Path(role_dir)
     index = read_index(directory, rank)
     path = directory / tensor_file(rank)
-    try:
+    with _reading(path):
         path.open("rb").close()  # safe_open takes any error for a missing file
         with safe_open(path, framework="pt") as handle:
 
@@ -193,11 +189,19 @@ def read_extra(role_dir: str | Path, rank: int) -> dict[str, Any]:
                 return tensor
 
             extra: dict[str, Any] = revived(index.extra, sound)
+    return extra
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Run a block that reads a rank's file of a checkpoint. Raises CheckpointError for any error in it."""
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as error:  # OSError, or the safetensors library's own
-        raise unusable(directory.parent, f"{path} cannot be read ({error}); resume from another checkpoint") from error
-    return extra
+        text = f"{path} cannot be read ({error}); resume from another checkpoint"
+        raise unusable(path.parent.parent, text) from error
 
 
 def revived(value: Any, tensor_named: Callable[[str], torch.Tensor]) -> Any:

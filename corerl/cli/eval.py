@@ -120,14 +120,14 @@ def config_for(checkpoint: Path, given: Sequence[str]) -> Config:
 def with_checkpoint(what: Path, use: Callable[[Path], Result]) -> Result:
     """Call `use` with a run's newest checkpoint; if that is damaged, with the one before, and a line on stderr for each
     that is skipped. A path that is no run is passed on. Raises CheckpointError if all checkpoints are damaged."""
-    from corerl.checkpoint.commit import latest, passed_over
+    from corerl.checkpoint.commit import newest_intact
     from corerl.errors import CheckpointDamaged, CheckpointError
     from corerl.messages import LONGEST_LINE, shorten
 
     damaged: dict[Path, str] = {}
     printed: set[Path] = set()
     while True:
-        newest, lost = latest(what, damaged=damaged), passed_over(what, damaged=damaged)
+        newest, lost = newest_intact(what, damaged=damaged)
         if newest is None:
             for fault in lost.values():
                 raise CheckpointError(f"{what} is a run directory without an intact checkpoint: {fault}")

@@ -129,19 +129,19 @@ class RayGroup:
         return [results[member].value for member in pending.members]
 
     def answers(
-        self, pending: Pending, *, timeout: float | None = None, counted: CallCounts | None = None
+        self, pending: Pending, *, timeout: float | None = None, on_counts: CallCounts | None = None
     ) -> dict[int, Any]:
         """Each member's result or CorerlError, of those that answer within `timeout` seconds. A failure does not end
-        the other members. `counted` is called every few seconds with the members that have not answered, and how many
+        the other members. `on_counts` is called every few seconds with the members that have not answered, and how many
         parts of their calls have ended; None of one that does not report it."""
         members = dict(zip(pending.refs, pending.members, strict=True))
 
         def wait(seconds: float | None) -> tuple[list[Any], list[Any]]:
             return ray.wait(list(members), num_returns=len(members), timeout=seconds)
 
-        while counted is not None and (running := wait(COUNT_SECONDS)[1]):
+        while on_counts is not None and (running := wait(COUNT_SECONDS)[1]):
             counts = counts_of(pending, [members[ref] for ref in running])
-            counted({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
+            on_counts({members[ref]: counts[members[ref]][0] if members[ref] in counts else None for ref in running})
         return {members[ref]: self._answer(ref, members[ref], pending) for ref in wait(timeout)[0]}
 
     def ready(self, pending: Pending, timeout: float) -> bool:

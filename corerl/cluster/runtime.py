@@ -102,7 +102,7 @@ def _keep_token_private() -> None:
     """Let nobody else into the directory in which Ray keeps the token that its sockets demand: Ray, up to 2.60, leaves
     both readable for all users."""
     directory = Path.home() / ".ray"
-    with contextlib.suppress(OSError, RuntimeError):  # Ray says so if it needs a home to write to and there is none
+    with contextlib.suppress(OSError, RuntimeError):  # Ray says so if it needs a home directory that does not exist
         directory.mkdir(exist_ok=True)
         directory.chmod(stat.S_IRWXU)
 

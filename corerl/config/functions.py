@@ -17,7 +17,7 @@ SHOWN = 5  # functions of a module that are listed if it lacks the one in questi
 
 
 def imported(name: str, *, setting: str) -> Callable[..., Any]:
-    """The function that `name` refers to. If there is none, raises ConfigError with a message that begins with
+    """The function that `name` refers to. Raises ConfigError for any other name, with a message that begins with
     `setting`."""
     module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):

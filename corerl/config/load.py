@@ -136,7 +136,7 @@ def _apply(text: str, data: dict[str, Any]) -> Keys:
 
 
 def _keys(dotted: str) -> tuple[str, ...]:
-    """The parts of a dotted key; () if it is none."""
+    """The parts of a dotted key; () for any other text."""
     try:
         nested: Any = tomllib.loads(f"{dotted} = 0")  # handles quoted keys too
     except tomllib.TOMLDecodeError:

@@ -156,9 +156,9 @@ class ModelConfig:
         "model that reads pictures the text half is trained",
         default="",
     )
-    tower: Literal["frozen", "projector", "trained"] = option(
-        "what is trained of the parts that read pictures: nothing, what is between the tower and the text decoder, or "
-        "all; without model.pictures they stay as they are in model.path",
+    tower: Literal["frozen", "trained"] = option(
+        "whether the parts that read pictures are trained with the text decoder; without model.pictures they stay as "
+        "they are in model.path",
         default="frozen",
         needs="model.pictures",
     )

@@ -27,7 +27,7 @@ class Problem:
     keys: Keys
     text: str
     within: str = ""  # the setting inside `keys` that the value seems to be for
-    unknown: bool = False  # the key is none of its table's, nor similar to one
+    unknown: bool = False  # the key is not in its table, and similar to no key there
 
     def line(self, prefix: str = "") -> str:
         """The problem with its dotted path, below `prefix`."""

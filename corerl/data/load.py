@@ -43,7 +43,7 @@ def load_prompts(
 
 
 def require_source(source: str, *, setting: str = "data.source") -> None:
-    """Raise ConfigError if a source is neither generated nor a path, DataError if it is none that can be read; nothing
+    """Raise ConfigError if a source is neither generated nor a path, DataError if it cannot be read; nothing
     of it is read."""
     if source in GENERATED or is_pattern(source):
         return

@@ -126,18 +126,21 @@ class RowPrompts(PromptSource):
             ]
             if tally.counts
         )
-        if 0 < (without := unanswered.counts.total()) < size:
-            self.notices += (f"data: {without} of {size} prompts have no answer; the first: {unanswered.first}",)
-        elif without:
-            has = f"the first one has: {', '.join(self.prompt(0).fields)}"
-            line = (
-                f"data.answer_key: none of the {size} prompts of {rows.name} has an answer under {answer_key!r}; {has}"
-            )
-            if answers:
-                raise DataError(f"{line}{did_you_mean(answer_key, self.prompt(0).fields)}")
-            self.notices += (line,)
+        if unanswered.counts:
+            self.notices += (self._about_answers(unanswered, size, required=answers),)
         seen, self.asked = np.array(digests, dtype=np.uint64), np.array(asked, dtype=np.uint64)
         self.divide([split(seen, held_out_order(seen, seed), held_out=held_out, name=rows.name)])
+
+    def _about_answers(self, unanswered: Tally, size: int, *, required: bool) -> str:
+        """A line about rows without an answer. Raises DataError if no row has one, and that is `required`."""
+        if (without := unanswered.counts.total()) < size:
+            return f"data: {without} of {size} prompts have no answer; the first: {unanswered.first}"
+        key, fields = self._answer_key, self.prompt(0).fields
+        line = f"data.answer_key: none of the {size} prompts of {self._rows.name} has an answer under {key!r}"
+        line += f"; the first one has: {', '.join(fields)}"
+        if required:
+            raise DataError(line + did_you_mean(key, fields))
+        return line
 
     def _number(self, index: int) -> int:
         return index if self._numbers is None else int(self._numbers[index])

@@ -41,23 +41,23 @@ class Evaluations:
 
     @property
     def any_due(self) -> bool:
-        return any(self._due(held_out) for held_out, *_ in self.sampling.held_out)
+        return any(self._due(eval_set) for eval_set, *_ in self.sampling.eval_sets)
 
     def run(self, served: Callable[[Coroutine[Any, Any, Evaluation]], Evaluation], *, always: bool = False) -> None:
         """Evaluate on the sets of prompts that are due, or on all; `served` waits for one of these."""
-        due = [each for each in self.sampling.held_out if always or self._due(each[0])]
+        due = [each for each in self.sampling.eval_sets if always or self._due(each[0])]
         if not due:
             return
         found = []
-        for held_out, sampler, reward in due:
+        for eval_set, sampler, reward in due:
             with self.progress.phase("eval"):
-                found.append(served(evaluate(sampler, held_out, reward)))
+                found.append(served(evaluate(sampler, eval_set, reward)))
             if first := found[-1].first_failure:
                 failed = sum(found[-1].failures.values())
                 why = f"{failed} samples failed; the first: {first}" if failed else first
-                self.progress.notice(f"evaluation{f' of {held_out.name!r}' * bool(held_out.name)}: {why}")
+                self.progress.notice(f"evaluation{f' of {eval_set.name!r}' * bool(eval_set.name)}: {why}")
         shown = found[0].shown
-        if due[0] is self.sampling.held_out[0]:
+        if due[0] is self.sampling.eval_sets[0]:
             if _questions(self.before) != _questions(shown):  # the checkpoint's may be of other data
                 self.before = shown
             self.after = shown
@@ -71,10 +71,10 @@ class Evaluations:
             )
         )
 
-    def _due(self, held_out: EvalSet) -> bool:
-        if not held_out.every or self.sampling.sampler is None:
+    def _due(self, eval_set: EvalSet) -> bool:
+        if not eval_set.every or self.sampling.sampler is None:
             return False
         step = self.progress.steps_done
         if step == 0:
             return self.plan.eval.at_start
-        return step % held_out.every == 0 or step >= self.plan.run.steps
+        return step % eval_set.every == 0 or step >= self.plan.run.steps

@@ -28,7 +28,7 @@ from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes
+from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trains_tower
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -113,7 +113,8 @@ class _Saved:
             raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
         model, lora = config.model_of(role), config.lora_of(role)
         hf, source = hf_config(model), CheckpointSource(checkpoint / role, *WEIGHTS)
-        shapes = saved_shapes(hf, value_head=VALUE_HEAD_WEIGHT in source.shapes, lora=lora)
+        with_head = VALUE_HEAD_WEIGHT in source.shapes
+        shapes = saved_shapes(hf, value_head=with_head, lora=lora, tower=trains_tower(model, hf))
         require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
         return cls(
             directory=checkpoint / role,
@@ -149,7 +150,7 @@ class _Saved:
             tensors=self._tensors(dtype),
             generation=_generation(exported, model, end_tokens(tokenizer, model)),
             files=[*_of(tokens.tokenizer or tokens.path), *_of(model.path, PROCESSOR_FILES)],
-            kept=_kept(model, hf),
+            kept=_kept(model, hf, self.shapes),
             # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
             kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
             shard_bytes=SHARD_BYTES,
@@ -280,10 +281,10 @@ def _generation(config: PreTrainedConfig, model: ModelConfig, ends: Sequence[int
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _kept(model: ModelConfig, hf: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that the run did not read, unchanged."""
-    if reads_pictures(hf):  # and then from files
-        files, names = kept_files(model.path, hf)
+def _kept(model: ModelConfig, hf: PreTrainedConfig, trained: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a model's directory that are not `trained`, unchanged."""
+    if model.path and reads_pictures(hf):
+        files, names = kept_files(model.path, hf, trained)
         for name in names:
             shape = files.shape(name) or ()
             yield name, files.read(name, (0,) * len(shape), shape)

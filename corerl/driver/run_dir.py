@@ -18,7 +18,7 @@ from corerl.plan.resume import unwritable
 
 @contextmanager
 def occupied(run_dir: Path, *, make: bool = True) -> Iterator[None]:
-    """Lock the directory for this process, and `make` it first if there is none. Raises ConfigError if another run
+    """Lock the directory for this process, and `make` it first if it does not exist. Raises ConfigError if another run
     holds it, or it is not writable."""
     try:
         if make:

@@ -22,11 +22,14 @@ from corerl.event_loop import EventLoop, in_thread
 from corerl.observability.timing import SCORING
 from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
+from corerl.rollout.asynchronous import AsynchronousRollouts
+from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.evaluation import EvalSet
+from corerl.rollout.one_step_off import OneStepOffRollouts
+from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampled import AsynchronousRollouts, DynamicSampling, OrderedRollouts
 from corerl.rollout.sampler import Sampler, SamplerContext
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
 from corerl.rollout.source import Source
@@ -84,13 +87,13 @@ class Sampling:
 
     source: Source = field(init=False)
     # Those that have prompts; that of `data.held_out` comes first.
-    held_out: list[tuple[EvalSet, Sampler, AsyncScorer]] = field(init=False)
+    eval_sets: list[tuple[EvalSet, Sampler, AsyncScorer]] = field(init=False)
     _samplers: dict[bool, Sampler] = field(factory=dict, init=False)  # by whether their texts keep special tokens
 
     def __attrs_post_init__(self) -> None:
         start = self.plan.start
         self.restart(start.state if self.plan.run.trains else {}, start.resume)
-        self.held_out = [
+        self.eval_sets = [
             (each, self.sampler_of(each.rewarding), reward)
             for each, reward in zip(self.plan.eval_sets, self.rewards[1], strict=True)
             if self.fleet is not None and each.source.held_out_prompts()
@@ -106,7 +109,7 @@ class Sampling:
         kept, rollout, engine = rewarding.special_tokens, self.plan.rollout, self.plan.processes.engine
         assert self.fleet is not None
         if kept not in self._samplers:
-            self._samplers[kept] = rollout.sampler(
+            self._samplers[kept] = rollout.make_sampler(
                 SamplerContext(
                     tokenizer=rollout.tokenizer,
                     generate=self.fleet.generate,
@@ -141,7 +144,9 @@ def make_source(
 ) -> Source:
     """The source that samples."""
     settings = plan.settings
-    refill = DynamicSampling(useful=spread, attempts=plan.attempts, part=plan.spread_on) if plan.attempts else None
+    refill = None
+    if plan.max_replacements:
+        refill = DynamicSampling(useful=spread, max_replacements=plan.max_replacements, part=plan.spread_on)
     by_prompt = settings.source in ("streamed", "asynchronous")
     fields: dict[str, Any] = {
         "stream": PromptStream(plan.prompts, plan.seed, check=plan.check, notify=progress.notice),
@@ -156,6 +161,8 @@ def make_source(
         "on_progress": partial(progress.count, GENERATED) if by_prompt else None,
     }
     if settings.source == "asynchronous":
-        waits = settings.stale == "wait"
-        return AsynchronousRollouts(max_staleness=settings.max_staleness, waits=waits, **fields)
-    return OrderedRollouts(ahead=settings.source == "one-step-off", singly=settings.source == "streamed", **fields)
+        wait = settings.stale == "wait"
+        return AsynchronousRollouts(max_staleness=settings.max_staleness, wait_for_stale=wait, **fields)
+    if settings.source == "one-step-off":
+        return OneStepOffRollouts(**fields)
+    return OrderedRollouts(singly=settings.source == "streamed", **fields)

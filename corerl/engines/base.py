@@ -18,6 +18,9 @@ from corerl.weights.transport import Address
 
 UNLIMITED = np.iinfo(np.int64).max
 
+REQUEST_ROWS = ("noise_keys", "response_lengths", "answered", "limits")  # fields of a request that are [R]
+GENERATION_ROWS, GENERATION_TOKENS = ("truncated", "unfinished"), ("tokens", "logprobs", "versions")  # [R]; [m]
+
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
 
 
@@ -89,12 +92,9 @@ class GenerateRequest:
             self,
             tokens=self.tokens[tokens],
             offsets=offsets,
-            noise_keys=self.noise_keys[rows],
-            response_lengths=self.response_lengths[rows],
-            answered=self.answered[rows],
-            limits=self.limits[rows],
             picture=picture,
             pictures=pictures,
+            **{name: getattr(self, name)[rows] for name in REQUEST_ROWS},
         )
 
     @property
@@ -107,15 +107,10 @@ class GenerateRequest:
         """The rows of several requests with the same parameters, in order."""
         picture, pictures = all_shown([(part.picture, part.pictures) for part in parts])
         return cls(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
-            noise_keys=np.concatenate([part.noise_keys for part in parts]),
             params=parts[0].params,
-            response_lengths=np.concatenate([part.response_lengths for part in parts]),
-            answered=np.concatenate([part.answered for part in parts]),
-            limits=np.concatenate([part.limits for part in parts]),
             picture=picture,
             pictures=pictures,
+            **_joined(parts, "tokens", *REQUEST_ROWS),
         )
 
 
@@ -157,14 +152,15 @@ class Generation:
         """The rows of several generations, in order."""
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
         return cls(
-            tokens=np.concatenate([part.tokens for part in parts]),
-            offsets=offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            versions=np.concatenate([part.versions for part in parts]),
-            truncated=np.concatenate([part.truncated for part in parts]),
             routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
-            unfinished=np.concatenate([part.unfinished for part in parts]),
+            **_joined(parts, *GENERATION_TOKENS, *GENERATION_ROWS),
         )
+
+
+def _joined(parts: Sequence[GenerateRequest] | Sequence[Generation], *names: str) -> dict[str, Any]:
+    """The named fields of the parts, concatenated, and their offsets."""
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return {**joined, "offsets": offsets_of(np.concatenate([np.diff(part.offsets) for part in parts]))}
 
 
 @frozen(kw_only=True)

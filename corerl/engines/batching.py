@@ -15,29 +15,29 @@ from corerl.engines.continuation import split
 
 T = TypeVar("T")
 
-Count = Callable[[int], None]  # called with how many rows of a request have ended
-Call = Callable[[GenerateRequest, Count | None], Awaitable[Generation | None]]  # None: the engine has died
+OnRowsEnded = Callable[[int], None]  # called with how many rows of a request have ended
+Call = Callable[[GenerateRequest, OnRowsEnded | None], Awaitable[Generation | None]]  # None: the engine has died
 
 
 @frozen(kw_only=True, eq=False)
 class _Waiting:
     number: int
     request: GenerateRequest
-    counted: Count | None
+    on_ended: OnRowsEnded | None
     answer: asyncio.Future[Generation | None]
 
 
 class Batcher:
     """The requests of one engine. For coroutines of one event loop."""
 
-    def __init__(self, call: Call, *, calls: int, width: int, idle: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, call: Call, *, calls: int, width: int, on_free_slot: Callable[[], None] = lambda: None) -> None:
         """At most `calls` at once, each of requests with the same parameters and of at most `width` rows together; one
-        request is never divided. `idle` is called whenever a call has ended, and another could begin if anything
-        waited."""
+        request is never divided. `on_free_slot` is called whenever a call has ended, and another could begin if any
+        request waited."""
         self._call = call
         self._calls = calls
         self.width = width
-        self._on_idle = idle
+        self._on_free_slot = on_free_slot
         self._waiting: list[_Waiting] = []  # lowest number first
         self._sending: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -45,12 +45,12 @@ class Batcher:
         self._held = False
 
     async def generate(
-        self, request: GenerateRequest, *, number: int, counted: Count | None = None
+        self, request: GenerateRequest, *, number: int, on_ended: OnRowsEnded | None = None
     ) -> Generation | None:
         """What the engine answers; None if it died before. Those with the lowest `number` go first; a request whose
-        task is cancelled is not sent, if it has not been. `counted` is called only while no other shares the call."""
+        task is cancelled is not sent, if it has not been. `on_ended` is called only while no other shares the call."""
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(number=number, request=request, counted=counted, answer=loop.create_future())
+        waiting = _Waiting(number=number, request=request, on_ended=on_ended, answer=loop.create_future())
         insort(self._waiting, waiting, key=lambda each: each.number)
         loop.call_soon(self._send)  # after what other tasks ask for at this moment
         try:
@@ -67,20 +67,20 @@ class Batcher:
         self._held = False
         self._send()
 
-    def abandon(self) -> None:
-        """Answer None to all that wait to be sent."""
+    def hand_back_all(self) -> None:
+        """Answer None to all requests that wait to be sent, so that they are routed again."""
         for waiting in self._waiting:
-            _give_up(waiting)
+            _hand_back(waiting)
         self._waiting = []
 
     @property
     def rows_waiting(self) -> int:
         return sum(len(each.request) for each in self._waiting)
 
-    def give_up_first(self) -> None:
+    def hand_back_first(self) -> None:
         """Answer None to the request that would be sent next, if there is one."""
         if self._waiting:
-            _give_up(self._waiting.pop(0))
+            _hand_back(self._waiting.pop(0))
 
     async def idle(self) -> None:
         """Wait until no call is in progress."""
@@ -100,7 +100,7 @@ class Batcher:
             self._idle.set()
         self._send()
         if not self._waiting and not self._held:
-            self._on_idle()
+            self._on_free_slot()
 
     def _taken(self) -> list[_Waiting]:
         """The first request and others that fit into the same call; fewer if other calls could begin too."""
@@ -119,7 +119,7 @@ class Batcher:
 
     async def _generate(self, taken: list[_Waiting]) -> Sequence[Generation | None]:
         if len(taken) == 1:
-            return [await self._call(taken[0].request, taken[0].counted)]
+            return [await self._call(taken[0].request, taken[0].on_ended)]
         requests = [each.request for each in taken]
         generated = await self._call(GenerateRequest.concatenate(requests), None)
         return [None] * len(taken) if generated is None else split(generated, requests)
@@ -145,6 +145,6 @@ async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awa
             answer.set_result(result)
 
 
-def _give_up(waiting: _Waiting) -> None:
+def _hand_back(waiting: _Waiting) -> None:
     if not waiting.answer.done():  # its task was cancelled
         waiting.answer.set_result(None)

@@ -5,31 +5,25 @@ from __future__ import annotations
 import numpy as np
 from attrs import evolve
 
-from corerl.engines.base import GenerateRequest, Generation
-from corerl.types import Array, IntArray, offsets_of, only_shown
+from corerl.engines.base import GENERATION_ROWS, GENERATION_TOKENS, GenerateRequest, Generation
+from corerl.types import Array, IntArray, offsets_of, rows_at
 
 
 def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
     """Request the rows that `generation` left unfinished, their responses so far appended to the prompts. Noise keys
     are kept: under the same weights, the same tokens follow as without the interruption."""
     rows = np.flatnonzero(generation.unfinished)
-    prompts, responses = request.by_row(), _split(generation.tokens, generation.offsets)
-    parts = [np.concatenate([prompts[row], responses[row]]) for row in rows]
-    columns = _split(request.picture, request.offsets)
-    column, pictures = only_shown(
-        np.concatenate([np.zeros(0, np.int32), *(_longer(columns[row], len(responses[row])) for row in rows)]),
-        request.pictures,
-    )
-    return GenerateRequest(
-        tokens=np.concatenate([np.zeros(0, dtype=np.int64), *parts]),
-        offsets=offsets_of([len(part) for part in parts]),
-        noise_keys=request.noise_keys[rows],
-        params=request.params,
-        response_lengths=(request.response_lengths + np.diff(generation.offsets))[rows],
-        answered=(request.answered + np.diff(generation.offsets))[rows],
-        limits=request.limits[rows],
-        picture=column,
-        pictures=pictures,
+    prompts = request.take_rows(rows)
+    sampled, offsets = rows_at(generation.offsets, rows)
+    lengths = np.diff(offsets)
+    ends = np.repeat(prompts.offsets[1:], lengths)  # where each sampled token is inserted
+    return evolve(
+        prompts,
+        tokens=np.insert(prompts.tokens, ends, generation.tokens[sampled]),
+        offsets=prompts.offsets + offsets,
+        response_lengths=prompts.response_lengths + lengths,
+        answered=prompts.answered + lengths,
+        picture=np.insert(prompts.picture, ends, 0),
     )
 
 
@@ -53,15 +47,11 @@ def append(request: GenerateRequest, generation: Generation, more: Generation) -
         values[rows] = getattr(more, name)
         return values
 
-    tokens = per_token("tokens")
     return Generation(
-        tokens=np.concatenate(tokens),
-        offsets=offsets_of([len(row) for row in tokens]),
-        logprobs=np.concatenate(per_token("logprobs")),
-        versions=np.concatenate(per_token("versions")),
-        truncated=per_row("truncated"),
-        unfinished=per_row("unfinished"),
+        offsets=offsets_of([len(row) for row in per_token("tokens")]),
         routed_experts=_experts(request, generation, more, follows),
+        **{name: np.concatenate(per_token(name)) for name in GENERATION_TOKENS},
+        **{name: per_row(name) for name in GENERATION_ROWS},
     )
 
 
@@ -74,13 +64,10 @@ def split(generation: Generation, requests: list[GenerateRequest]) -> list[Gener
         count = len(request.tokens) + int(high - low)
         parts.append(
             Generation(
-                tokens=generation.tokens[low:high],
                 offsets=generation.offsets[row : row + len(request) + 1] - low,
-                logprobs=generation.logprobs[low:high],
-                versions=generation.versions[low:high],
-                truncated=generation.truncated[row : row + len(request)],
-                unfinished=generation.unfinished[row : row + len(request)],
                 routed_experts=None if routed is None else routed[token : token + count],
+                **{name: getattr(generation, name)[low:high] for name in GENERATION_TOKENS},
+                **{name: getattr(generation, name)[row : row + len(request)] for name in GENERATION_ROWS},
             )
         )
         row, token = row + len(request), token + count
@@ -113,10 +100,6 @@ def _experts(
             part = whole
         parts.append(part)
     return np.concatenate(parts)
-
-
-def _longer(column: Array, count: int) -> Array:
-    return np.concatenate([column, np.zeros(count, column.dtype)])
 
 
 def _split(values: Array, offsets: IntArray) -> list[Array]:

@@ -39,16 +39,16 @@ class FakeEngine(Engine):
             ]
             noise = np.zeros(rows, dtype=np.int64) if params.greedy else request.noise_keys
             keys = hash_keys(version, np.array([hash_keys(*prompt)[0] for prompt in prompts]), noise)
-            while not self._serving.paused and (drawing := ~finished & (sizes < request.left)).any():
+            while not self._serving.paused and (active := ~finished & (sizes < request.left)).any():
                 step = int(sizes.max())
-                drawn = hash_keys(keys, request.response_lengths + step)
-                tokens[:, step] = drawn % self._vocab
+                sampled = hash_keys(keys, request.response_lengths + step)
+                tokens[:, step] = sampled % self._vocab
                 # Not a real log-prob, but different at every token, so that a misaligned column is noticed.
-                logprobs[:, step] = -((drawn >> 8) % 1024) / 256
-                sizes += drawing
-                stopped = drawing & np.isin(tokens[:, step], params.stop_tokens)
+                logprobs[:, step] = -((sampled >> 8) % 1024) / 256
+                sizes += active
+                stopped = active & np.isin(tokens[:, step], params.stop_tokens)
                 finished |= stopped
-                if ended := int((drawing & (stopped | (sizes == request.left))).sum()):
+                if ended := int((active & (stopped | (sizes == request.left))).sum()):
                     on_finished(ended)
         chosen = np.arange(params.max_tokens) < sizes[:, None]
         return Generation(

@@ -17,13 +17,13 @@ from attrs import define, field
 
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received
-from corerl.engines.batching import Batcher, Count
+from corerl.engines.batching import Batcher, OnRowsEnded
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
 from corerl.errors import CorerlError, EngineFailed, ResizeFailed, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
-from corerl.types import IntArray
+from corerl.types import IntArray, OnProgress
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
@@ -31,7 +31,6 @@ STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
 
-Counted = Callable[[int, int], None]  # called with how many are done, and how many there are
 CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers` calls it
 
 
@@ -43,7 +42,7 @@ class Processes(Protocol):
     def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
     def ready(self, pending: Any, timeout: float) -> bool: ...
     def answers(
-        self, pending: Any, *, timeout: float | None = None, counted: CallCounts | None = None
+        self, pending: Any, *, timeout: float | None = None, on_counts: CallCounts | None = None
     ) -> dict[int, Any]: ...
     def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
     def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
@@ -120,8 +119,8 @@ class EngineFleet:
         self._calls_in_progress = 0
         self._router: PrefixRouter[Replica] = PrefixRouter()
         self._numbers = itertools.count()  # of requests
-        self._pauses = 0  # so far
-        self._paused = False
+        self._pauses_begun = 0  # by `pause`, so far
+        self._pauses_ended = 0  # by `resume`; fewer than have begun while the fleet is paused
         self._replacing = False  # while True, no engine is called
         self._replicas: list[Replica] = []  # in the order of their processes
         self._replicas = [self._replica(assignment, len(assignments)) for assignment in assignments]
@@ -134,7 +133,7 @@ class EngineFleet:
     def _replica(self, assignment: EngineAssignment, replicas: int, *, restarts: int = 0) -> Replica:
         replica = Replica(assignment=assignment, restarts=restarts)
         call = functools.partial(self._call, replica)
-        replica.batcher = Batcher(call, calls=self._calls, width=self._width(replicas), idle=self._relieve)
+        replica.batcher = Batcher(call, calls=self._calls, width=self._width(replicas), on_free_slot=self._relieve)
         return replica
 
     def start(self) -> Future[dict[str, CorerlError]]:
@@ -186,7 +185,7 @@ class EngineFleet:
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        on_progress: Counted | None = None,
+        on_progress: OnProgress | None = None,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Generation:
         """Complete the rows, in the request's order, spread over the replicas by `PrefixRouter`; those that `pause`
@@ -201,7 +200,7 @@ class EngineFleet:
         self,
         request: GenerateRequest,
         number: int,
-        on_progress: Counted | None,
+        on_progress: OnProgress | None,
         on_tokens: Callable[[Generation], None] | None,
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
@@ -212,18 +211,18 @@ class EngineFleet:
         async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
             share = request.take_rows(own) if len(rows) > 1 else request
 
-            def counted(done: int) -> None:
+            def on_ended(done: int) -> None:
                 ended[replica] = done
                 if on_progress is not None:
                     on_progress(sum(ended.values()), len(request))
 
             generated = await replica.batcher.generate(
-                share, number=number, counted=None if on_progress is None else counted
+                share, number=number, on_ended=None if on_progress is None else on_ended
             )
             over(replica)
             if generated is None:  # it died: others sample the same
                 return await self._divided(share, number, None, on_tokens)
-            counted(len(share) - int(generated.unfinished.sum()))
+            on_ended(len(share) - int(generated.unfinished.sum()))
             if len(self) > 1:
                 self._router.remember(replica, share, generated)
             if on_tokens is not None:
@@ -233,21 +232,23 @@ class EngineFleet:
             return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
-        with self._router.counted({replica: len(own) for replica, own in rows.items()}) as over:
+        with self._router.in_progress({replica: len(own) for replica, own in rows.items()}) as over:
             parts = await asyncio.gather(*(generate_on(replica, own, over) for replica, own in rows.items()))
         return in_order(request, list(zip(rows.values(), parts, strict=True)))
 
-    async def _call(self, replica: Replica, request: GenerateRequest, counted: Count | None) -> Generation | None:
+    async def _call(
+        self, replica: Replica, request: GenerateRequest, on_ended: OnRowsEnded | None
+    ) -> Generation | None:
         """One call of a replica; None if it died."""
 
         def on_counts(counts: Mapping[int, int | None]) -> None:
             for ended in counts.values():
-                if counted is not None and ended is not None:
-                    counted(ended)
+                if on_ended is not None and ended is not None:
+                    on_ended(ended)
 
-        counts = None if counted is None else on_counts
+        counts = None if on_ended is None else on_counts
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
-        pauses = self._pauses - self._paused  # that have ended; any other interrupts this call
+        pauses_ended = self._pauses_ended
         try:
             if replica.state is not State.SERVING:  # lost while the request waited
                 return None
@@ -256,7 +257,8 @@ class EngineFleet:
         finally:
             self._route()
         generated: Generation | None = answers.get(replica)
-        if generated is None or pauses != self._pauses or replica not in self._replicas:
+        interrupted = self._pauses_begun > pauses_ended  # by a pause that has not ended before the call
+        if generated is None or interrupted or replica not in self._replicas:
             return generated
         if unfinished := int(generated.unfinished.sum()):
             raise EngineFailed(
@@ -294,8 +296,7 @@ class EngineFleet:
     async def pause(self) -> None:
         """Stop generating until `resume`; returns when nothing is being generated. Each process needs a thread for this
         besides those that generate."""
-        self._pauses += 1
-        self._paused = True
+        self._pauses_begun += 1
         self._route()
         await in_thread(functools.partial(self._ask_all, "pause"), name="pause")
         for each in self._replicas:
@@ -303,8 +304,12 @@ class EngineFleet:
 
     async def resume(self) -> None:
         await in_thread(functools.partial(self._ask_all, "resume"), name="resume")
-        self._paused = False
+        self._pauses_ended = self._pauses_begun
         self._route()
+
+    @property
+    def _paused(self) -> bool:
+        return self._pauses_begun > self._pauses_ended
 
     async def reset(self) -> None:
         """Interrupt all generation, whose callers are gone, as is whoever has paused the fleet."""
@@ -312,27 +317,32 @@ class EngineFleet:
         await self.resume()
 
     def _relieve(self) -> None:
-        """A replica has nothing to do: route the request that waits longest for the busiest one again."""
+        """A replica could answer another request: route again the one that waits longest for the busiest replica."""
         busiest = max((each.batcher for each in self._replicas), key=lambda batcher: batcher.rows_waiting)
         if not (self._paused or self._replacing):
-            busiest.give_up_first()
+            busiest.hand_back_first()
 
     def _route(self, *, forget: bool = False) -> None:
-        """Route requests to the replicas that serve now. What waits for another one is routed again, and if more serve
-        than before, all that waits. `forget` drops the prefixes that replicas have read. In the event loop's thread."""
+        """Route requests to the replicas that serve now. A request that waits for a replica that serves no more is
+        routed again; if more replicas serve than before, every waiting request is. `forget` drops the prefixes that
+        replicas have read. In the event loop's thread."""
         if forget:
             self._router.forget()
         before, self._routed = self._routed, [each for each in self._replicas if each.state is State.SERVING]
         more = not set(before).issuperset(self._routed)
         for each in dict.fromkeys([*before, *self._replicas]):
             if more or each not in self._routed:
-                each.batcher.abandon()
+                each.batcher.hand_back_all()
             if self._paused or self._replacing:
                 each.batcher.hold()
             else:
                 each.batcher.go_on()
-        _set(self._serving, bool(self._routed))
-        _set(self._lost, not self._routed)
+        if self._routed:
+            self._serving.set()
+            self._lost.clear()
+        else:
+            self._serving.clear()
+            self._lost.set()
 
     def _apply_changes(self, *, forget: bool = False) -> None:
         """Run `_route` in the event loop, from the thread that updates weights, and wait for it."""
@@ -384,7 +394,7 @@ class EngineFleet:
         with self._changing:
             old.died(died_of)
             new.died(died_of)  # it gets no calls until it is ready
-            self._replicas[index] = new  # before the old process ends: its death is none of the new one's
+            self._replicas[index] = new  # before the old process ends, whose death is not the new replica's
         try:
             self.processes.replace(index, (new.assignment,))
         except CorerlError as error:
@@ -413,17 +423,17 @@ class EngineFleet:
         raise error
 
     def _ask(
-        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], counted: CallCounts | None = None
+        self, method: str, arguments: Mapping[Replica, tuple[Any, ...]], on_counts: CallCounts | None = None
     ) -> dict[Replica, Any]:
-        """Return the answers of the live replicas; note which ones died. On any other failure, or when a dead replica's
-        restarts are used up, kill all processes and raise the error. Replicas that have been replaced or ended are not
-        asked, and if that happens meanwhile, how their calls fail does not matter."""
+        """Return the answers of the live replicas, and mark those that died. On any other failure, or when a dead
+        replica's restarts are used up, kill all processes and raise the error. Replicas that were replaced or ended are
+        not called; if that happens during their call, its failure is ignored."""
         try:
             with self._changing:
                 self._calls_in_progress += 1
                 asked = {index: each for index, each in enumerate(self._replicas) if each in arguments}
                 pending = self.processes.start_some(method, {index: arguments[each] for index, each in asked.items()})
-            found = self.processes.answers(pending, counted=counted)
+            found = self.processes.answers(pending, on_counts=on_counts)
         except WorkerDied as gone:  # none can be asked any more
             raise self._failure or gone from None
         finally:
@@ -453,11 +463,11 @@ class EngineFleet:
 
     def resize(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Start or end processes, so that there is one for each assignment, in its slot (as `RayGroup` takes them).
-        Those that stay keep their assignments, and may be sampling meanwhile.
+        Replicas that stay keep their assignments, and may be sampling meanwhile.
 
-        New ones are awake, and serve once an update has reached them. If one does not start, it remains as it was, and
-        a ResizeFailed says so. Of more than are wanted, the last ones end, dead or alive; others continue their
-        rows, and the samples are the same."""
+        New replicas are awake, and serve once an update has reached them. If any does not start, the fleet stays as it
+        was, and ResizeFailed is raised. If there are too many replicas, the last ones end, dead or alive; the
+        others continue their rows, and the samples are the same."""
         if len(assignments) > len(self):
             self._add(assignments[len(self) :], slots[len(self) :])
         elif len(assignments) < len(self):
@@ -465,7 +475,7 @@ class EngineFleet:
 
     def reassign(self, assignments: Sequence[EngineAssignment], slots: Sequence[Any]) -> None:
         """Give processes of a lost machine, which `replace` restarts, other slots and assignments; those that live
-        keep theirs. Of more than are given the last ones end, as in `resize`."""
+        keep theirs. If there are fewer assignments than replicas, the last replicas end, as in `resize`."""
         if len(assignments) < len(self):
             self._end_last(len(self) - len(assignments))
         with self._changing:
@@ -573,13 +583,6 @@ async def _done(work: concurrent.futures.Future[Any]) -> None:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     work.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
     await ended.wait()
-
-
-def _set(event: asyncio.Event, value: bool) -> None:
-    if value:
-        event.set()
-    else:
-        event.clear()
 
 
 def _received(answer: Received | CorerlError) -> Received:

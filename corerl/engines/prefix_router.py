@@ -68,7 +68,7 @@ class PrefixRouter(Generic[Replica]):
         return {replica: np.array(sorted(rows)) for replica, rows in zip(replicas, given, strict=True) if rows}
 
     @contextmanager
-    def counted(self, rows: Mapping[Replica, int]) -> Iterator[Callable[[Replica], None]]:
+    def in_progress(self, rows: Mapping[Replica, int]) -> Iterator[Callable[[Replica], None]]:
         """Count these rows per replica as in progress; yields a function that ends that for one replica early."""
         left = dict(rows)
         self._busy.update(left)

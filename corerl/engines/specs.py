@@ -31,6 +31,7 @@ TRANSFORMERS = EngineSpec(
     api=(2, 0),
     summary="transformers' own generate(), on CPU or GPU",
     adapters=True,
+    pictures=True,
 )
 FAKE = EngineSpec(
     implementation="corerl.engines.fake:FakeEngine",

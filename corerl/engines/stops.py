@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from attrs import evolve
 
-from corerl.engines.base import GenerateRequest, Generation, OnFinished, ignore
+from corerl.engines.base import GENERATION_TOKENS, GenerateRequest, Generation, OnFinished, ignore
 from corerl.engines.continuation import append, continued
 from corerl.models.tokenizer import plain, special_tokens
 from corerl.types import IntArray, offsets_of
@@ -157,10 +157,8 @@ def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Gen
     chosen = _first(sizes, kept)
     return evolve(
         generated,
-        tokens=generated.tokens[chosen],
+        **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
         offsets=offsets_of(kept),
-        logprobs=generated.logprobs[chosen],
-        versions=generated.versions[chosen],
         truncated=generated.truncated & ~stopped & ~goes_on,
         unfinished=(generated.unfinished & ~stopped) | goes_on,
         routed_experts=experts,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -44,8 +45,11 @@ from corerl.models.lora import put_adapters
 from corerl.models.names import hf_boxes
 from corerl.models.parts import parts_of
 from corerl.models.routing import routers
+from corerl.models.towers import Features, Tower, in_parts
 from corerl.ops.noise import gumbel
-from corerl.types import Array, BoolArray, offsets_of
+from corerl.pictures import Picture
+from corerl.plugin.pictures import picture_inputs
+from corerl.types import PICTURE, Array, BoolArray, MicroBatch, offsets_of
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
@@ -62,7 +66,11 @@ class TransformersEngine(Engine):
         self._device = torch.device(context.device)
         hf = hf_config(model)
         attention = own_attention(hf) if options.attention == "auto" else options.attention
-        self._model = build_on_meta(hf, dtype=getattr(torch, context.precision), attention=attention)
+        inputs = picture_inputs(model)
+        self._model = build_on_meta(
+            hf, dtype=getattr(torch, context.precision), attention=attention, pictures=inputs is not None
+        )
+        self._tower = None if inputs is None else Tower(parts_of(self._model).decoder, inputs)
         if context.lora is not None:
             put_adapters(self._model, context.lora, dtype=getattr(torch, context.precision))
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
@@ -90,11 +98,14 @@ class TransformersEngine(Engine):
 
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
+        encoded: dict[str, Features] = {}  # by the picture's id
         with self._serving.generating() as version:
             for start, end in pairwise(self._bounds(request)):
                 rows = request.row_range(start, end)
                 done.append(
-                    _left_out(rows, done[:1]) if self._serving.paused else self._generate(rows, version, on_finished)
+                    _left_out(rows, done[:1])
+                    if self._serving.paused
+                    else self._generate(rows, version, on_finished, encoded)
                 )
         return Generation.concatenate(done)
 
@@ -106,13 +117,13 @@ class TransformersEngine(Engine):
         return [*(at for start, end in parts for at in range(start, end, size)), len(request)]
 
     @torch.inference_mode()
-    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
+    def _generate(
+        self, request: GenerateRequest, version: int, on_finished: OnFinished, encoded: MutableMapping[str, Features]
+    ) -> Generation:
         params = request.params
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
         mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
-        tokens = np.full(mask.shape, PAD, dtype=np.int64)
-        tokens[mask] = request.tokens
         keys, sampled, left = (
             torch.tensor(each, device=self._device)
             for each in (request.noise_keys, request.response_lengths, request.left)
@@ -120,10 +131,9 @@ class TransformersEngine(Engine):
         sampling = SampleToken(keys, sampled, params, vocabulary=self._vocabulary)
         routes = Routes(self._routers if params.routed_experts else [])
         generate: Any = self._model.generate  # its decorator hides that it is callable
-        with routes:
+        with routes, self._prompts(request, mask, encoded) as prompts:
             sequences = generate(
-                input_ids=torch.tensor(tokens, device=self._device),
-                attention_mask=torch.tensor(mask, dtype=torch.int64, device=self._device),
+                **prompts,
                 logits_processor=LogitsProcessorList([sampling]),
                 stopping_criteria=StoppingCriteriaList(
                     [Halt(width + left, params.stop_tokens, self._serving, on_finished)]
@@ -152,6 +162,54 @@ class TransformersEngine(Engine):
             routed_experts=routes.of(mask, chosen),
             unfinished=~finished & (sizes < request.left),
         )
+
+    @contextmanager
+    def _prompts(
+        self, request: GenerateRequest, mask: BoolArray, encoded: MutableMapping[str, Features]
+    ) -> Iterator[dict[str, Any]]:
+        """The arguments of `generate` for the prompts, whose places in padded rows `mask` [R, width] marks. Within the
+        block the model's tower gives `encoded`, to which the pictures that are not yet there are added."""
+        cells = torch.tensor(mask, device=self._device)
+
+        def padded(values: torch.Tensor, fill: int) -> torch.Tensor:
+            """[..., n] -> [..., R, width]"""
+            rows = values.new_full((*values.shape[:-1], *cells.shape), fill)
+            rows[..., cells] = values
+            return rows
+
+        tokens, tower, seen = torch.tensor(request.tokens, device=self._device), self._tower, None
+        positions = np.concatenate([np.arange(length) for length in np.diff(request.offsets)])
+        if tower is not None:
+            micro = MicroBatch(
+                tokens=request.tokens,
+                positions=positions,
+                cu_seqlens=request.offsets,
+                lengths=np.diff(request.offsets),
+                samples=np.arange(len(request)),
+                columns={PICTURE: request.picture},
+            )
+            seen = tower.seen(micro, self._features(tower, request.pictures, encoded), self._device)
+            tokens = tower.shown(tokens, seen)
+        prompts = {"input_ids": padded(tokens, PAD), "attention_mask": cells.long()}
+        if tower is None or seen is None:
+            yield prompts
+            return
+        numbered = tower.positions(tokens, torch.tensor(positions, device=self._device), request.offsets, seen)
+        if len(numbered) > 1:  # else `generate` numbers them
+            prompts["position_ids"] = padded(numbered[:, 0], 0)
+        prompts |= tower.kinds_of_tokens(padded(seen.slots, False))
+        with tower.showing([each for own in seen.features for each in own]) as shown:
+            yield prompts | shown
+
+    def _features(
+        self, tower: Tower, pictures: Sequence[Picture], encoded: MutableMapping[str, Features]
+    ) -> dict[int, Features]:
+        """What the tower makes of the pictures, by their numbers in the column `picture`."""
+        new = {picture.id: picture for picture in pictures if picture.id not in encoded}
+        for names in in_parts(new):
+            features = tower.encode([new[name] for name in names], self._device)
+            encoded.update(zip(names, features, strict=True))
+        return {number: encoded[picture.id] for number, picture in enumerate(pictures, start=1)}
 
     def pause(self) -> None:
         self._serving.pause()

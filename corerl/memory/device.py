@@ -53,7 +53,7 @@ class DeviceMeter:
         self._processes = Nvml.open(device) if device.type == "cuda" else None
 
     def held(self, tensors: Iterable[torch.Tensor]) -> Held:
-        """Measure the device. On a CPU, where a process's tensors cannot be told from its other memory, count the
+        """Measure the device. On a CPU, where a process's tensors cannot be separated from its other memory, count the
         distinct storages of `tensors`."""
         if self._device.type != "cuda":
             size = resident_bytes(tensors)
@@ -87,7 +87,7 @@ class Nvml:
 
     @classmethod
     def open(cls, device: torch.device) -> Nvml | None:
-        """Load the library for this device; None if there is none, or it does not know the device."""
+        """Load the library for this device; None if it is not installed, or does not know the device."""
         try:
             library = ctypes.CDLL("libnvidia-ml.so.1")
             _ = library.nvmlDeviceGetComputeRunningProcesses_v3  # not in drivers before 510

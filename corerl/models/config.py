@@ -78,6 +78,8 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
             f"model.path={model.path!r} is quantized ({method}), which CoreRL does not support; use the original model "
             "in 16 or 32 bits"
         )
+    if model.pictures and (seeing := MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)):
+        config.architectures = [seeing]  # some types have a causal class too, which reads text alone
     # A config made from fields names no architecture, and no engine can load an export without one.
     config.architectures = [class_name(config)]
     # Without pictures these parts would be in no checkpoint, and no export would load.

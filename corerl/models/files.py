@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from corerl.config.schema import LoraConfig, ModelConfig
 from corerl.errors import ModelError
-from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta, build_tower
 from corerl.models.initial import RandomSource, adapter_initials, initials
 from corerl.models.lora import PeftFiles, put_adapters
 from corerl.models.names import peft_names, shapes_of
@@ -92,11 +92,13 @@ def untied_head(config: PreTrainedConfig, directory: str | Path) -> str:
     return _untied_heads[key]
 
 
-def kept_files(directory: str | Path, config: PreTrainedConfig) -> tuple[ModelFiles, list[str]]:
-    """The files of a model that reads pictures, and the names of the tensors in them that a run on text neither reads
-    nor trains, like those of a vision tower. An export copies them."""
+def kept_files(
+    directory: str | Path, config: PreTrainedConfig, trained: Iterable[str] = ()
+) -> tuple[ModelFiles, list[str]]:
+    """The files of a model that reads pictures, and the names of the tensors in them that are none of the text
+    decoder's, nor `trained`, like those of a vision tower that is not. An export copies them."""
     files, model = model_files(directory, config), meta_model(config)
-    return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT], model)
+    return files, files.others([*shapes_of(model), VALUE_HEAD_WEIGHT, *trained], model)
 
 
 def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, Any]:
@@ -149,6 +151,17 @@ def _meta_model(asked: Described, value_head: bool, lora: LoraConfig | None) -> 
     if lora is not None:
         put_adapters(model, lora, dtype=torch.float32)
     return model
+
+
+def shapes_of_tower(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor by HF name of what reads the pictures of `config`'s model. Raises ModelError as
+    `shapes_of` does."""
+    return dict(_shapes_of_tower(Described.of(config)))
+
+
+@functools.lru_cache(META_MODELS)
+def _shapes_of_tower(asked: Described) -> dict[str, tuple[int, ...]]:
+    return shapes_of(build_tower(asked.config, dtype=torch.float32))
 
 
 def ties(model: PreTrainedModel) -> dict[str, str]:
@@ -227,5 +240,5 @@ def initial_source(
         head = {name: shape for name, shape in shapes.items() if name == VALUE_HEAD_WEIGHT}
         sources += [model_files(model.path, hf), *([random(head)] if head else [])]
     else:
-        sources.append(random(shapes, initials=initials(hf, seed=seed)))
+        sources.append(random(shapes, initials=initials(hf, seed=seed, pictures=bool(model.pictures))))
     return FirstOf(*sources) if len(sources) > 1 else sources[0]

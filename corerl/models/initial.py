@@ -53,16 +53,16 @@ class Fixed:
 Initial: TypeAlias = Normal | Uniform | Constant | Fixed
 
 
-def initials(config: PreTrainedConfig, *, seed: int) -> dict[str, Initial]:
-    """How each tensor of the model is initialized, by HF name, as transformers does it. What it leaves alone is left
-    out, if it has two dims or more. `seed` is for vectors with random values.
+def initials(config: PreTrainedConfig, *, seed: int, pictures: bool = False) -> dict[str, Initial]:
+    """How each tensor of the model is initialized, by HF name, as transformers does it; with `pictures` also of what
+    reads them. What it leaves alone is left out, if it has two dims or more. `seed` is for vectors with random values.
 
     Raises ModelError if the model cannot be built.
     """
     recorded: dict[int, Initial] = {}
     with torch.random.fork_rng(devices=[]), _recording(recorded):
         torch.manual_seed(seed)
-        model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True)
+        model = build_on_meta(config, dtype=torch.float32, attention="eager", vectors=True, pictures=pictures)
     found: dict[str, Initial] = {}
     boxes = hf_boxes(model)
     for name, weight in named_weights(model).items():

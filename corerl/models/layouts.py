@@ -26,12 +26,14 @@ from corerl.models.attention import (
     unregistered_attention,
     uses_registered_attention,
 )
-from corerl.models.build import VALUE_HEAD_WEIGHT, architecture_of, build_on_meta
+from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta, build_tower, own_attention
 from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import meta_model
 from corerl.models.parts import Parts, Reads, parts_of
 from corerl.models.policy import Policy
+from corerl.models.towers import Seen, Tower, sees_both_ways
 from corerl.ops.packing import PackedSequences
+from corerl.pictures import PictureInputs
 
 
 @frozen
@@ -40,8 +42,9 @@ class Layout:
     why: str = ""  # whole, though it was not asked for: what keeps the model from being packed
 
 
-def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
-    """The way through `model`, from `meta_model`, that `train.layout` = `asked` takes: 'auto' prefers packed.
+def choose_layout(model: PreTrainedModel, asked: str, *, pictures: bool = False) -> Layout:
+    """The way through `model`, from `meta_model`, that `train.layout` = `asked` takes: 'auto' prefers packed. With
+    `pictures` it is for rows that have them.
 
     Raises ModelError, with the reason, if the model cannot be passed through in that way, or in none.
     """
@@ -53,6 +56,10 @@ def choose_layout(model: PreTrainedModel, asked: str) -> Layout:
     try:
         require_packable(model, decoder)
         require_packed_attention(decoder)
+        if pictures and sees_both_ways(decoder):
+            raise ModelError(
+                f"{type(model).__name__} lets the tokens of a picture see later ones, which packed attention does not"
+            )
     except ModelError as error:
         if asked == "packed":
             raise ModelError(f"{error.message}; set train.layout to 'auto' or 'whole'") from error
@@ -83,13 +90,14 @@ def make_policy(
     buffers: bool = True,
     vocabulary: int = 0,
     group: dist.ProcessGroup | None = None,
+    pictures: PictureInputs | None = None,
 ) -> Policy:
     """The policy of `config`, or a critic with `value_head`, as `choose_layout` says: parameters on meta in `dtype`,
     real buffers on the CPU, for layers that compute in `compute`, by default `dtype`; without `buffers` these are on
     meta too. Log-probs and entropy are over the ids below `vocabulary`, all if that is 0. With a `group`, its ranks
-    share the rows of the output matrix, see `Policy`. Raises ModelError if transformers cannot build it, or CoreRL not
-    train it."""
-    chosen = choose_layout(meta_model(config, value_head=value_head), layout)
+    share the rows of the output matrix, see `Policy`. With `pictures`, a tower's inputs, the policy has one.
+    Raises ModelError if transformers cannot build it, or CoreRL not train it."""
+    chosen = choose_layout(meta_model(config, value_head=value_head), layout, pictures=pictures is not None)
     packed = chosen.name == "packed"
     model = build_on_meta(
         config,
@@ -99,12 +107,11 @@ def make_policy(
         compute=compute,
         buffers=buffers,
     )
-    return (PackedPolicy if packed else WholePolicy)(model, vocabulary=vocabulary, group=group)
-
-
-def own_attention(config: PreTrainedConfig) -> str:
-    """The fastest attention that transformers has for the model on every device."""
-    return "sdpa" if getattr(architecture_of(config), "_supports_sdpa", False) else "eager"
+    kind = PackedPolicy if packed else WholePolicy
+    policy = kind(model, vocabulary=vocabulary, group=group)
+    if pictures is not None:
+        policy.tower = Tower(policy.decoder, pictures, build_tower(config, dtype=compute or dtype))
+    return policy
 
 
 NUMBERS = "create_position_ids_from_input_ids"  # of embeddings whose positions do not begin with 0
@@ -213,8 +220,17 @@ class PackedPolicy(Policy):
         # The rows of layers with a state are padded, in whatever order the sequences are.
         self.rectangular = bool(run_on_rows(self.decoder))
 
-    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
-        hidden: Tensor = self.decoder(**packed_call(tokens, positions, packing)).last_hidden_state[0]
+    def hidden_before(
+        self, tokens: Tensor, packing: PackedSequences, positions: Tensor, seen: Seen | None = None
+    ) -> Tensor:
+        call = packed_call(tokens, positions, packing)
+        if seen is None:
+            hidden: Tensor = self.decoder(**call).last_hidden_state[0]
+        else:
+            assert self.tower is not None
+            call["position_ids"] = self.tower.positions(tokens, positions, packing.bounds, seen)
+            with self.tower.showing([each for own in seen.features for each in own]) as shown:
+                hidden = self.decoder(**call, **shown).last_hidden_state[0]
         return hidden.index_select(0, packing.continuations - 1)
 
 
@@ -227,11 +243,24 @@ class WholePolicy(Policy):
 
     rectangular = True
 
-    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(
+        self, tokens: Tensor, packing: PackedSequences, positions: Tensor, seen: Seen | None = None
+    ) -> Tensor:
         rows, gather, scatter = packing.rows
         self.routers.set_cells(gather, scatter)
         # Padding is on the right, where no real token sees it: no mask is needed, and attention without one is faster.
-        cells = self.decoder(input_ids=tokens[gather].view(*rows.shapes[0]), use_cache=False).last_hidden_state
+        call: dict[str, Any] = {"input_ids": tokens[gather].view(*rows.shapes[0]), "use_cache": False}
+        if seen is None:
+            cells = self.decoder(**call).last_hidden_state
+        else:
+            assert self.tower is not None
+            numbered = self.tower.positions(tokens, positions, packing.bounds, seen)[..., gather]
+            call["position_ids"] = numbered.view(*numbered.shape[:-2], *rows.shapes[0])
+            call |= self.tower.kinds_of_tokens(seen.slots[gather].view(*rows.shapes[0]))
+            first = rows.gather.reshape(rows.shapes[0])[:, 0]  # of each row, whose order is that of lengths
+            order = np.searchsorted(packing.bounds, first, side="right") - 1
+            with self.tower.showing([each for place in order.tolist() for each in seen.features[place]]) as shown:
+                cells = self.decoder(**call, **shown).last_hidden_state
         hidden: Tensor = cells.flatten(0, 1).index_select(0, scatter[packing.continuations - 1])
         return hidden
 

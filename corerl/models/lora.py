@@ -16,6 +16,7 @@ from corerl.config.schema import ALL_LINEAR, LoraConfig
 from corerl.errors import ModelError
 from corerl.messages import listed, nearest
 from corerl.models.build import VALUE_HEAD, VALUE_HEAD_WEIGHT
+from corerl.models.config import reads_pictures
 from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import choosers
 
@@ -92,12 +93,15 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def targets_in(model: PreTrainedModel, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The linear layers that get adapters, by name. Raises ModelError if a target names no module, or one that cannot
-    have an adapter."""
+    """The linear layers that get adapters, by name: of a model that reads pictures, those of its text decoder. Raises
+    ModelError if a target names no module, or one that cannot have an adapter."""
     assert lora.targets is not None
     head = model.get_output_embeddings()
+    text = model.get_decoder() if reads_pictures(model.config) else model
+    inside = {id(head), *(id(module) for module in text.modules())}
     left_out = {id(each) for router in choosers(model) for each in router.modules()} | {id(head)}
-    named = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    modules = model.named_modules(remove_duplicate=False)
+    named = {name: module for name, module in modules if name and id(module) in inside}
     linears = {
         name: module
         for name, module in named.items()

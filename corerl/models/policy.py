@@ -18,6 +18,7 @@ from corerl.models.build import VALUE_HEAD
 from corerl.models.config import longest_sequence
 from corerl.models.parts import Head, parts_of
 from corerl.models.routing import Routers
+from corerl.models.towers import Seen, Tower
 from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
 from corerl.ops.packing import PackedSequences
 from corerl.types import Output
@@ -30,6 +31,7 @@ class Policy(nn.Module, ABC):
     shards the weights must gather `head_parameters` for this module's own forward. Logits exist for as
     many tokens at a time as `token_logprobs` takes, and are computed again in the backward pass. Ids
     from `vocabulary` on count as padding, unless that is 0.
+    Of a model that is shown pictures, `tower` encodes them.
     With a `group`, its ranks pass the same tokens and share the rows of the output matrix: rank r replaces the head's
     weight [V, H] by the rows r * n to (r + 1) * n, n = ceil(V / ranks), the last ones padded. All get the same outputs;
     gradients of what comes before the head are whole on every rank, where hidden states are.
@@ -39,7 +41,13 @@ class Policy(nn.Module, ABC):
 
     rectangular = False  # whether micro-batches are padded, see `ParallelLayout.rectangular`
 
-    def __init__(self, model: PreTrainedModel, *, vocabulary: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        vocabulary: int = 0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         parts = parts_of(model)
         if group is not None and parts.head is not None and parts.head.linear is None:
             raise ModelError(
@@ -51,11 +59,14 @@ class Policy(nn.Module, ABC):
         self.group = group
         self.vocabulary = vocabulary or (parts.head.vocab_size if parts.head is not None else 0)
         self.routers = Routers(model)
+        self.tower: Tower | None = None  # no module of this one: no pass of the decoder reads its weights
         self._parts = parts  # not modules of this one, or it would have the decoder twice
         self._longest = longest_sequence(model.config)
 
     @abstractmethod
-    def hidden_before(self, tokens: Tensor, packing: PackedSequences, positions: Tensor) -> Tensor:
+    def hidden_before(
+        self, tokens: Tensor, packing: PackedSequences, positions: Tensor, seen: Seen | None = None
+    ) -> Tensor:
         """Hidden states [T - S, H] of the tokens before each token but the first of its sequence."""
 
     @property
@@ -88,8 +99,10 @@ class Policy(nn.Module, ABC):
         positions: Tensor,
         temperature: float,
         outputs: Collection[Output],
+        seen: Seen | None = None,
     ) -> dict[Output, Tensor]:
-        """Compute `outputs`, each [T] float32, for tokens and positions [T] int64; entry t belongs to tokens[t].
+        """Compute `outputs`, each [T] float32, for tokens and positions [T] int64; entry t belongs to tokens[t]. `seen`
+        are the pictures that the tokens show, from `tower`.
 
         All are exactly 0 at the first token of each sequence; log-probs and entropy are from logits / temperature.
         """
@@ -107,7 +120,8 @@ class Policy(nn.Module, ABC):
                 "smaller rollout.max_tokens"
             )
         rows = packing.continuations
-        before = self.hidden_before(tokens, packing, positions)
+        fed = tokens if self.tower is None else self.tower.shown(tokens, seen)
+        before = self.hidden_before(fed, packing, positions, seen)
         results: dict[Output, Tensor | None] = {}
         if self.value_head is not None:
             results[Output.VALUES] = linear(before.float(), self.value_head.weight.float())[:, 0]

@@ -180,7 +180,7 @@ def flash_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    # Of dropout, which there is none of.
+    # Of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, at_most, at_most, 0.0, left == FULL, state, unused,

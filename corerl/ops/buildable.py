@@ -1,4 +1,4 @@
-"""What Triton lacks on this machine to build a kernel."""
+"""Why Triton cannot build a kernel on this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 
 
-def lacking() -> str:
+def why_unbuildable() -> str:
     """What is missing, in words; "" if nothing is."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

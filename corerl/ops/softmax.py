@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from corerl.ops.buildable import lacking
+from corerl.ops.buildable import why_unbuildable
 
 NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 0 it is not NaN, as -inf would be
 
@@ -114,7 +114,7 @@ def kernels_for(logits: Tensor) -> ModuleType | None:
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    if lacking():
+    if why_unbuildable():
         return None
     from corerl.ops import kernels
 

@@ -18,6 +18,7 @@ from corerl.config.schema import MOST_SAMPLES, Config
 from corerl.config.toml_text import class_fields
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean_path, listed, short_repr
+from corerl.plugin.spec import ACTOR
 
 # A model's name there, which a relative path may be too; nobody has the name models there.
 HUB = re.compile(r"(?!models/)[\w-][\w.-]*/[\w.-]+")
@@ -136,6 +137,12 @@ def _model(config: Config) -> Iterator[str]:
             yield (
                 f"{table}.tower: {model.tower!r}, but with {table}.config the tower starts from random weights, and "
                 f"would never see; set it to 'trained', or {table}.path"
+            )
+        role = table.removeprefix("roles.").removesuffix(".model") if table in own else ACTOR
+        if config.model.pictures and model.tower == "trained" and config.lora_of(role) is not None:
+            yield (
+                f"{table}.tower: 'trained', but {config.lora_table_of(role)} trains adapters of the text half alone; "
+                "set it to 'frozen', or train all weights"
             )
         if model.path and not os.path.isdir(model.path):
             near = did_you_mean_path(model.path)

@@ -31,6 +31,7 @@ from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, ignored_sampling
 from corerl.pictures import PictureReader, read
 from corerl.plan.resolve import Plugins, check_spec
+from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
 from corerl.rollout.encoding import FIRST, PromptCheck, check_first, require_encodable
@@ -46,7 +47,7 @@ MakeSampler = Callable[[SamplerContext], Sampler]
 
 @frozen(kw_only=True)
 class RolloutPlan:
-    """How batches of samples come about."""
+    """What a run samples from, and how samples are generated and scored."""
 
     settings: RolloutConfig
     rewarding: RewardConfig
@@ -58,9 +59,9 @@ class RolloutPlan:
     context_length: int  # maximum tokens of a sample, prompt and response; 0: unlimited
     reward: Reward
     params: SamplingParams
-    attempts: int  # batches sampled at most to replace groups of equal rewards; 0: they are kept
+    max_replacements: int  # of a whole step, to replace groups of equal rewards; 0: these are kept
     spread_on: str  # the part of the reward that decides which are equal; "": the reward itself
-    sampler: MakeSampler
+    make_sampler: MakeSampler
     postprocess: Callable[[ScoredRollout], Any] | None
     vocab_size: int  # of the actor's model
     pictures: PictureReader | None  # None if rows have none
@@ -112,9 +113,9 @@ def plan_rollout(
         context_length=context,
         reward=reward,
         params=params,
-        attempts=config.algorithm.dynamic_sampling or 0,
+        max_replacements=config.algorithm.dynamic_sampling or 0,
         spread_on=config.algorithm.dynamic_sampling_on,
-        sampler=make_sampler,
+        make_sampler=make_sampler,
         postprocess=postprocess,
         vocab_size=vocab_size,
         pictures=pictures,
@@ -122,17 +123,11 @@ def plan_rollout(
 
 
 def picture_reader(config: Config, plugins: Plugins, tokenizer: PreTrainedTokenizerBase) -> PictureReader | None:
-    """What reads the pictures of rows, if they have any. Raises what it does, and PluginBroken if its class is none."""
+    """What reads the pictures of rows, if they have any. Raises what it raises, and PluginBroken for another class."""
     loaded = plugins.pictures
     if loaded is None:
         return None
-    implementation = load_implementation(Kind.PICTURES, loaded)
-    if not (isinstance(implementation, type) and issubclass(implementation, PictureReader)):
-        raise PluginBroken(
-            f"reader {loaded}: {loaded.spec.implementation} is {implementation!r}, wanted a subclass of "
-            "corerl.pictures.PictureReader"
-        )
-    return implementation(config.pictures[loaded.name], config.model, tokenizer)
+    return reader_class(loaded)(config.pictures[loaded.name], config.model, tokenizer)
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, pictures: PictureReader | None) -> list[int]:
@@ -155,7 +150,7 @@ def names_prompts(data: DataConfig) -> bool:
 
 
 def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
-    """The rows that a sampler brings, if it does. Raises PluginBroken if it fails with an error that is none of
+    """The rows that a sampler brings, if it does. Raises PluginBroken if it fails with an error other than
     CoreRL's."""
     if sampler.spec.prompts is None:
         return None
@@ -173,7 +168,7 @@ def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
 
 def plan_sampler(config: Config, sampler: Loaded) -> MakeSampler:
     """What makes the sampler of a config whose plugins' tables are resolved. Raises ConfigError for options that cannot
-    be used, PluginBroken if its class is none."""
+    be used, PluginBroken if its class is no Sampler."""
     options = config.samplers[sampler.name]
     check_spec(sampler, options, SamplerRun(rollout=config.rollout, reward=config.reward), config=config)
     implementation = load_implementation(Kind.SAMPLERS, sampler)
@@ -261,22 +256,22 @@ def _eval_set(config: Config, table: str, own: EvalSampling, run: RolloutPlan) -
         samples=settings.samples or 1,
         correct_on=settings.correct_on or "",
         correct_from=settings.correct_from,
-        answer=imported(settings.answer, setting=f"{table}.answer") if settings.answer else None,
+        extract_answer=imported(settings.answer, setting=f"{table}.answer") if settings.answer else None,
         reward=own_reward,
         rewarding=rewarding or config.reward,
     )
 
 
-def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
+def _check_set(config: Config, table: str, eval_set: EvalSet, rollout: RolloutPlan) -> Iterator[str]:
     """Leave out the prompts that cannot be used; yields notices. The run's own check covers `data.held_out`, unless
     evaluation may sample longer answers."""
-    tokens, context = held_out.params.max_tokens, rollout.context_length
-    if held_out.name:
-        require_encodable(held_out.source, rollout.tokenizer, rollout.template_options)
-        yield from held_out.source.notices
+    tokens, context = eval_set.params.max_tokens, rollout.context_length
+    if eval_set.name:
+        require_encodable(eval_set.source, rollout.tokenizer, rollout.template_options)
+        yield from eval_set.source.notices
     elif tokens <= config.rollout.max_tokens:
         return
-    known = len(held_out.source.notices)
+    known = len(eval_set.source.notices)
     check = PromptCheck(
         tokenizer=rollout.tokenizer,
         options=rollout.template_options,
@@ -285,8 +280,8 @@ def _check_set(config: Config, table: str, held_out: EvalSet, rollout: RolloutPl
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
         pictures=rollout.pictures,
     )
-    check_first(held_out.source, check)
-    yield from held_out.source.notices[known:]
+    check_first(eval_set.source, check)
+    yield from eval_set.source.notices[known:]
 
 
 # ---- notices ---------------------------------------------------------------------------------------------------------
@@ -296,6 +291,8 @@ def notices_of_data(
     config: Config, rollout: RolloutPlan, eval_sets: Sequence[EvalSet], about_sets: Sequence[str]
 ) -> Iterator[str]:
     """Lines about the prompts of a run that samples, and how they are sampled; `about_sets` are those of its sets."""
+    if not config.run.has_engines:
+        return
     yield from rollout.prompts.notices
     yield from about_sets
     if rollout.pictures is not None:
@@ -315,9 +312,11 @@ def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
         return f"model.pictures: none of the first {len(first)} prompts has a picture"
     tokens = [len(reader.expand(picture)) for picture in pictures]
     width, height = pictures[int(np.argmax(tokens))].size
+    least, most = min(tokens), max(tokens)
+    takes = str(most) if least == most else f"{least} to {most}"
     return (
-        f"model.pictures: of the first {len(pictures)} pictures each takes {min(tokens)} to {max(tokens)} tokens of a "
-        f"prompt; the model sees the largest at {width}x{height}"
+        f"model.pictures: of the first {len(pictures)} pictures each takes {takes} tokens of a prompt; the model sees "
+        f"the largest at {width}x{height}"
     )
 
 

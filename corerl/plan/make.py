@@ -10,13 +10,11 @@ from typing import Any
 from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
-from corerl.cluster.arrangement import arrange
 from corerl.config.load import as_config, recorded
 from corerl.config.problems import Problems
-from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
+from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
-from corerl.kinds import experts_of
 from corerl.plan.algorithm import (
     against_algorithm,
     check_algorithm,
@@ -24,7 +22,7 @@ from corerl.plan.algorithm import (
     notices_of_sampling,
     plan_algorithm,
 )
-from corerl.plan.check import contradictions, contradictions_of_a_group, require_no_code_of_a_model
+from corerl.plan.check import contradictions, require_no_code_of_a_model
 from corerl.plan.data import (
     RolloutPlan,
     load_eval_sets,
@@ -36,6 +34,7 @@ from corerl.plan.data import (
 from corerl.plan.models import (
     AS_ACTOR,
     RoleModel,
+    against_replay,
     build_models,
     check_files,
     kept_digests,
@@ -46,11 +45,10 @@ from corerl.plan.models import (
     require_weights,
     unpacked,
 )
-from corerl.plan.plan import GroupPlan, Plan, PlanReady, Setting, ask_extensions
+from corerl.plan.plan import Plan, PlanReady, Setting, ask_extensions
 from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.residency import against_taking_turns, device_memory, has_bfloat16, resolve_device
 from corerl.plan.resolve import (
-    ROLES,
     Plugins,
     absent_extensions,
     distributions_of,
@@ -62,7 +60,6 @@ from corerl.plan.resolve import (
     with_extensions,
 )
 from corerl.plan.resume import Start, changed_settings, find_start
-from corerl.plan.roles import plan_role, process_environment
 from corerl.plan.settle import (
     BY_MEMORY,
     notices_of_choices,
@@ -106,8 +103,8 @@ def make_plan(config: Config, damaged: Faults = NO_FAULTS, *, starting: bool = T
 def _notices(
     plan: Plan, ready: PlanReady, answers: Sequence[PlanAnswer], reasons: Sequence[str], decided: Collection[str]
 ) -> tuple[str, ...]:
-    """Those of the plan, what was settled but for what extensions have `decided`, and what these say of it. Raises
-    ConfigError if they refuse it."""
+    """The notices of the plan, of the settings that CoreRL chose (not those that extensions have `decided`), and of the
+    extensions. Raises ConfigError if an extension refuses the plan."""
     problems = Problems()
     problems.add(*(line for each in answers for line in each.problems))
     problems.raise_all()
@@ -118,7 +115,7 @@ def _notices(
 
 
 def _at(config: Config, key: str) -> Any:
-    """The plain value at a dotted key; None if there is none."""
+    """The plain value at a dotted key; None for a missing key."""
     plain = to_plain(config)
     for name in key.split("."):
         plain = plain.get(name) if isinstance(plain, Mapping) else None
@@ -138,45 +135,41 @@ def _plan_run(
     given: Config, chosen: Mapping[str, Setting], damaged: Faults, *, starting: bool
 ) -> tuple[Plan, PlanReady]:
     """The plan of the `given` config with what extensions have chosen, and what these are asked about it."""
-    overrides = [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]
-    config = settle_extensions(as_config(given, overrides))
-    listed = len(config.chosen_extensions)
-    config, plugins = _resolved(with_extensions(config), contradictions)
-    configs = load_configs(config, config.chosen_roles)
-    tokenizer = load_tokens(config, plugins, configs)
-    config = with_vocabulary(config, configs, tokenizer)
-    context = longest_sample(config, configs[ACTOR])
-    rows = config.model.vocabulary or configs[ACTOR].get_text_config().vocab_size
-    replay = config.algorithm.routing_replay
+    extended = settle_extensions(as_config(given, [f"{key}={toml_value(each.value)}" for key, each in chosen.items()]))
+    filled, plugins = resolve_config(with_extensions(extended), contradictions)
+    configs = load_configs(filled, filled.chosen_roles)
+    tokenizer = load_tokens(filled, plugins, configs)
+    resolved = with_vocabulary(filled, configs, tokenizer)
+    context = longest_sample(resolved, configs[ACTOR])
+    vocab_size = resolved.model.vocabulary or configs[ACTOR].get_text_config().vocab_size
 
     problems = Problems()
     with problems.stage():
-        models = build_models(config, plugins, configs)
+        models = build_models(resolved, plugins, configs)
     with problems.stage():
-        rollout = plan_rollout(config, plugins, tokenizer, context=context, vocab_size=rows)
+        rollout = plan_rollout(resolved, plugins, tokenizer, context=context, vocab_size=vocab_size)
     with problems.stage():
-        algorithm = plan_algorithm(config, plugins)
+        algorithm = plan_algorithm(resolved, plugins)
     if plugins.algorithm is not None:
         with problems.stage():
-            check_algorithm(config, plugins.algorithm)
-    if replay != "none" and experts_of(configs[ACTOR].to_dict()) <= 1:
-        problems.add(f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'")
+            check_algorithm(resolved, plugins.algorithm)
+    problems.add(*against_replay(resolved, configs[ACTOR]))
     with problems.stage():
-        device = resolve_device(config.cluster.device, address=config.cluster.address)
-        problems.add(*against_taking_turns(config, device))
+        device = resolve_device(resolved.cluster.device, address=resolved.cluster.address)
+        problems.add(*against_taking_turns(resolved, device))
     problems.raise_all()
 
-    named, config = config, with_absolute_paths(config)  # only now: messages name files as the user does
-    start = find_start(config, rollout.prompts, starting=starting, damaged=damaged)
+    absolute = with_absolute_paths(resolved)  # only now: messages name files as the user does
+    start = find_start(absolute, rollout.prompts, starting=starting, damaged=damaged)
     # Only now, because a resumed run holds out what its checkpoint did.
     with problems.stage():
-        eval_sets, about_sets = load_eval_sets(named, rollout)
-    about_files = list(_check_files(config, models, start, problems))
+        eval_sets, about_sets = load_eval_sets(resolved, rollout)
+    about_files = list(_check_files(absolute, models, start, problems))
     problems.raise_all()
 
-    asked, config = config, with_choices(config, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
+    final = with_choices(absolute, plugins, device, bfloat16=has_bfloat16(absolute.cluster, device))
     processes = plan_processes(
-        config,
+        final,
         plugins,
         device=device,
         models=models,
@@ -185,53 +178,63 @@ def _plan_run(
         context_length=context,
         algorithm=algorithm,
     )
-    rollout = evolve(with_prompt_check(rollout, config), settings=config.rollout)
+    rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
-    record = to_plain(recorded(evolve(config, extensions=config.chosen_extensions[:listed])))
-    notices = [
-        *(changed_settings(start.state["config"], record) if start.state and config.run.trains else ()),
-        *ignored_tables(config),
-        *absent_extensions(config),
-        *start.data,
-        *(notices_of_data(config, rollout, eval_sets, about_sets) if config.run.has_engines else ()),
-        *about_files,
-        *(line for model in models.values() for line in notices_of(model)),
-        *notices_of_sampling(config),
-        *((*notices_of_learning(config.algorithm), *unpacked(models)) if config.run.trains else ()),
-    ]
+    record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
+    about_data = [*start.data, *notices_of_data(final, rollout, eval_sets, about_sets), *about_files]
     plan = Plan(
-        title=_title(config, processes, rollout, plugins),
-        run=config.run,
+        title=_title(final, processes, rollout, plugins),
+        run=final.run,
         start=start,
         algorithm=algorithm,
         processes=processes,
         rollout=rollout,
-        cluster=config.cluster,
-        weights=config.weights,
-        checkpoint=config.checkpoint,
-        eval=config.eval,
+        cluster=final.cluster,
+        weights=final.weights,
+        checkpoint=final.checkpoint,
+        eval=final.eval,
         eval_sets=eval_sets,
-        extensions=config.chosen_extensions,
+        extensions=final.chosen_extensions,
         resized=partial(_resized, given),
         record=record,
         kept=kept_digests(models),
-        notices=tuple(notices),
+        notices=tuple(_notices_of_run(final, start, record, models, about_data)),
     )
-    ready = PlanReady(
-        config=config,
-        asked=asked,
+    return plan, PlanReady(
+        config=final,
+        asked=absolute,
         algorithm=algorithm,
         plugins=plugins,
         processes=processes,
         models=configs,
         built={role: each.built for role, each in models.items()},
-        device_memory=device_memory(config.cluster) if device == "cuda" else 0,
+        device_memory=device_memory(final.cluster) if device == "cuda" else 0,
         starting=starting,
     )
-    return plan, ready
 
 
-def _resolved(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
+def _notices_of_run(
+    config: Config,
+    start: Start,
+    record: Mapping[str, Any],
+    models: Mapping[str, RoleModel],
+    about_data: Sequence[str],
+) -> Iterator[str]:
+    """What users should know about a run of this config, whose record is `record`."""
+    if start.state and config.run.trains:
+        yield from changed_settings(start.state["config"], record)
+    yield from ignored_tables(config)
+    yield from absent_extensions(config)
+    yield from about_data
+    for model in models.values():
+        yield from notices_of(model)
+    yield from notices_of_sampling(config)
+    if config.run.trains:
+        yield from notices_of_learning(config.algorithm)
+        yield from unpacked(models)
+
+
+def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tuple[Config, Plugins]:
     """The plugins of a config, and the config with what it leaves to them filled in, and with their options as they
     read them. Raises all problems together: of options, and what is `against` the settings."""
     require_no_code_of_a_model(config)  # first: plugins may be modules of the working directory
@@ -260,88 +263,6 @@ def _check_files(config: Config, models: Mapping[str, RoleModel], start: Start, 
             actor = models[ACTOR]
             if unused := require_weights(algorithm.reference, actor.built, actor.hf, needs=AS_ACTOR):
                 yield f"algorithm.reference: {unused}"
-
-
-# ---- the ranks of one role -------------------------------------------------------------------------------------------
-
-
-def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
-    """Resolve and check what a config says of a role alone, for a loop other than CoreRL's: of a run without samples.
-    `resume` is what a `save` has written; "" starts from the model. Raises as `make_plan`."""
-    if role not in ROLES:
-        raise ConfigError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
-    config = _alone(config)
-    if role not in config.chosen_roles:
-        raise ConfigError(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
-    config, plugins = _resolved(config, contradictions_of_a_group)
-    device = resolve_device(config.cluster.device, address=config.cluster.address)
-    asked = with_absolute_paths(config)
-    config = with_choices(asked, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
-    models = build_models(config, plugins, load_configs(config, [role]))
-    part = _part_of(resume, role, frozen=plugins.is_frozen(role))
-    problems = Problems()
-    about_files = list(check_files(models[role], part, setting="resume", refers=False, problems=problems))
-    problems.raise_all()
-    plan = plan_role(
-        role,
-        config,
-        plugins,
-        device=device,
-        resume=resume,
-        model=models[role],
-        common=process_environment(config.cluster, device=device, transport=plugins.transport),
-    )
-    return GroupPlan(
-        role=evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role)),
-        placement=arrange(
-            {role: len(plan.assignments)},
-            cpus=plan.resources.cpus,
-            gpus=plan.resources.gpus,
-            resources=config.cluster.resources,
-        ),
-        cluster=config.cluster,
-        notices=(
-            *ignored_tables(config),
-            *about_files,
-            *notices_of(models[role]),
-            *unpacked(models),
-            *(notices_of_choices(asked, config, plugins) if device == "cuda" else ()),
-        ),
-    )
-
-
-# Of an algorithm's settings, those that a whole run alone has a use for: with engines, or with the samples of a step.
-OF_SAMPLES = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling", "dynamic_sampling_on")
-
-
-def _alone(config: Config) -> Config:
-    """The config without what only a whole run has: engines and taking turns with them, prompts, extensions, a
-    directory."""
-    algorithm, cluster = AlgorithmConfig(), ClusterConfig()
-    turns = ("placement", "offload", "offload_kinds")
-    return evolve(
-        config,
-        run=RunConfig(mode="train-only", seed=config.run.seed),
-        cluster=evolve(config.cluster, **{name: getattr(cluster, name) for name in turns}),
-        algorithm=evolve(config.algorithm, **{name: getattr(algorithm, name) for name in OF_SAMPLES}),
-        rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
-        checkpoint=CheckpointConfig(every=0),
-        extensions=(),
-    )
-
-
-def _part_of(resume: str, role: str, *, frozen: bool) -> Path | None:
-    """The directory of a role's part of a checkpoint, if it resumes. Raises ConfigError if it is none."""
-    path = Path(resume)
-    if not resume:
-        return None
-    if frozen:
-        raise ConfigError(f"resume: {resume!r}, but the {role} is frozen, and no checkpoint holds it; remove it")
-    if (path / role).is_dir():
-        raise ConfigError(f"resume: {resume!r} is a whole checkpoint; use {str(path / role)!r}, its {role}")
-    if not path.is_dir():
-        raise ConfigError(f"resume: no directory {resume!r}; use one that `save` has written")
-    return path.absolute()
 
 
 def _title(config: Config, processes: ProcessPlan, rollout: RolloutPlan, plugins: Plugins) -> str:

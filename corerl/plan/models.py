@@ -23,7 +23,7 @@ from corerl.kinds import experts_of
 from corerl.messages import listed
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
-from corerl.models.files import kept_digest, kept_files, meta_model, model_files
+from corerl.models.files import kept_digest, kept_files, meta_model, model_files, shapes_of_tower
 from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
 from corerl.models.lora import PeftFiles, targets_in
 from corerl.models.names import hf_boxes, peft_names, shapes_of
@@ -45,10 +45,6 @@ OTHER_HEADS = {"classifier_dropout", "summary_first_dropout"}  # which no langua
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
-TOWERS = {
-    "projector": "'projector': what lies between the tower and the text decoder is trained too, the tower is not",
-    "trained": "'trained': the parts that read pictures are trained with the text decoder",
-}
 OWN = (
     "but its config.json needs {}: they belong to different models, or the file is incomplete; download or save them "
     "again"
@@ -138,7 +134,7 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
                     frozen=plugins.is_frozen(role),
                     hf=hf,
                     built=built,
-                    layout=choose_layout(built, train.layout),
+                    layout=choose_layout(built, train.layout, pictures=bool(settings.pictures)),
                 )
     longest = config.rollout.context_length
     for role, model in found.items():
@@ -172,19 +168,24 @@ def check_files(
     path, where = model.settings.path, f"{model.table}.path"
     if part and not model.frozen:
         with problems.stage(setting):
-            shapes = saved_shapes(model.hf, value_head=model.critic, lora=model.lora)
+            shapes = saved_shapes(
+                model.hf, value_head=model.critic, lora=model.lora, tower=trains_tower(model.settings, model.hf)
+            )
             require_same_tensors(part, model.role, shapes)
     read = path and (not part or refers or model.frozen or model.lora is not None)
     with problems.stage(where):
         shows = bool(model.settings.pictures) and reads_pictures(model.hf)
-        if path and not model.frozen and shows and model.settings.tower != "frozen":
-            yield f"{model.table}.tower: {TOWERS[model.settings.tower]}"
-        elif path and not model.frozen:
+        if path and not model.frozen and not trains_tower(model.settings, model.hf):
             why = f"with {model.table}.tower='frozen'" if shows else "as the run reads text alone"
             if kept := untrained(path, model.hf, model.built, why=why):
                 yield f"{where}: {kept}"
-        if read and (unused := require_weights(path, model.built, model.hf)):
-            yield f"{where}: {unused}"
+        if read:
+            if unused := require_weights(path, model.built, model.hf):
+                yield f"{where}: {unused}"
+            if shows:
+                shapes = shapes_of_tower(model.hf)
+                cure = "use the original model, not a quantized one"
+                require_tensors(model_files(path, model.hf), shapes, needs=OWN, cure=cure)
 
 
 def longest_sample(config: Config, actor: PreTrainedConfig) -> int:
@@ -197,7 +198,7 @@ def kept_digests(models: Mapping[str, RoleModel]) -> dict[str, str]:
     return {
         role: kept_digest(each.settings.path, each.hf)
         for role, each in models.items()
-        if each.trained and each.settings.path and reads_pictures(each.hf)
+        if each.trained and each.settings.path and reads_pictures(each.hf) and not trains_tower(each.settings, each.hf)
     }
 
 
@@ -248,11 +249,18 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
         )
 
 
-def saved_shapes(model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig | None) -> dict[str, tuple[int, ...]]:
+def trains_tower(model: ModelConfig, hf: PreTrainedConfig) -> bool:
+    """Whether a role that is trained trains what reads pictures too."""
+    return bool(model.pictures) and model.tower == "trained" and reads_pictures(hf)
+
+
+def saved_shapes(
+    model: PreTrainedConfig, *, value_head: bool, lora: LoraConfig | None, tower: bool = False
+) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that a role's checkpoint holds, by name: with adapters no other weights that could be
-    trained."""
+    trained, and a `tower` only if it is trained."""
     held = meta_model(model, value_head=value_head, lora=lora)
-    shapes = shapes_of(held)
+    shapes = {**shapes_of(held), **(shapes_of_tower(model) if tower else {})}
     if lora is None:
         return shapes
     kept = names_of_buffers(held)
@@ -360,6 +368,13 @@ def against_aux_loss(model: RoleModel, *, streamed: bool) -> Iterator[str]:
     else:
         return
     yield f"{model.train_table}.aux_loss_coef: {coef:g}, but {why}; {cure}"
+
+
+def against_replay(config: Config, hf: PreTrainedConfig) -> Iterator[str]:
+    """What contradicts `algorithm.routing_replay`."""
+    replay = config.algorithm.routing_replay
+    if replay != "none" and experts_of(hf.to_dict()) <= 1:
+        yield f"algorithm.routing_replay: {replay!r}, but the model has no experts; set it to 'none'"
 
 
 def notices_of(model: RoleModel) -> Iterator[str]:

@@ -68,8 +68,7 @@ def plan_processes(
     context_length: int,
     algorithm: AlgorithmPlan,
 ) -> ProcessPlan:
-    """Plan the processes of a config with resolved plugins; `context_length` is the most tokens of a sample (0:
-    unlimited). Raises all problems together."""
+    """Plan the processes of a resolved config; `context_length`: most tokens of a sample, or 0. Raises all problems."""
     problems = Problems()
     engine = plugins.engine
     actor = cluster_of(ACTOR, config, plugins, device=device, model=models[ACTOR])
@@ -116,17 +115,7 @@ def plan_processes(
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]
     if config.run.has_engines:
-        context = EngineContext(
-            name="engine",
-            index=0,
-            device=device,
-            precision=config.train_of(ACTOR).precision,
-            context_length=context_length,
-            bundles=widths[ENGINES],
-            run_dir=str(run_dir),
-            weights=config.weights,
-            lora=config.lora if separate_adapters(config) else None,
-        )
+        context = _engine_context(config, device, context_length, widths[ENGINES], run_dir)
         engine_plan = plan_engines(config, engine, transport, engines, context, common)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return ProcessPlan(
@@ -151,6 +140,21 @@ def plan_processes(
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def _engine_context(config: Config, device: str, context_length: int, bundles: int, run_dir: Path) -> EngineContext:
+    """That of the first replica."""
+    return EngineContext(
+        name="engine",
+        index=0,
+        device=device,
+        precision=config.train_of(ACTOR).precision,
+        context_length=context_length,
+        bundles=bundles,
+        run_dir=str(run_dir),
+        weights=config.weights,
+        lora=config.lora if separate_adapters(config) else None,
+    )
 
 
 def plan_engines(

@@ -54,7 +54,7 @@ def residency_plan(
     frozen: Collection[str] = (),
     sleeps: Collection[MemoryKind] = ALL_KINDS,
 ) -> dict[str, Stage]:
-    """The stages of a step by name, for the `roles` that share devices with engines; {} if there are none. Roles in
+    """The stages of a step by name, for the `roles` that share devices with engines; {} without such roles. Roles in
     `passed` run a forward pass before training; those that are `frozen` neither train nor save. Of their memory only
     the kinds in `sleeps` ever leave the device.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import frozen
 
-from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, passed_over, read_state
+from corerl.checkpoint.commit import NO_FAULTS, Faults, latest, newest_intact, read_state
 from corerl.checkpoint.format import DRIVER_FILE, checkpoints_dir
 from corerl.config.problems import Problems
 from corerl.config.schema import Config
@@ -57,7 +57,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
     data: list[str] = []
     problems = Problems()
     with problems.stage("checkpoint.resume"):
-        resume = resume_from(config, run_dir, starting=starting, damaged=damaged)
+        resume, faults = resume_from(config, run_dir, starting=starting, damaged=damaged)
         state = read_state(resume) if resume else {}
         if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
@@ -74,7 +74,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
         run_dir=run_dir,
         resume=resume,
         state=state,
-        lost=tuple(lost_checkpoints(config, run_dir, damaged)),
+        lost=tuple(skipping(checkpoint, fault) for checkpoint, fault in faults.items()),
         resumed=resumed_run(config, run_dir),
         data=tuple(data),
     )
@@ -117,34 +117,36 @@ def resumed_run(config: Config, run_dir: Path) -> Path | None:
     return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
 
 
-def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS) -> Path | None:
-    """The checkpoint to resume from, if any, without those that ranks have found to be `damaged`. Raises ConfigError
-    rather than overwrite another run."""
+def resume_from(
+    config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS
+) -> tuple[Path | None, Faults]:
+    """The checkpoint to resume from, if any, and the newer ones that are skipped for it, each with its fault; `damaged`
+    are those that ranks found. Raises ConfigError rather than overwrite another run."""
     resume = config.checkpoint.resume
-    newest = latest(run_dir, damaged=damaged)
+    newest, faults = newest_intact(run_dir, damaged=damaged)
     if starting and newest is not None and not config.run.trains:
         advice = f", or use: corerl eval {shlex.quote(str(run_dir))}" if config.run.mode == "eval" else ""
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run ({newest.name}), whose results run.mode={config.run.mode!r} "
             f"would overwrite; set another run.dir{advice}"
         )
-    if (starting or resume == "auto") and newest is None and (lost := passed_over(run_dir, damaged=damaged)):
-        fault = next(iter(lost.values()))
+    if (starting or resume == "auto") and newest is None and faults:
+        fault = next(iter(faults.values()))
         raise ConfigError(
             f"run.dir: {run_dir} already holds a run, but none of its checkpoints can be resumed: "
             f"{ADVICE.split(fault)[0]}; set "
             f"another run.dir, or, to start over here, remove {checkpoints_dir(run_dir)}"
         )
     if resume == "auto":
-        return newest
-    chosen = None if resume == "never" else Path(resume).absolute()
+        return newest, faults
+    chosen, skipped = None if resume == "never" else Path(resume).absolute(), NO_FAULTS
     if (other := resumed_run(config, run_dir)) is not None:
-        chosen = latest(other, damaged=damaged)
+        chosen, skipped = newest_intact(other, damaged=damaged)
         if chosen is None:
-            faults = [ADVICE.split(fault)[0] for fault in passed_over(other, damaged=damaged).values()]
+            found = [ADVICE.split(fault)[0] for fault in skipped.values()]
             raise ConfigError(
-                f"checkpoint.resume: {other} is a run without {'an intact' if faults else 'a complete'} checkpoint"
-                f"{': ' + faults[0] if faults else ''}; set the path of another run or checkpoint"
+                f"checkpoint.resume: {other} is a run without {'an intact' if found else 'a complete'} checkpoint"
+                f"{': ' + found[0] if found else ''}; set the path of another run or checkpoint"
             )
     # Retention would treat the existing checkpoints as this run's, and the next resume would take whichever is newest.
     if starting and newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
@@ -152,17 +154,11 @@ def resume_from(config: Config, run_dir: Path, *, starting: bool, damaged: Fault
             f"run.dir: {run_dir} already holds a run ({newest.name}); continue it with checkpoint.resume=auto, or set "
             "another run.dir"
         )
-    return chosen
-
-
-def lost_checkpoints(config: Config, run_dir: Path, damaged: Faults = NO_FAULTS) -> list[str]:
-    """A line for each checkpoint of the resumed run that was skipped."""
-    run = resumed_run(config, run_dir)
-    return [skipping(path, fault) for path, fault in passed_over(run, damaged=damaged).items()] if run else []
+    return chosen, skipped
 
 
 def skipping(checkpoint: Path, fault: str) -> str:
-    """The line for a checkpoint that is passed over, without the advice to do that."""
+    """The line for a checkpoint that is skipped, without the advice to do that."""
     return (
         f"checkpoint.resume: skipping {checkpoint.name}, the run falls back to an older checkpoint: "
         f"{ADVICE.split(fault)[0]}"

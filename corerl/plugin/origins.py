@@ -87,7 +87,7 @@ class Unmet:
     by: str  # the distribution that has the requirement, with its version
     name: str  # of the distribution that it requires
     wanted: str  # as pip takes it
-    found: str  # the installed version; empty if there is none
+    found: str  # the installed version; empty if it is not installed
 
     def __str__(self) -> str:
         found = f"{self.name} {self.found} is installed" if self.found else f"no {self.name} is installed"
@@ -126,7 +126,7 @@ def unmet(distributions: Iterable[str]) -> list[Unmet]:
 
 
 def installing(lacks: Iterable[Unmet]) -> str:
-    """The command that installs what is lacking."""
+    """The command that installs what is missing."""
     return " ".join(["python -m pip install", *(f"'{each.wanted}'" for each in lacks)])
 
 

@@ -75,10 +75,12 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader) -> tuple[IntArray, IntArray]:
+def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader | None) -> tuple[IntArray, IntArray]:
     """[n] tokens and [n] their column `picture`: the tokens of each picture in the place of the one that a template
-    writes for it. Raises Refused if these are not as many as pictures."""
+    writes for it. Without a `reader` all are text. Raises Refused if these are not as many as pictures."""
     tokens = np.asarray(ids, dtype=np.int64)
+    if reader is None:
+        return tokens, np.zeros(len(tokens), dtype=np.int32)
     places = np.flatnonzero(tokens == reader.mark)
     if len(places) != len(pictures):
         raise Refused(
@@ -191,17 +193,17 @@ def wrong_option(tokenizer: PreTrainedTokenizerBase, name: str) -> str | None:
 
 @frozen(kw_only=True)
 class PromptCheck:
-    """Decides which prompts a run can sample from: called with one, says why it is skipped, "" if it is not."""
+    """Decides which prompts a run can sample from. Called with one, it returns why the prompt is skipped, or ""."""
 
     tokenizer: PreTrainedTokenizerBase
     options: Mapping[str, Any] = field(factory=dict)  # arguments of the chat template
-    skip: bool = False  # prompts that the model cannot be shown; otherwise such a one is an error
+    skip: bool = False  # prompts that cannot be rendered for the model, instead of raising
     longest: int = UNLIMITED  # tokens; longer prompts are skipped
     limit: str = ""  # the settings that `longest` follows from, for messages
     pictures: PictureReader | None = None
 
     def __call__(self, prompt: Prompt) -> str:
-        """Raises DataError for a prompt that the model cannot be shown, unless such ones are skipped."""
+        """Raises DataError for a prompt that cannot be rendered for the model, unless `skip`."""
         try:
             text = written(self.tokenizer, prompt, self.options)
         except Rejected as rejected:

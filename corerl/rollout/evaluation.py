@@ -34,8 +34,9 @@ class EvalSet:
     params: SamplingParams
     samples: int = 1  # of each prompt
     correct_on: str = ""  # the part of the reward that says whether an answer is right; "": the reward
-    correct_from: float | None = None  # its value from which on it is; None: 1
-    answer: Callable[..., Any] | None = None  # (prompt, response) -> what a majority votes on; None: the response
+    correct_from: float | None = None  # the lowest value of a right answer; None: 1
+    # (prompt, response) -> what a majority votes on; None: the response itself
+    extract_answer: Callable[..., Any] | None = None
     reward: Reward | None = None  # None: the run's
     rewarding: RewardConfig = field(factory=RewardConfig)
 
@@ -54,18 +55,18 @@ class Evaluation:
     first_failure: str = ""  # as one line
 
 
-async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, show: int = 3) -> Evaluation:
+async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, show: int = 3) -> Evaluation:
     """Sample and score each prompt. The same weights give the same scores at any step: noise depends on the seed, the
     prompt and the sample's number, and is that of no training step.
 
     If sources are mixed, each one also gets its `eval/NAME/reward`; all metrics of a set with a name are `eval/NAME/`.
     """
-    prompts, params = held_out.source.held_out_prompts(), evolve(held_out.params, routed_experts=False)
-    rollout = await sampler.sample(prompts, rollout_step=STEP, samples=held_out.samples, params=params)
+    prompts, params = eval_set.source.held_out_prompts(), evolve(eval_set.params, routed_experts=False)
+    rollout = await sampler.sample(prompts, rollout_step=STEP, samples=eval_set.samples, params=params)
     scores = await reward.score(rollout)
     rows, _ = rollout.batch.episodes
     rewards, group = scores.rewards[rows], rollout.batch.row_columns["group"][rows]
-    prefix = f"eval/{held_out.name}/" if held_out.name else "eval/"
+    prefix = f"eval/{eval_set.name}/" if eval_set.name else "eval/"
     metrics = {
         f"{prefix}reward": float(rewards.mean(dtype=np.float64)),
         f"{prefix}response_length": float(rollout.batch.row_columns["response_length"].mean()),
@@ -77,13 +78,14 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
         metrics[f"{prefix}failed"] = float(sum(scores.failures.values()))
     metrics |= {f"{prefix}reward/{name}": value / count for name, (value, count) in scores.parts.items()}
     sources, unread = np.array([prompt.source for prompt in prompts]), ""
-    mixed = {} if held_out.name else {f"{prefix}{name}/": sources == name for name in dict.fromkeys(sources) if name}
+    mixed = {} if eval_set.name else {f"{prefix}{name}/": sources == name for name in dict.fromkeys(sources) if name}
     for part, chosen in mixed.items():
         metrics[f"{part}reward"] = float(rewards[chosen[group]].mean(dtype=np.float64))
-    if held_out.counts:
-        right_PG, votes_PG, unread = _judged(rollout, scores, held_out, len(prompts))
+    if eval_set.counts:
+        right_PG, votes_PG, unread = _right_and_votes(rollout, scores, eval_set, len(prompts))
         for part, chosen in {prefix: np.ones(len(prompts), np.bool_), **mixed}.items():
-            metrics |= {part + name: value for name, value in counted(right_PG[chosen], votes_PG[chosen]).items()}
+            found = pass_and_majority(right_PG[chosen], votes_PG[chosen])
+            metrics |= {part + name: value for name, value in found.items()}
     return Evaluation(
         metrics=metrics,
         shown=shown(rollout, scores.rewards, first_samples(rollout, show)),
@@ -93,27 +95,29 @@ async def evaluate(sampler: Sampler, held_out: EvalSet, reward: AsyncScorer, *, 
     )
 
 
-def _judged(rollout: Rollout, scores: Scores, held_out: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
-    """[P, G] which answers are right, [P, G] what it votes for, None for nothing; and why `answer` failed first."""
+def _right_and_votes(rollout: Rollout, scores: Scores, eval_set: EvalSet, P: int) -> tuple[BoolArray, Array, str]:
+    """[P, G] which responses are right; [P, G] what each votes for, None if for nothing; and the first failure of
+    `extract_answer`, or ""."""
     rows = rollout.batch.episodes[0]
     at = rollout.batch.row_columns["group"][rows], rollout.batch.row_columns["sample"][rows]
-    right_PG, votes_PG = np.zeros((P, held_out.samples), np.bool_), np.full((P, held_out.samples), None, object)
-    wanted = 1.0 if held_out.correct_from is None else held_out.correct_from
-    value = scores.part(held_out.correct_on, setting="eval.correct_on")[rows].astype(np.float64)
+    right_PG, votes_PG = np.zeros((P, eval_set.samples), np.bool_), np.full((P, eval_set.samples), None, object)
+    wanted = 1.0 if eval_set.correct_from is None else eval_set.correct_from
+    value = scores.part(eval_set.correct_on, setting="eval.correct_on")[rows].astype(np.float64)
     right_PG[at] = (value >= wanted - ROUNDING * abs(wanted)) & ~scores.failed[rows]
     unread = ""
     for group, sample, row in zip(*at, rows, strict=True):
         prompt, text = rollout.prompts[group], rollout.texts[row]
         try:
-            found = text if held_out.answer is None else held_out.answer(prompt, text)
+            found = text if eval_set.extract_answer is None else eval_set.extract_answer(prompt, text)
             votes_PG[group, sample] = None if found is None else str(found).strip()
         except Exception as error:  # the user's: this answer has no vote
             unread = unread or f"eval.answer raised {described(error)} on prompt {prompt.index}"
     return right_PG, votes_PG, unread
 
 
-def counted(right_PG: BoolArray, votes_PG: Array) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... and G, the number of samples, and majority@k but of two, which is pass@1."""
+def pass_and_majority(right_PG: BoolArray, votes_PG: Array) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and G, the number of samples; majority@k for the same k except 1 and 2, for which it
+    equals pass@1."""
     G = right_PG.shape[1]
     powers = sorted({*(2**power for power in range(G.bit_length())), G})
     passed = {f"pass@{k}": pass_at(k, G, right_PG.sum(1)) for k in powers}

@@ -31,7 +31,7 @@ TAIL = 64  # tokens of a prompt decoded to see how it ends; a longer generation 
 
 
 def left_open(text: str) -> str:
-    """The end of `text` from its last opening tag on; "" if there is none, or if it is closed."""
+    """The end of `text` from its last opening tag on; "" without such a tag, or if it is closed."""
     found = list(OPENING.finditer(text))
     if not found or TAGS[found[-1][0]] in text[found[-1].end() :]:
         return ""
@@ -75,7 +75,7 @@ class Openings:
         options: Mapping[str, Any] | None = None,
     ) -> str:
         """The tag that the template leaves open at the end of `prompt`, a text or tokens, and what follows the tag; ""
-        if there is none. `messages`, `tools` and `options` are what was rendered."""
+        if no tag is open. `messages`, `tools` and `options` are what was rendered."""
         if not self._ever:
             return ""
         text = prompt if isinstance(prompt, str) else str(self._tokenizer.decode(list(prompt[-TAIL:])))

@@ -1,8 +1,8 @@
 """Score samples in processes of their own, with a time limit per sample, so that a faulty reward cannot harm the run.
 
-A process gets one sample at a time, of an async reward a few that it awaits together. One that takes too long is
-killed, one that ends by itself is lost: its sample fails, and another process takes its place. Of several samples none
-fails before it was tried alone.
+A process gets one sample at a time, or, of an async reward, a few that it awaits together. If scoring takes too long,
+the process is killed. A process that was killed, or has ended by itself, is replaced, and its sample fails; if it had
+several samples, each is first tried again in a process of its own, since any of them may be at fault.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
 
 if TYPE_CHECKING:
-    from corerl.engines.fleet import Counted
+    from corerl.types import OnProgress
 
 GRACE = 0.5  # seconds beyond a time limit before a process is killed
 STARTING = 1.0  # seconds for what an async reward does with its samples before it awaits them
 START = 120.0  # seconds for a process to start and import the reward
 POLL = 1.0  # seconds between two checks whether the pool was closed
-
-Row = int  # the number of a sample in its batch
 
 
 class RewardWorker:
@@ -43,7 +41,7 @@ class RewardWorker:
 
     def __init__(self, config: RewardConfig) -> None:
         self.started = False
-        self.rows: list[Row] = []  # those that it works on
+        self.places: list[int] = []  # in the batch, of the samples that it works on
         self.deadline = time.monotonic() + START
         # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
         context = multiprocessing.get_context("spawn")
@@ -59,21 +57,21 @@ class RewardWorker:
 
     @property
     def free(self) -> bool:
-        return self.started and not self.rows
+        return self.started and not self.places
 
-    def give(self, rows: Sequence[Row], samples: Sequence[Sample], *, limit: float) -> None:
+    def give(self, places: Sequence[int], samples: Sequence[Sample], *, limit: float) -> None:
         """Raises OSError if the process has ended."""
-        self.connection.send([samples[row] for row in rows])
-        self.rows, self.deadline = list(rows), time.monotonic() + limit
+        self.connection.send([samples[place] for place in places])
+        self.places, self.deadline = list(places), time.monotonic() + limit
 
-    def receive(self) -> dict[Row, Outcome]:
+    def receive(self) -> dict[int, Outcome]:
         """What it has sent. Raises EOFError or OSError if it has ended, ConfigError if the reward cannot be
         imported."""
         message = self.connection.recv()
         if isinstance(message, ConfigError):
             raise message
-        found = dict(zip(self.rows, message, strict=True))
-        self.started, self.rows, self.deadline = True, [], math.inf
+        found = dict(zip(self.places, message, strict=True))
+        self.started, self.places, self.deadline = True, [], math.inf
         return found
 
     def kill(self) -> None:
@@ -102,7 +100,7 @@ class RewardPool:
         self._workers: list[RewardWorker] = []
         self._start()
 
-    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> list[Outcome]:
         """The samples' rewards; `on_progress` gets how many are scored, and how many there are. Raises RewardError if
         the pool is closed, ConfigError if the processes cannot import the reward."""
         with self._scoring:
@@ -134,12 +132,12 @@ class RewardPool:
         for worker in workers:
             worker.end()
 
-    def _outcomes(self, samples: Sequence[Sample], on_progress: Counted | None) -> list[Outcome]:
-        count, waits = len(samples), self._reward.waits
-        limit = self._config.timeout + GRACE + STARTING * waits
-        size = min(AT_ONCE, math.ceil(count / self._config.processes)) if waits else 1
+    def _outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None) -> list[Outcome]:
+        count, is_async = len(samples), self._reward.is_async
+        limit = self._config.timeout + GRACE + STARTING * is_async
+        size = min(AT_ONCE, math.ceil(count / self._config.processes)) if is_async else 1
         waiting = deque([*range(count)[first : first + size]] for first in range(0, count, size))
-        found: dict[Row, Outcome] = {}
+        found: dict[int, Outcome] = {}
         while len(found) < count:
             self._start()
             if on_progress is not None:
@@ -159,12 +157,12 @@ class RewardPool:
                 except (EOFError, OSError):
                     worker.process.join(POLL)  # let it exit, to learn its exit code
                 self._require_open()  # or the pool has killed it
-                if len(worker.rows) == 1 or not worker.started:
+                if len(worker.places) == 1 or not worker.started:
                     found |= self._failed(worker, None if late else worker.process.exitcode, samples)
                 else:
-                    waiting.extend([row] for row in worker.rows)  # it may have been any of them
+                    waiting.extend([place] for place in worker.places)  # it may have been any of them
                 self._end(worker)
-        return [found[row] for row in range(count)]
+        return [found[place] for place in range(count)]
 
     def _ready(self) -> list[RewardWorker]:
         """Wait, for POLL seconds at most, for workers that have sent something or ended, or whose time is up."""
@@ -173,7 +171,7 @@ class RewardPool:
         now = time.monotonic()
         return [each for each in self._workers if each.connection in ready or each.deadline <= now]
 
-    def _failed(self, worker: RewardWorker, exitcode: int | None, samples: Sequence[Sample]) -> dict[Row, Outcome]:
+    def _failed(self, worker: RewardWorker, exitcode: int | None, samples: Sequence[Sample]) -> dict[int, Outcome]:
         """The failure of the sample at which a worker ended, or was late: then `exitcode` is None. Raises RewardError
         if the worker has not started."""
         if not worker.started:
@@ -184,10 +182,10 @@ class RewardPool:
                 "or the script that started the run lacks `if __name__ == '__main__':`; fix that, or set "
                 "reward.processes=0"
             )
-        (row,) = worker.rows
+        (place,) = worker.places
         if exitcode is None:
-            return {row: self._reward.late(self._config.timeout, samples[row])}
-        return {row: self._reward.failure("died", f"ended its process ({_status(exitcode)})", samples[row])}
+            return {place: self._reward.late(self._config.timeout, samples[place])}
+        return {place: self._reward.failure("died", f"ended its process ({_status(exitcode)})", samples[place])}
 
 
 def _status(exitcode: int) -> str:

@@ -27,7 +27,7 @@ from corerl.messages import did_you_mean, place, short_repr
 if TYPE_CHECKING:
     from corerl.config.schema import RewardConfig
     from corerl.data.prompts import Prompt
-    from corerl.engines.fleet import Counted
+    from corerl.types import OnProgress
 
 
 @frozen(kw_only=True)
@@ -74,7 +74,7 @@ class Reward:
 
     # Looked up once, which takes longer than a cheap reward.
     @functools.cached_property
-    def waits(self) -> bool:
+    def is_async(self) -> bool:
         """Whether the function is async, so that it can score many samples at once."""
         return any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
 
@@ -82,12 +82,12 @@ class Reward:
     def takes_tokens(self) -> bool:
         return takes_tokens(self.function)
 
-    def outcomes(self, samples: Sequence[Sample], on_progress: Counted | None = None) -> list[Outcome]:
+    def outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None = None) -> list[Outcome]:
         """The samples' rewards, of an async function awaited many at once."""
         found: list[Outcome] = []
         if on_progress is not None:
             on_progress(0, len(samples))
-        size = AT_ONCE if self.waits else 1
+        size = AT_ONCE if self.is_async else 1
         for first in range(0, len(samples), size):
             for future in [self.start(sample) for sample in samples[first : first + size]]:
                 found.append(future.result())
@@ -107,7 +107,7 @@ class Reward:
             done.set_result(self._raised(error, sample))
             return done
         if not inspect.isawaitable(value):
-            done.set_result(self._judged(value, sample))
+            done.set_result(self._outcome(value, sample))
             return done
         left = None if limit is None else limit - (time.monotonic() - started)
         return start_user_coroutine(self._outcome_within(limit, left, value, sample))
@@ -124,7 +124,7 @@ class Reward:
             if clock.expired() and isinstance(error, TimeoutError):
                 return self.late(limit or 0.0, sample)
             return self._raised(error, sample)
-        return self._judged(value, sample)
+        return self._outcome(value, sample)
 
     def called(self, sample: Sample) -> Any:
         """What the function returns, which may be an awaitable."""
@@ -156,7 +156,7 @@ class Reward:
         named = f"finite numbers by name{', of ' if self.weights else ''}{', '.join(self.weights)}"
         return named if by_name else "a finite number"
 
-    def _judged(self, value: Any, sample: Sample) -> Outcome:
+    def _outcome(self, value: Any, sample: Sample) -> Outcome:
         try:
             if (judged := self.judged(value)) is None:
                 wanted = self._wanted(by_name=isinstance(value, Mapping))
@@ -199,8 +199,8 @@ class WeightedSum(Reward):
     terms: Sequence[Term]
 
     @functools.cached_property
-    def waits(self) -> bool:
-        return any(term.reward.waits for term in self.terms)
+    def is_async(self) -> bool:
+        return any(term.reward.is_async for term in self.terms)
 
     @functools.cached_property
     def takes_tokens(self) -> bool:
@@ -208,7 +208,7 @@ class WeightedSum(Reward):
 
     def called(self, sample: Sample) -> Any:
         # Async ones last: if another one raises, none of them was called in vain.
-        order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.waits)
+        order = sorted(range(len(self.terms)), key=lambda place: self.terms[place].reward.is_async)
         found = {place: self.terms[place].reward.called(sample) for place in order}
         values = [found[place] for place in range(len(self.terms))]
         return _all(values) if any(map(inspect.isawaitable, values)) else values
@@ -279,8 +279,8 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"position-match": position_match, "ex
 
 
 def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
-    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is none, or a signature does
-    not fit."""
+    """The reward that `[reward]`, or another table, describes. Raises ConfigError if there is no such reward, or a
+    signature does not fit."""
     if not config.functions:
         reward = find_reward(config.name, config.options, config.weights, table=table)
         return evolve(reward, failed_value=config.failed_value)
@@ -310,7 +310,7 @@ def reward_of(config: RewardConfig, *, table: str = "reward") -> Reward:
 
 
 def require_part(reward: Reward, part: str, *, setting: str) -> None:
-    """Raise ConfigError if the config says which parts a reward has, and this is none of them. The parts of a function
+    """Raise ConfigError if the config says which parts a reward has, and this is another name. The parts of a function
     without weights are known once it is called."""
     known = [term.label for term in reward.terms] if isinstance(reward, WeightedSum) else list(reward.weights)
     if part and part not in known and "." not in part and (known or reward.name in BUILT_IN):
@@ -321,8 +321,8 @@ def require_part(reward: Reward, part: str, *, setting: str) -> None:
 def find_reward(
     name: str, options: Mapping[str, Any], weights: Mapping[str, float] | None = None, *, table: str = "reward"
 ) -> Reward:
-    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if there is none, or its signature
-    does not fit."""
+    """Look up a reward by name; `table` holds it in the config. Raises ConfigError if the name is unknown, or its
+    signature does not fit."""
     if name not in BUILT_IN and ":" not in name:
         own = "write your own as 'module:function', where module.py is in the working directory or installed"
         raise ConfigError(

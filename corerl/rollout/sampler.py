@@ -16,7 +16,6 @@ from corerl.config.schema import RolloutConfig
 from corerl.data.files import Refused
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.fleet import Counted
 from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
@@ -24,7 +23,7 @@ from corerl.ops.noise import hash_keys
 from corerl.pictures import Picture, PictureReader, read
 from corerl.rollout.encoding import encode, expand
 from corerl.rollout.reasoning import Openings
-from corerl.types import PICTURE, Array, IntArray, Output, SampleBatch, all_shown, offsets_of, rows_at
+from corerl.types import PICTURE, Array, IntArray, OnProgress, Output, SampleBatch, all_shown, offsets_of, rows_at
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,8 +51,8 @@ class Rollout:
     # [B] responses, without special tokens unless reward.special_tokens, each behind the reasoning tag that the chat
     # template opens for it; of a conversation, the last answer
     texts: list[str]
-    # [B] where samples bring rewards: that, why there is none, or None for `reward.name` to score it; an episode's rows
-    # have the same. Empty: all are scored by `reward.name`.
+    # [B] of samples that bring a reward: the reward, the Failure to get one, or None for a sample that `reward.name`
+    # is to score; equal for all rows of a sample. Empty: `reward.name` scores all samples.
     outcomes: Sequence[float | Outcome | None] = field(factory=list)
 
     def prompt_rows(self, groups: IntArray) -> IntArray:
@@ -108,7 +107,7 @@ class Generate(Protocol):
         request: GenerateRequest,
         *,
         urgent: bool = False,
-        on_progress: Counted | None = None,
+        on_progress: OnProgress | None = None,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Awaitable[Generation]: ...
 
@@ -128,7 +127,7 @@ class SamplerContext:
     pictures: PictureReader | None = None  # None: prompts have none
     calls: int = 1  # of `generate` that each engine answers at once
     # Is called with how many of the samples that the run waits for are done, and how many there are.
-    on_progress: Counted | None = None
+    on_progress: OnProgress | None = None
 
 
 class Sampler(ABC):
@@ -145,45 +144,38 @@ class Sampler(ABC):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        background: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Sample what `request` asks for: R = P * G rows, those of one prompt adjacent, each with the noise key of its
-        sample. `ahead`: nobody waits for it yet. `on_tokens` gets all that is generated, piece by piece. Cancelled when
-        the run ends, or drops these prompts."""
+        sample. With `background`, requests that a step waits for overtake this one, and it reports no progress.
+        `on_tokens` gets all that is generated, piece by piece. Cancelled when the run ends, or drops these prompts."""
 
     def close(self) -> None:  # noqa: B027  -- most hold nothing
         """Release what the sampler holds: nothing is asked of it any more. May be called twice."""
 
     async def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        rollout_step: int,
-        samples: int,
-        params: SamplingParams,
-        attempt: int = 0,
-        ahead: bool = False,
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams
     ) -> Rollout:
         """Sample `samples` responses to each prompt. They depend on the weights, the seed, `rollout_step`, the prompt
-        and the sample's number; another `attempt` at the same step samples others. `ahead`: nobody waits for them yet.
+        and the sample's number.
 
         Raises DataError for a prompt without tokens, EngineFailed for an unfinished response, and what `generate`
         raises.
         """
-        request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params, attempt=attempt)
-        return await self.answer(prompts, request, ahead=ahead)
+        request = self.request(prompts, rollout_step=rollout_step, samples=samples, params=params)
+        return await self.checked_generate(prompts, request, background=False)
 
-    async def answer(
+    async def checked_generate(
         self,
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool,
+        background: bool,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Call `generate`, and raise PluginBroken if it returns no rollout of these prompts and this request."""
-        rollout = await self.generate(prompts, request, ahead=ahead, on_tokens=on_tokens)
+        rollout = await self.generate(prompts, request, background=background, on_tokens=on_tokens)
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         if not isinstance(rollout, Rollout):
             raise PluginBroken(f"{name}.generate returned {type(rollout).__name__}, wanted a corerl.rollout.Rollout")
@@ -202,17 +194,13 @@ class Sampler(ABC):
         return rollout
 
     def request(
-        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, attempt: int = 0
+        self, prompts: Sequence[Prompt], *, rollout_step: int, samples: int, params: SamplingParams, noise_salt: int = 0
     ) -> GenerateRequest:
-        """The request that `sample` sends."""
-        encoded: list[tuple[IntArray, IntArray]] = []  # of each prompt the tokens, and their column `picture`
+        """The request that `sample` sends. With another `noise_salt` the same prompts of the same step get other
+        samples."""
         shown = [_pictures(prompt) for prompt in prompts]
         ids = encode(self.context.tokenizer, prompts, self.context.template_options)
-        for each, own in zip(ids, shown, strict=True):
-            if self.context.pictures is not None:
-                encoded.append(expand(each, own, self.context.pictures))
-            else:
-                encoded.append((np.asarray(each, dtype=np.int64), np.zeros(len(each), dtype=np.int64)))
+        encoded = [expand(each, own, self.context.pictures) for each, own in zip(ids, shown, strict=True)]
         tokens = np.concatenate([each for each, _ in encoded])
         offsets = offsets_of([len(each) for each, _ in encoded])
         column, pictures = all_shown([(column, own) for (_, column), own in zip(encoded, shown, strict=True)])
@@ -226,7 +214,7 @@ class Sampler(ABC):
                 self.context.seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
-                (attempt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
+                (noise_salt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
             ),
             params=params,
             picture=column[repeated],
@@ -254,11 +242,13 @@ class PromptSampler(Sampler):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        background: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
-        progress = None if ahead else self.context.on_progress
-        generation = await self.context.generate(request, urgent=not ahead, on_progress=progress, on_tokens=on_tokens)
+        progress = None if background else self.context.on_progress
+        generation = await self.context.generate(
+            request, urgent=not background, on_progress=progress, on_tokens=on_tokens
+        )
         return self.rollout(prompts, request, generation)
 
     def rollout(self, prompts: Sequence[Prompt], request: GenerateRequest, generation: Generation) -> Rollout:

@@ -16,10 +16,9 @@ from attrs import Factory, evolve, field, frozen
 from corerl.errors import RewardError
 from corerl.messages import did_you_mean
 from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
-from corerl.types import BoolArray, FloatArray, IntArray, SampleBatch
+from corerl.types import BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
 
 if TYPE_CHECKING:
-    from corerl.engines.fleet import Counted
     from corerl.rollout.sampler import Rollout
 
 PartSums = Mapping[str, tuple[float, int]]  # by name: the sum of a part's values, and the number of samples with it
@@ -83,9 +82,9 @@ class Scores:
 
 
 class Scorer(Protocol):
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
-        """Raises RewardError if all samples fail, unless they are only a `part` of a batch: the reward must be
-        broken."""
+    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
+        """Raises RewardError if all samples fail: the reward must be broken. If they are only a piece of a batch
+        (`partial`), all of them may fail."""
 
 
 class RewardScorer:
@@ -94,9 +93,9 @@ class RewardScorer:
     def __init__(
         self,
         reward: Reward,
-        outcomes: Callable[[Sequence[Sample], Counted | None], list[Outcome]] | None = None,
+        outcomes: Callable[[Sequence[Sample], OnProgress | None], list[Outcome]] | None = None,
         *,
-        on_progress: Counted | None = None,
+        on_progress: OnProgress | None = None,
     ) -> None:
         """`outcomes` calls the function, by default in this process and without a time limit. `on_progress` gets how
         many samples of a batch are scored, and how many it has."""
@@ -104,7 +103,7 @@ class RewardScorer:
         self._outcomes = outcomes or reward.outcomes
         self._on_progress = on_progress
 
-    def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
         """As `Scorer.score`. An episode is scored once, by its last answer, and all its rows get that reward."""
         episodes, episode_of = rollout.batch.episodes
         if len(episodes) < len(episode_of):
@@ -117,11 +116,11 @@ class RewardScorer:
         missing = [row for row in range(len(episodes)) if row not in outcomes]
         if missing:
             samples = samples_of(rollout, tokens=self._reward.takes_tokens)
-            found = self._outcomes([samples[row] for row in missing], None if part else self._on_progress)
+            found = self._outcomes([samples[row] for row in missing], None if partial else self._on_progress)
             outcomes.update(zip(missing, found, strict=True))
         every = [outcomes[row] for row in range(len(episodes))]
         scores = Scores.of(every, failed_value=self._reward.failed_value)
-        if scores.first and scores.failed.all() and not part:
+        if scores.first and scores.failed.all() and not partial:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
         return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
 
@@ -143,16 +142,16 @@ class AsyncScorer:
         self._span = span
         self._turn = turn or asyncio.Lock()
 
-    async def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+    async def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
         """As `Scorer.score`. If it is cancelled, the scorer still ends its turn."""
         await self._turn.acquire()
-        scoring = asyncio.ensure_future(self._score(rollout, part=part))
+        scoring = asyncio.ensure_future(self._score(rollout, partial=partial))
         scoring.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(scoring)
 
-    async def _score(self, rollout: Rollout, *, part: bool) -> Scores:
+    async def _score(self, rollout: Rollout, *, partial: bool) -> Scores:
         with self._span():
-            return await self._call(functools.partial(self._scorer.score, rollout, part=part))
+            return await self._call(functools.partial(self._scorer.score, rollout, partial=partial))
 
 
 def samples_of(rollout: Rollout, *, tokens: bool) -> list[Sample]:
@@ -168,7 +167,6 @@ def _response_tokens(batch: SampleBatch) -> Iterator[Tokens]:
     """[B] each response's tokens with the one that ended it; of an episode, its last answer's."""
     sampled = batch.columns.get("loss_mask")
     for first, last in pairwise(batch.offsets.tolist()):
-        row = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
-        begins = row[np.flatnonzero(np.diff(row) > 1)[-1:] + 1]  # of the last run of sampled tokens
-        begin = begins[0] if len(begins) else row[0] if len(row) else 0
-        yield batch.tokens[first + begin : first + row[-1] + 1].astype(np.int32) if len(row) else ()
+        places = np.flatnonzero(sampled[first:last]) if sampled is not None else np.arange(last - first)
+        answers = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)  # runs of sampled tokens
+        yield batch.tokens[first + answers[-1]].astype(np.int32)

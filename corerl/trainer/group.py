@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from attrs import evolve, frozen
 
+from corerl.algorithms.base import Objective
 from corerl.calls import Calls, Future
 from corerl.cluster.group import RayGroup
 from corerl.cluster.heartbeat import Pending, Watching
@@ -117,7 +118,7 @@ class TrainGroup:
 
         Raises UserError with a line for each problem that can be known before a process starts.
         """
-        from corerl.plan.make import plan_group  # slow to import: takes seconds
+        from corerl.plan.group import plan_group  # slow to import: takes seconds
 
         config = as_config(config)
         plan = plan_group(config, role, resume=resume)
@@ -169,7 +170,7 @@ class TrainGroup:
         the background has failed, and CorerlError if the cluster has no room: then all is as before.
         """
         from corerl.checkpoint.writer import in_memory  # slow to import, as are the next two: takes seconds
-        from corerl.plan.make import plan_group
+        from corerl.plan.group import plan_group
         from corerl.plan.settle import with_sizes
 
         if self._config is None or self._pool is None:
@@ -261,9 +262,7 @@ class TrainGroup:
         """The optimizer steps of a rollout batch, as its `[train]` and its algorithm say: `mini_batches` in each of
         `epochs`, or one per group if there are fewer groups. Their order follows from `seed`; give each batch
         another."""
-        train, objective = self.plan.train, self.plan.objective
-        if objective is None:
-            raise CorerlError(refused_if_frozen("plan_steps", f"the {self.role}"))
+        train, objective = self.plan.train, self._require_trained("plan_steps")
         return plan_steps(
             samples,
             self.layouts[0],
@@ -279,9 +278,7 @@ class TrainGroup:
         """A plan for `forward_backward` of some groups of a step whose others are elsewhere, and what they add to the
         step's denominator, as the role's `[train]` and algorithm say. All calls of the step take the same `unit`, near
         the denominator; its `optimizer_step` has the scale unit / denominator."""
-        train, objective = self.plan.train, self.plan.objective
-        if objective is None:
-            raise CorerlError(refused_if_frozen("plan_part", f"the {self.role}"))
+        train, objective = self.plan.train, self._require_trained("plan_part")
         return plan_part(
             samples,
             self.layouts[0],
@@ -359,10 +356,11 @@ class TrainGroup:
         `wait`, once it is. Raises SaveFailed if one failed."""
         return self._add(self._start("saved", wait, memory), all)
 
-    def _require_trained(self, verb: str) -> None:
+    def _require_trained(self, verb: str) -> Objective:
         """Raise before any rank is called: an error there would end the group."""
         if self.plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
+        return self.plan.objective
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

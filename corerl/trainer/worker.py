@@ -22,6 +22,7 @@ from corerl.plugin.capabilities import Capability
 from corerl.plugin.host import PluginHost
 from corerl.plugin.observers import load_extensions
 from corerl.plugin.origins import require_same
+from corerl.plugin.pictures import picture_inputs
 from corerl.plugin.registry import Kind, Loaded, load, load_implementation, options_of
 from corerl.plugin.spec import Process
 from corerl.plugin.transports import open_sender, transport_named
@@ -87,6 +88,7 @@ class Worker:
         options = options_of(loaded, assignment.config.options, path=f"backends.{loaded.name}")
         self.config = evolve(assignment.config, options=options)
         self.backend: Backend = load_implementation(Kind.BACKENDS, loaded)()
+        self.backend.picture_inputs = picture_inputs(self.config.model)
         self.host = PluginHost(
             self.backend,
             name=loaded.name,

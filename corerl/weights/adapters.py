@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from corerl.ops.buildable import lacking
+from corerl.ops.buildable import why_unbuildable
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
@@ -60,7 +60,7 @@ def add_product_(weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *, scal
 
     torch's own addmm rounds the product too where the weight is bfloat16 on a GPU (of 2.11 on an H100: one element in
     ten then is off by more than half a step), and a product in memory of its own takes twice the traffic."""
-    if weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous() and not lacking():
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and weight.is_contiguous() and not why_unbuildable():
         from corerl.ops import kernels
 
         kernels.add_product_(weight, b.contiguous(), a.contiguous(), scale=scale)

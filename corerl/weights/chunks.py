@@ -62,24 +62,17 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [((), ())]
-    inner = math.prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
-    if first == last or inner == 1:
-        if inner == 1:
-            return [((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))]
-        return [
-            ((first, *offsets), (1, *sizes))
-            for offsets, sizes in flat_range_boxes(shape[1:], start - first * inner, stop - first * inner)
-        ]
-    boxes: list[Box] = []
-    if start % inner:
-        boxes += flat_range_boxes(shape, start, (first + 1) * inner)
-        first += 1
-    full = stop // inner
-    if full > first:
-        boxes.append(((first, *(0,) * (len(shape) - 1)), (full - first, *shape[1:])))
-    if stop % inner:
-        boxes += flat_range_boxes(shape, full * inner, stop)
+    inner, boxes = math.prod(shape[1:]), list[Box]()
+    while start < stop:
+        row, offset = divmod(start, inner)
+        if not offset and (rows := (stop - start) // inner):
+            boxes.append(((row, *(0,) * (len(shape) - 1)), (rows, *shape[1:])))
+            start += rows * inner
+        else:  # a part of one row
+            end = min(stop, (row + 1) * inner)
+            parts = flat_range_boxes(shape[1:], offset, end - row * inner)
+            boxes += [((row, *offsets), (1, *sizes)) for offsets, sizes in parts]
+            start = end
     return boxes
 
 
@@ -120,7 +113,7 @@ def fill(chunks: Iterable[Chunk], source: TensorSource, *, what: str) -> int:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; without memory, as NaN anywhere makes both ends NaN."""
+    """Whether no value is NaN or infinite. Needs no memory of the tensor's size: `aminmax` is NaN if any value is."""
     return not tensor.numel() or all(math.isfinite(end) for end in tensor.aminmax())
 
 

@@ -9,21 +9,28 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
 from corerl.errors import ContractError
 from corerl.weights.chunks import Box, Chunk, holes, within
 from corerl.weights.manifest import Bucket
 
 Shape: TypeAlias = tuple[int, ...]
-Row: TypeAlias = tuple[str, Shape, Box]  # (name, whole shape, box) of a box that a rank sends
-
-# Of one rank: the rows that it sends, what is wrong with its chunks, how many tensors it holds whole, names of copies.
-Held: TypeAlias = tuple[list[Row], str, int, set[str]]
+NamedBox: TypeAlias = tuple[str, Shape, Box]  # a tensor's name and whole shape, and a box of it
 
 # If all ranks receive, and padding all shares to equal size would take more than this many buckets of memory (as with
 # pipeline stages, where one rank holds the whole bucket), the shares are broadcast one by one, without padding.
 PADDED_BUCKETS = 2
+
+
+@frozen(kw_only=True)
+class Held:
+    """What one rank reports of its chunks to the others."""
+
+    boxes: list[NamedBox]  # that it sends
+    fault: str  # what is wrong with the chunks; "" if nothing
+    whole: int  # how many tensors it holds whole, if it holds nothing else; otherwise 0
+    copies: list[str]  # tensors of which it holds replicas
 
 
 @frozen
@@ -52,25 +59,25 @@ class Layout:
     local: list[int]  # this rank's pieces, as positions in the chunks that the plan was built from
 
 
-@define
+@define(kw_only=True)
 class GatherPlan:
     """Gathers buckets from all ranks. Built once, collectively; `gather` needs about two buckets besides `out`."""
 
     shapes: list[tuple[str, Shape]]  # every HF tensor, in the same order on all ranks: first appearance, rank by rank
     senders: dict[str, int]  # HF tensor -> the first rank of its pipeline stage
-    _rows: list[list[Row]]  # by rank
-    _sent: list[int]  # this rank's rows, as positions in the chunks
+    _boxes: list[list[NamedBox]]  # that ranks send, by rank
+    _sent: list[int]  # this rank's boxes, as positions in the chunks
     _group: dist.ProcessGroup | None
     _rank: int
-    _alone: bool  # every rank holds every tensor whole and reads its own; `_rows` then has only its own rows
-    _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the row)
+    _local: bool  # every rank holds every tensor whole and reads its own; `_boxes` then has only its own
+    _by_name: dict[str, list[tuple[int, int]]] = field(init=False)  # name -> (rank, index of the box)
     _layouts: dict[Bucket, Layout] = field(factory=dict, init=False)
     _kept: dict[str, torch.Tensor] = field(factory=dict, init=False)  # memory reused from bucket to bucket
 
     def __attrs_post_init__(self) -> None:
         self._by_name = {name: [] for name, _ in self.shapes}
-        for rank, rows in enumerate(self._rows):
-            for index, (name, _, _) in enumerate(rows):
+        for rank, boxes in enumerate(self._boxes):
+            for index, (name, _, _) in enumerate(boxes):
                 self._by_name[name].append((rank, index))
 
     @classmethod
@@ -79,26 +86,30 @@ class GatherPlan:
 
         Raises ContractError, on all ranks alike, if the boxes do not cover every tensor exactly once.
         """
-        held: list[Row] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
+        boxes: list[NamedBox] = [(chunk.name, tuple(chunk.shape), chunk.box) for chunk in chunks]
         sent = [position for position, chunk in enumerate(chunks) if not chunk.replica]
         # A rank with faulty chunks reports them instead of raising alone, since the others would wait for it.
-        copies = {chunk.name for chunk in chunks if chunk.replica}
-        mine = ([held[position] for position in sent], _fault(chunks), _whole(held), copies)
-        ranks = [mine]
-        rank = 0
+        mine = Held(
+            boxes=[boxes[position] for position in sent],
+            fault=_fault(chunks),
+            whole=_whole(boxes),
+            copies=sorted({chunk.name for chunk in chunks if chunk.replica}),
+        )
+        rank, ranks = 0, [mine]
         if group is not None:
             rank = dist.get_rank(group)
-            ranks = [_from_plain(each) for each in gather_plain(_to_plain(mine), group)]
-        for other, (_, fault, _, _) in enumerate(ranks):
-            if fault:
-                raise ContractError(f"the chunks of rank {other} are wrong: {fault}")
-        by_rank = [rows for rows, _, _, _ in ranks]
+            ranks = [_held(**each) for each in gather_plain(asdict(mine, recurse=False), group)]
+        for other, held in enumerate(ranks):
+            if held.fault:
+                raise ContractError(f"the chunks of rank {other} are wrong: {held.fault}")
+        by_rank = [held.boxes for held in ranks]
         shapes = _checked_shapes(by_rank)
-        senders = first_of_stages([copies.union(name for name, _, _ in rows) for rows, _, _, copies in ranks])
-        if all(whole == len(shapes) for _, _, whole, _ in ranks):
-            own: list[list[Row]] = [held if other == rank else [] for other in range(len(ranks))]
-            return cls(shapes, senders, own, list(range(len(chunks))), group, rank, True)
-        return cls(shapes, senders, by_rank, sent, group, rank, False)
+        senders = first_of_stages([{*held.copies, *(name for name, _, _ in held.boxes)} for held in ranks])
+        local = all(held.whole == len(shapes) for held in ranks)
+        if local:
+            by_rank = [boxes if other == rank else [] for other in range(len(ranks))]
+            sent = list(range(len(chunks)))
+        return cls(shapes=shapes, senders=senders, boxes=by_rank, sent=sent, group=group, rank=rank, local=local)
 
     def gather(
         self,
@@ -121,7 +132,7 @@ class GatherPlan:
         elif out is None:
             out = torch.empty(bucket.numel, dtype=dtype, device=device)
         with torch.no_grad():
-            if self._alone:
+            if self._local:
                 shares = [self._own(layout, chunks) if pieces else [] for pieces in layout.pieces]
             elif root is None:
                 shares = self._to_all(layout, bucket, chunks, dtype, device)
@@ -146,12 +157,12 @@ class GatherPlan:
         self._kept = {use: kept for use, kept in self._kept.items() if kept.device.type == "cpu"}
 
     def _layout(self, bucket: Bucket) -> Layout:
-        pieces: list[list[Piece]] = [[] for _ in self._rows]
-        lengths = [0] * len(self._rows)
+        pieces: list[list[Piece]] = [[] for _ in self._boxes]
+        lengths = [0] * len(self._boxes)
         local: list[int] = []
         for entry in bucket.entries:
             for rank, index in self._by_name[entry.name]:
-                _, shape, box = self._rows[rank][index]
+                _, shape, box = self._boxes[rank][index]
                 start, stop = lengths[rank], lengths[rank] + math.prod(box[1])
                 target = within(box, ((0,) * len(shape), shape))
                 piece = Piece(start, stop, box[1], entry.start, entry.start + entry.numel, shape, target)
@@ -180,14 +191,14 @@ class GatherPlan:
         if root != self._rank:
             if length := layout.lengths[self._rank]:
                 share = self._packed(layout, chunks, length, dtype, device)
-                _wait([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
+                _exchange([dist.P2POp(dist.isend, share, group=self._group, group_peer=root)])
             return []
         others = {
             rank: self.memory(f"from {rank}", length, dtype, device)
             for rank, length in enumerate(layout.lengths)
             if length and rank != root
         }
-        _wait([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
+        _exchange([dist.P2POp(dist.irecv, share, group=self._group, group_peer=rank) for rank, share in others.items()])
         return [
             self._own(layout, chunks) if rank == root else _cut(pieces, others[rank]) if pieces else []
             for rank, pieces in enumerate(layout.pieces)
@@ -237,16 +248,16 @@ def _cut(pieces: Sequence[Piece], share: torch.Tensor) -> list[torch.Tensor]:
     return [share[piece.start : piece.stop].view(piece.sizes) for piece in pieces]
 
 
-def _wait(operations: list[dist.P2POp]) -> None:
+def _exchange(operations: list[dist.P2POp]) -> None:
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
 
-def _whole(rows: Sequence[Row]) -> int:
+def _whole(boxes: Sequence[NamedBox]) -> int:
     """The number of tensors, if these boxes cover each exactly once; otherwise 0."""
-    shapes = {name: shape for name, shape, _ in rows}
-    return 0 if holes(shapes, ((name, box) for name, _, box in rows)) else len(shapes)
+    shapes = {name: shape for name, shape, _ in boxes}
+    return 0 if holes(shapes, ((name, box) for name, _, box in boxes)) else len(shapes)
 
 
 def _fault(chunks: Sequence[Chunk]) -> str:
@@ -259,11 +270,11 @@ def _fault(chunks: Sequence[Chunk]) -> str:
     return ""
 
 
-def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
+def _checked_shapes(by_rank: list[list[NamedBox]]) -> list[tuple[str, Shape]]:
     shapes: dict[str, Shape] = {}
     ranks_of: dict[str, list[int]] = {}
-    for rank, rows in enumerate(by_rank):
-        for name, shape, _ in rows:
+    for rank, boxes in enumerate(by_rank):
+        for name, shape, _ in boxes:
             if shapes.setdefault(name, shape) != shape:
                 raise ContractError(
                     f"rank {rank} declares {name!r} as part of {list(shape)}, but rank {ranks_of[name][0]} as part of "
@@ -271,7 +282,7 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
                 )
             if rank not in ranks_of.setdefault(name, []):
                 ranks_of[name].append(rank)
-    wrong = holes(shapes, ((name, box) for rows in by_rank for name, _, box in rows))
+    wrong = holes(shapes, ((name, box) for boxes in by_rank for name, _, box in boxes))
     if wrong:
         name, missing = next(iter(wrong.items()))
         fault = f"omit {missing} elements" if missing > 0 else f"have {-missing} elements too many"
@@ -283,17 +294,10 @@ def _checked_shapes(by_rank: list[list[Row]]) -> list[tuple[str, Shape]]:
     return list(shapes.items())
 
 
-def _to_plain(held: Held) -> tuple[Any, ...]:
-    """As JSON can hold it."""
-    rows, fault, whole, copies = held
-    return rows, fault, whole, sorted(copies)
-
-
-def _from_plain(data: Sequence[Any]) -> Held:
-    """The reverse of another rank's `_to_plain`."""
-    rows, fault, whole, copies = data
-    own = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in rows]
-    return own, fault, whole, set(copies)
+def _held(boxes: Sequence[Any], **others: Any) -> Held:
+    """What another rank reported, from JSON."""
+    named = [(name, tuple(shape), (tuple(offsets), tuple(sizes))) for name, shape, (offsets, sizes) in boxes]
+    return Held(boxes=named, **others)
 
 
 def gather_plain(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -19,6 +19,7 @@ SMALL = [
     "engine_throughput 0.6b --tiny",
     "grpo_step 0.6b --tiny",
     "memory fsdp --tiny",
+    "pictures --tiny --rounds 1",
     "pictures_sglang qwen3_vl gemma3 --tiny",
     "scale --tokens 1e5 --ranks 8 --rounds 1",
     "sleep --tiny --rounds 1",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from corerl.checkpoint import commit as commit_module
-from corerl.checkpoint.commit import begin, commit, latest, passed_over, read_state, retain
+from corerl.checkpoint.commit import begin, commit, latest, newest_intact, read_state, retain
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
@@ -43,8 +43,7 @@ def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     save(tmp_path, 100)
     nine = save(tmp_path, 9)
-    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-00000100"
-    assert passed_over(tmp_path) == {}
+    assert newest_intact(tmp_path) == (tmp_path / "checkpoints" / "step-00000100", {})
     begin(tmp_path, 150)
     file = tmp_path / "checkpoints" / "step-00000100" / "actor" / "rank-00001.safetensors"
     whole_size = file.stat().st_size
@@ -52,7 +51,7 @@ def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
     assert latest(tmp_path) == nine
     hundred = file.parents[1]
     fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}; the checkpoint is damaged"
-    assert {path: text.split(",")[0] for path, text in passed_over(tmp_path).items()} == {hundred: fault}
+    assert {path: text.split(",")[0] for path, text in newest_intact(tmp_path)[1].items()} == {hundred: fault}
 
 
 def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
@@ -320,10 +319,9 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
 def test_a_checkpoint_that_was_found_to_be_damaged_is_passed_over(tmp_path: Path) -> None:
     older, newest = save(tmp_path, 5), save(tmp_path, 9)
     flip(newest / "actor/rank-00001.safetensors")
-    assert latest(tmp_path) == newest and passed_over(tmp_path) == {}  # tensors are verified by who reads them
+    assert newest_intact(tmp_path) == (newest, {})  # tensors are verified by who reads them
     damaged = {newest: "a rank said so"}
-    assert latest(tmp_path, damaged=damaged) == older
-    assert passed_over(tmp_path, damaged=damaged) == damaged
+    assert newest_intact(tmp_path, damaged=damaged) == (older, damaged)
 
 
 SUMMED = {"checkpoint.json": b"something", "step-00000009.npz": b"batch"}  # file -> what is changed in it
@@ -344,4 +342,4 @@ def test_one_changed_byte_of_a_driver_file_is_found(tmp_path: Path, name: str) -
     with pytest.raises(CheckpointDamaged) as caught:
         read_state(newest)
     assert caught.value.message == told
-    assert (latest(tmp_path), passed_over(tmp_path)) == (older, {newest: told})
+    assert newest_intact(tmp_path) == (older, {newest: told})

@@ -316,7 +316,7 @@ def test_two_calls_of_a_process_are_counted_separately(start: Start, monkeypatch
         if ended == {0: 3, 1: 4}:
             group.call("open")
 
-    assert group.answers(first, counted=counted) == {0: 3, 1: 4}
+    assert group.answers(first, on_counts=counted) == {0: 3, 1: 4}
     assert {0: 3, 1: 4} in told
     assert not any(7 in ended.values() for ended in told)
     assert group.wait(second) == [7]

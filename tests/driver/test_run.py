@@ -87,7 +87,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             "loop": SimpleNamespace(run=asyncio.run),
             "source": Source(),
             "sampler": "a sampler",
-            "held_out": [],
+            "eval_sets": [],
         }
         sampling |= {name: parts.pop(name) for name in [*sampling] if name in parts}
         sampled: Any = SimpleNamespace(**sampling, restart=lambda state, checkpoint: None)
@@ -435,9 +435,9 @@ def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callab
 def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
-    for held_out, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
+    for eval_sets, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
         updates = make_updates(config, actor, Group())
-        run = make_run(config, actor=actor, updates=updates, rollout_step=1, held_out=held_out)  # engines hold nothing
+        run = make_run(config, actor=actor, updates=updates, rollout_step=1, eval_sets=eval_sets)  # empty engines
         pushed = []
         for run.progress.steps_done in range(1, 8):
             before = len(actor.log)
@@ -555,8 +555,8 @@ def a_set(name: str = "", *, every: int = 25) -> tuple[EvalSet, Any, Any]:
 def test_each_set_is_evaluated_at_its_own_steps(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, at_start: bool
 ) -> None:
-    async def evaluate(sampler: Any, held_out: EvalSet, reward: Any) -> Evaluation:
-        name, step = held_out.name, run.progress.steps_done
+    async def evaluate(sampler: Any, eval_set: EvalSet, reward: Any) -> Evaluation:
+        name, step = eval_set.name, run.progress.steps_done
         shown = (SampleShown(prompt=name, response="", answer="", reward=0.0),)
         told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
         return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
@@ -565,7 +565,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
     heard = list[Any]()
     monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
-    run = make_run(make_config(run={"steps": 7}, eval={"at_start": at_start}), held_out=sets)
+    run = make_run(make_config(run={"steps": 7}, eval={"at_start": at_start}), eval_sets=sets)
     for run.progress.steps_done in range(8):
         run.evaluate()
     evaluated = [event for event in heard if isinstance(event, Evaluated)]
@@ -650,7 +650,7 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
 
         monkeypatch.setattr(evaluations, "evaluate", evaluate)
         saves, ears = Files(-1), Ears()
-        common = {"held_out": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
+        common = {"eval_sets": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": Path("/run")}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)
         run.evaluate()
         run.finish()

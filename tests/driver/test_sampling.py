@@ -51,7 +51,7 @@ class Asked(Sampler):
 def planned(special_tokens: bool, *sets: bool) -> Any:
     rewarding = RewardConfig(special_tokens=special_tokens)
     own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept), source=Mock()) for kept in sets]
-    rollout = Mock(rewarding=rewarding, sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
+    rollout = Mock(rewarding=rewarding, make_sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
     run = Mock(trains=False, steps=3)
     return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)), run=run)
 
@@ -67,7 +67,7 @@ def test_a_set_whose_reward_reads_special_tokens_has_its_own_sampler(monkeypatch
     fleet = Mock()
     with contextlib.ExitStack() as stack:
         made = sampling(planned(False, False, True, True), fleet, stack)
-        (_, same, _), (_, other, _), (_, again, _) = made.held_out
+        (_, same, _), (_, other, _), (_, again, _) = made.eval_sets
         first: Any = made.sampler
         assert same is first and other is again and other is not first
         assert [each.context.special_tokens for each in (first, other)] == [False, True]

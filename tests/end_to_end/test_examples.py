@@ -19,6 +19,7 @@ NIGHTLY = pytest.mark.nightly  # `.ci/wheels.py` trains the quickstart, and test
 EXAMPLES = {
     "quickstart.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "quickstart-ppo.toml": ["rollout.prompts=16"],
+    "pictures.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "two_turn_tool.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "gsm8k-qwen3-0.6b.toml": [
         *("cluster.device=cpu", "train.precision=float32", "rollout.prompts=4", "rollout.samples=4"),

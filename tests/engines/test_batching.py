@@ -31,9 +31,9 @@ class Engine:
         self.failure: Exception | None = None
         self._going: list[asyncio.Event] = []
 
-    async def __call__(self, request: GenerateRequest, counted: Any) -> Generation | None:
+    async def __call__(self, request: GenerateRequest, on_ended: Any) -> Generation | None:
         self.calls.append(request.noise_keys.tolist())
-        self.counted.append(counted is not None)
+        self.counted.append(on_ended is not None)
         self._going.append(asyncio.Event())
         await self._going[-1].wait()
         if self.failure is not None:
@@ -105,7 +105,7 @@ def test_requests_with_other_parameters_are_sent_separately() -> None:
         count: list[int] = []
         for number, temperature in enumerate([1.0, 0.5, 1.0]):
             request = rows(10 * number, 1, temperature=temperature)
-            begin(batcher.generate(request, number=number, counted=count.append))
+            begin(batcher.generate(request, number=number, on_ended=count.append))
         await settled()
         await engine.answer(0)
         assert engine.calls == [[0, 20], [10]] and engine.counted == [False, True]
@@ -157,7 +157,7 @@ def test_a_failure_reaches_all_requests_of_the_call() -> None:
         tasks = [begin(batcher.generate(rows(number, 1), number=number)) for number in range(3)]
         await settled()
         engine.dead = True
-        batcher.abandon()
+        batcher.hand_back_all()
         await engine.answer(0)
         assert [drawn(task) for task in tasks] == [None] * 3 and engine.calls == [[0]]
 

@@ -83,7 +83,7 @@ class Group:
     def ready(self, pending: Any, timeout: float) -> bool:
         return True
 
-    def answers(self, pending: list[int], *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: list[int], *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
         if timeout is not None:
             assert timeout < 3600
             return {replica: each for replica, each in self._answers.items() if isinstance(each, CorerlError)}
@@ -143,12 +143,12 @@ class Counting:
     def start_some(self, method: str, arguments: dict[int, Any]) -> dict[int, Any]:
         return arguments
 
-    def answers(self, pending: dict[int, Any], *, counted: Any) -> dict[int, Any]:
+    def answers(self, pending: dict[int, Any], *, on_counts: Any) -> dict[int, Any]:
         ((replica, (request,)),) = pending.items()
         with self.turn:  # one replica after the other
             assert self.turn.wait_for(lambda: replica == len(self.answered), 60.0)
             for rows in (1, 2) if replica == 0 else (None, 1):
-                counted({replica: rows})
+                on_counts({replica: rows})
             self.answered.append(len(request))
             self.turn.notify_all()
         return {replica: generation_of([[2]] * len(request))}
@@ -231,7 +231,7 @@ class ReplacedMeanwhile:
     def start_some(self, method: str, arguments: Any) -> Any:
         return None
 
-    def answers(self, pending: None, *, counted: Any) -> dict[int, Any]:
+    def answers(self, pending: None, *, on_counts: Any) -> dict[int, Any]:
         died = WorkerDied("engine-1: its process died")
         self.replacing = threading.Thread(target=self.fleet.replace, args=({"engine-1": died},))
         self.replacing.start()
@@ -268,7 +268,7 @@ class Scripted:
     def start_some(self, method: str, arguments: Any) -> Any:
         return method, arguments
 
-    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method != "generate":
             self.log.append(method)
@@ -333,7 +333,7 @@ def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) ->
         return respond(request)
 
     class TwoPaces(Scripted):
-        def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+        def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
             ((replica, (request,)),) = pending[1].items()
             order.append((replica, request.noise_keys.tolist()))
             return {replica: slow(request) if replica == 1 else respond(request)}
@@ -430,7 +430,7 @@ class Sized(Scripted):
         assert all(replica < self.size for replica in arguments), "one that is not there is asked"
         return method, arguments
 
-    def answers(self, pending: Any, *, timeout: float | None = None, counted: Any = None) -> dict[int, Any]:
+    def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
         method, arguments = pending
         if method == "generate":
             for gate in [gate for replica, gate in self.gates.items() if replica in arguments]:

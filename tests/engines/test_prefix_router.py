@@ -42,10 +42,10 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
 
 def test_a_row_goes_to_the_replica_with_least_work() -> None:
     shares = PrefixRouter()
-    with shares.counted({0: 3, 1: 1}) as ended:
+    with shares.in_progress({0: 3, 1: 1}) as ended:
         assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
         assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
-        with shares.counted({2: 4}):
+        with shares.in_progress({2: 4}):
             assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
         ended(1)
         assert shared(shares, [[1], [2], [3]], [0, 1]) == {1: [0, 1, 2]}
@@ -85,7 +85,7 @@ def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.
     shares.remember(1, request_of([[1, 1], [2, 2]]), generation_of([[5], [6]]))
     assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {1: [0]}
     shares.remember(0, request_of([[3, 3]]), generation_of([[7]]))
-    with shares.counted({1: 1}):
+    with shares.in_progress({1: 1}):
         assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
 
 

@@ -214,6 +214,7 @@ def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, E
             first,
             tokens=tokens,
             offsets=np.array([0, len(tokens)]),
+            picture=np.zeros(len(tokens), np.int32),
             response_lengths=np.array([2]),
             answered=np.array([0]),
         )

@@ -43,7 +43,8 @@ PRELOAD = [
     *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
     *(
         "corerl.rollout.source",
-        "corerl.rollout.sampled",
+        "corerl.rollout.asynchronous",
+        "corerl.rollout.one_step_off",
         "corerl_agents.sampler",
         "corerl.rollout.rewards",
     ),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from corerl.ops.buildable import lacking
+from corerl.ops.buildable import why_unbuildable
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_kernels_are_built_where_there_is_a_c_compiler(nothing: Path, compiler: str) -> None:
-    assert lacking().startswith("there is no C compiler")
+    assert why_unbuildable().startswith("there is no C compiler")
     (nothing / compiler).write_text("#!/bin/sh\n")
     (nothing / compiler).chmod(0o755)
-    assert lacking() == ""
+    assert why_unbuildable() == ""
 
 
 def test_one_that_has_another_name_is_named_by_the_environment(nothing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "icx")
-    assert lacking() == ""
+    assert why_unbuildable() == ""
 
 
 def test_triton_itself_may_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert lacking() == "Triton is not installed"
+    assert why_unbuildable() == "Triton is not installed"

@@ -10,7 +10,7 @@ import torch
 
 from corerl.config.load import as_config
 from corerl.errors import UserError
-from corerl.plan.make import plan_group
+from corerl.plan.group import plan_group
 from corerl.plan.plan import GroupPlan
 from tests.driver.saved import CRITIC, DATA, TEACHER, make_config, make_model, save
 

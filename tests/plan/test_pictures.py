@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config.schema import Config, DataConfig
+from corerl.config.schema import Config, DataConfig, LoraConfig
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineService
 from corerl.errors import ConfigError, DataError, PluginError
@@ -99,6 +99,9 @@ def test_towers_of_random_weights_that_never_learn_are_refused(tmp_path: Path) -
     assert contradictions(config_of(tmp_path, ROWS)) == []
     (line,) = contradictions(config_of(tmp_path, ROWS, tower="frozen"))
     assert line.startswith("model.tower: 'frozen', but with model.config the tower starts from random weights")
+    adapters = evolve(config_of(tmp_path, ROWS), lora=LoraConfig())
+    (line,) = contradictions(adapters)
+    assert line.startswith("model.tower: 'trained', but lora trains adapters of the text half alone; set it to")
     (line,) = contradictions(config_of(tmp_path, ROWS, pictures=""))
     assert line == "model.tower: 'trained' needs model.pictures, which is ''; set that, or remove this"
 
@@ -118,9 +121,9 @@ def test_backends_and_engines_are_asked_for_pictures(tmp_path: Path) -> None:
 
 
 def test_every_role_reads_the_rows_pictures(tmp_path: Path) -> None:
-    own = {"model": {"path": str(tmp_path), "tower": "projector"}, "ranks": 1}
+    own = {"model": {"path": str(tmp_path), "tower": "trained"}, "ranks": 1}
     config = evolve(config_of(tmp_path, ROWS), roles=make_config(roles={"critic": own}).roles)
-    assert config.model_of("critic").pictures == SPEC and config.model_of("critic").tower == "projector"
+    assert config.model_of("critic").pictures == SPEC and config.model_of("critic").tower == "trained"
     assert (config.model_table_of("critic"), config.model_table_of(ACTOR)) == ("roles.critic.model", "model")
     assert hf_config(config.model).model_type == "qwen3"
 

@@ -21,7 +21,7 @@ from corerl.engines.transformers import TransformersEngine
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.encoding import encode
-from corerl.rollout.evaluation import EvalSet, Evaluation, counted, evaluate, majority_at
+from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at, pass_and_majority
 from corerl.rollout.rewards import Reward, find_reward
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.rollout.engines import at_once
@@ -110,7 +110,7 @@ def test_failed_rewards_are_counted_unless_all_fail() -> None:
 def test_pass_at_k_counts_choices_with_a_right_sample() -> None:
     rng = np.random.default_rng(0)
     right = rng.random((5, 6)) < np.linspace(0, 1, 5)[:, None]
-    found = counted(right, np.full((5, 6), None, object))
+    found = pass_and_majority(right, np.full((5, 6), None, object))
     assert [name for name in found if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
     for k in (1, 2, 4, 6):
         chosen = [row[list(some)].any() for row in right for some in itertools.combinations(range(6), k)]
@@ -125,10 +125,10 @@ def test_majority_ties_are_shared() -> None:
     assert majority_at(4, right, votes) == pytest.approx((1 + 0.5 + 0 + 0) / 4)
     # Blocks of two: a | b, c tie; a, b tie | b, a tie; c | d; none.
     assert majority_at(2, right, votes) == pytest.approx((1 + 0 + 0.5 + 0.5 + 0 + 0 + 0 + 0) / 8)
-    assert "majority@2" not in counted(right, votes)
+    assert "majority@2" not in pass_and_majority(right, votes)
     odd = np.array([["a", "a", "b", "b", "b"]], object)
-    assert counted(odd == "b", odd)["majority@4"] == 0.5  # of the first four; the fifth is in no block
-    assert counted(odd == "b", odd)["majority@5"] == 1.0
+    assert pass_and_majority(odd == "b", odd)["majority@4"] == 0.5  # of the first four; the fifth is in no block
+    assert pass_and_majority(odd == "b", odd)["majority@5"] == 1.0
     # Answers that are the same and still worth more or less, as by their length, count by their share.
     assert majority_at(3, np.array([[True, False, False]]), np.array([["a", "a", "b"]], object)) == 0.5
 
@@ -236,7 +236,7 @@ def test_a_majority_votes_on_what_the_users_function_reads() -> None:
         return int(text) % 2 or None
 
     right = Reward(name="one", function=lambda prompt, text: float(text == "1"))
-    found = evaluated(PROMPTS, right, generate=ByNoise(), samples=8, answer=parity)
+    found = evaluated(PROMPTS, right, generate=ByNoise(), samples=8, extract_answer=parity)
     texts = np.array([each.response for each in found.samples]).reshape(3, 8)
     assert {"1", "3"} <= set(texts.ravel().tolist()) and found.failures == {}
     assert found.first_failure.startswith("eval.answer raised ValueError: three")

@@ -18,13 +18,12 @@ import pytest
 
 from corerl.config.schema import RewardConfig, RewardFunction
 from corerl.data.prompts import Prompt
-from corerl.engines.fleet import Counted
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.reward_processes import RewardPool
 from corerl.rollout.rewards import Reward, reward_of
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import RewardScorer, Scores
-from corerl.types import SampleBatch
+from corerl.types import OnProgress, SampleBatch
 from tests.machine import paced
 
 ACT = "tests.rollout.user_rewards:act"
@@ -40,7 +39,7 @@ def rollout(texts: list[str]) -> Rollout:
 
 
 @contextmanager
-def scorer(reward: Reward, config: RewardConfig, on_progress: Counted | None = None) -> Iterator[RewardScorer]:
+def scorer(reward: Reward, config: RewardConfig, on_progress: OnProgress | None = None) -> Iterator[RewardScorer]:
     """As that of a run, in this process or in others."""
     if not config.processes:
         yield RewardScorer(reward, on_progress=on_progress)
@@ -121,7 +120,7 @@ def test_what_a_reward_has_started_ends_with_its_process(text: str, timeout: flo
     options = {"directory": str(tmp_path)}
     config = RewardConfig(name="tests.rollout.user_rewards:parent", options=options, processes=1, timeout=timeout)
     with scorer(reward_of(config), config) as judge:
-        judge.score(rollout([text]), part=True)
+        judge.score(rollout([text]), partial=True)
         pids = {int(each.name): each.read_text() for each in tmp_path.iterdir()}
         assert len(pids) == 4
         if text == "exit":  # by itself, which leaves no trace of what is in a session of its own
@@ -146,7 +145,7 @@ def test_it_tells_how_many_samples_of_a_batch_are_scored(processes: int) -> None
     with scorer(reward_of(config), config, lambda done, of: told.append((done, of))) as judge:
         judge.score(rollout(["a", "b"] * 40))
         counted = list(told)
-        judge.score(rollout(["a", "b"] * 40), part=True)
+        judge.score(rollout(["a", "b"] * 40), partial=True)
     assert told == counted and {of for _, of in told} == {80}  # a part is no batch
     done = [each for each, _ in told]
     assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80

@@ -155,7 +155,7 @@ def test_only_samples_that_are_waited_for_are_urgent() -> None:
 
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
     request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
-    ahead = asyncio.run(sampler.generate(PROMPTS, request, ahead=True, on_tokens=drawn.append))
+    ahead = asyncio.run(sampler.generate(PROMPTS, request, background=True, on_tokens=drawn.append))
     awaited = sample(sampler)
     asyncio.run(sampler.generate(PROMPTS, request))
     assert engine.asked == [(False, None), (True, told), (True, told)]

@@ -26,7 +26,7 @@ class Counts:
         self.scoring, self.go = threading.Event(), threading.Event()
         self.busy = threading.Lock()
 
-    def score(self, given: Rollout, *, part: bool = False) -> Scores:
+    def score(self, given: Rollout, *, partial: bool = False) -> Scores:
         assert self.busy.acquire(blocking=False)
         self.order += given.texts
         self.scoring.set()
@@ -34,7 +34,7 @@ class Counts:
         self.busy.release()
         if given.texts == ["broken"]:
             raise RewardError("no score")
-        return Scores(rewards=np.array([len(given.texts[0]) + part], np.float32))
+        return Scores(rewards=np.array([len(given.texts[0]) + partial], np.float32))
 
 
 def of(text: str) -> Rollout:
@@ -50,7 +50,7 @@ def test_rollouts_are_scored_in_turn_while_coroutines_run() -> None:
 
     async def work() -> list[Any]:
         scoring = AsyncScorer(scorer, aside)
-        calls = [scoring.score(of("a")), scoring.score(of("broken")), scoring.score(of("abc"), part=True)]
+        calls = [scoring.score(of("a")), scoring.score(of("broken")), scoring.score(of("abc"), partial=True)]
         tasks = [asyncio.ensure_future(call) for call in calls]
         while not scorer.scoring.is_set():
             await asyncio.sleep(0)
@@ -132,4 +132,4 @@ def test_a_batch_of_failures_is_an_error() -> None:
     rollout = brought([LATE, LATE])
     with pytest.raises(RewardError, match="^it was late; all 2 samples failed$"):
         by_length().score(rollout)
-    assert by_length(0.25).score(rollout, part=True).rewards.tolist() == [0.25, 0.25]
+    assert by_length(0.25).score(rollout, partial=True).rewards.tolist() == [0.25, 0.25]

@@ -607,7 +607,7 @@ def test_a_resize_plans_before_it_ends_a_rank(
         others = [evolve(assignment, config=evolve(assignment.config, resume=resume))] * 2
         return SimpleNamespace(placement="a placement", role=evolve(AFTER, assignments=tuple(others)))
 
-    monkeypatch.setattr("corerl.plan.make.plan_group", plan_group)
+    monkeypatch.setattr("corerl.plan.group.plan_group", plan_group)
     found = {"actor": SLOTS}
     pool: Any = SimpleNamespace(arrange=lambda placement: found, take=taken.append)
     group._config, group._pool = config_for(), pool

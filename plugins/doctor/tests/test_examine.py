@@ -205,9 +205,9 @@ def test_what_the_driver_says_is_counted(
     program.write_text(f"#!/bin/sh\ncat <<END\n{shown}\nEND\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(installation, "lacking", lambda: "")
+    monkeypatch.setattr(installation, "why_unbuildable", lambda: "")
     assert [finding.what for finding in driver()] == [what]
-    monkeypatch.setattr(installation, "lacking", lambda: "there is no C compiler")
+    monkeypatch.setattr(installation, "why_unbuildable", lambda: "there is no C compiler")
     counted, slow = driver()
     assert (counted.what, slow.what) == (what, "there is no C compiler")
     assert slow.level is Level.WARNING and "1.4 to 2.7 times the kernels' time" in slow.why and "gcc" in slow.fix

@@ -150,7 +150,7 @@ def test_layers_are_compiled_by_themselves_where_attention_is_one_kernel_and_the
     asked: Any, fields: dict[str, int], lacks: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = ["not"]
-    monkeypatch.setattr(build, "lacking", lambda: lacks)
+    monkeypatch.setattr(build, "why_unbuildable", lambda: lacks)
     monkeypatch.setattr(
         build, "compile_forward", lambda layers, *, attention: seen.append("whole" if attention else "in pieces")
     )

@@ -29,7 +29,7 @@ def told(
     lacks: str = "",
     elsewhere: bool = False,
 ) -> list[str]:
-    monkeypatch.setattr(module, "lacking", lambda: lacks)
+    monkeypatch.setattr(module, "why_unbuildable", lambda: lacks)
     cluster = evolve(GPU, train=train or GPU.train, elsewhere=elsewhere)
     found = SPEC.slow(FsdpConfig(compile=compiles), cluster, evolve(SIZE, in_pieces=in_pieces))
     return [f"{each.text}; {each.price}; {each.instead}" for each in found if each.path == "compile"]
@@ -71,6 +71,6 @@ def test_float32_attention_in_pieces_and_whole_models_are_told(monkeypatch: pyte
 
 
 def test_attention_itself_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "lacking", lambda: "")
+    monkeypatch.setattr(module, "why_unbuildable", lambda: "")
     found = SPEC.slow(FsdpConfig(compile=False), GPU, evolve(SIZE, in_pieces=InPieces.HEADS))
     assert [each.path for each in found] == [".model"]

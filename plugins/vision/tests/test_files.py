@@ -130,3 +130,9 @@ def test_what_cannot_be_shown_is_refused(cell: Any, text: str, tmp_path: Path) -
     (root / "link.png").symlink_to(tmp_path / "outside.png")
     os.mkfifo(root / "pipe.png")
     refused(cell, text, str(root))
+
+
+def test_the_text_of_a_file_tells_its_content_from_others() -> None:
+    one, other = saved(halves()), saved(halves().rotate(180))
+    texts = [str(file_of(cell, root="", max_bytes=1e6, max_pixels=1e6)) for cell in (one, other, bytes(one))]
+    assert texts[0] == texts[2] != texts[1]

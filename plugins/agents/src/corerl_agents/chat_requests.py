@@ -174,7 +174,7 @@ def _require_fitting(name: str, value: Any, sampling: Mapping[str, float]) -> No
 
     if name in sampling:
         own = sampling[name]
-        off = name == "top_k" and own == 0 and _same(value, -1)  # as other servers write that there is none
+        off = name == "top_k" and own == 0 and _same(value, -1)  # as other servers write that it is off
         if value is not None and not off and not _same(value, own):
             raise Refused(
                 f"{got()}, but this run samples with rollout.{name}={own!r}, as its loss assumes; leave it out",

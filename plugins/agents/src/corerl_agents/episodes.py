@@ -143,7 +143,7 @@ class EpisodeFunction:
 
 
 def _reward(value: Any) -> float | Judged | None:
-    """What a function returned as a reward; None if it is none."""
+    """What a function returned as a reward; None if that is no reward."""
     if getattr(value, "ndim", 0) == 1:  # of numpy, torch or jax
         value = value.tolist()
     if not isinstance(value, Mapping | list | tuple):

@@ -55,7 +55,7 @@ class History:
     key: int  # of the noise that goes on
     conversation: Conversation = field(factory=Conversation)
     turns: list[Turn] = field(factory=list)  # by arrival
-    # Messages of the request that was told that rollout.max_tokens leaves no room for its answer; 0: none was.
+    # Messages of the request that was refused because rollout.max_tokens leaves no room for its answer; 0: no request.
     full: int = 0
     truncated: bool = False  # the last answer was cut by rollout.max_tokens
     since: int = 0  # answers that the episode had when the request came

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Refused(Exception):
-    """A request cannot be answered. The client is told why, and the conversation is unchanged."""
+    """A request cannot be answered. The client gets the reason, and the conversation is unchanged."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)

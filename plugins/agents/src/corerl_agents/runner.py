@@ -341,7 +341,7 @@ class EpisodeRunner:
             history.turns.remove(turn)
             raise
         lost = self._pictures is not None and self._pictures.placeholder in generation.tokens[-1:]
-        if lost:  # a picture that is none ends the answer, and nothing can follow it
+        if lost:  # a sampled placeholder stands for no picture: it ends the answer, and nothing can follow it
             generation = evolve(generation, truncated=np.ones(1, np.bool_))
         answer = self._renderer.answer(asked, generation.tokens, request.params)
         conversation = history.conversation.answered(asked, answer, generation)

@@ -55,16 +55,16 @@ class EpisodeSampler(Sampler):
         prompts: Sequence[Prompt],
         request: GenerateRequest,
         *,
-        ahead: bool = False,
+        background: bool = False,
         on_tokens: Callable[[Generation], None] | None = None,
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
-        states, on_progress = states_of(prompts, request), None if ahead else self.context.on_progress
+        states, on_progress = states_of(prompts, request), None if background else self.context.on_progress
         await self._runner(request.params).play(
             states,
-            functools.partial(self.context.generate, urgent=not ahead, on_tokens=on_tokens),
-            # Whoever hears of each piece samples all the time: engines are busy, and what comes then is sent together.
+            functools.partial(self.context.generate, urgent=not background, on_tokens=on_tokens),
+            # With `on_tokens` a run samples all the time: engines are busy, and what comes then is sent together.
             # Engines that answer several calls at once wait for no request that could be sampled with another.
             gathers=self.context.calls == 1 and on_tokens is None,
             on_ended=lambda ended: None if on_progress is None else on_progress(ended, len(states)),
@@ -72,7 +72,7 @@ class EpisodeSampler(Sampler):
         return played(prompts, request, states)
 
     def _runner(self, params: SamplingParams) -> EpisodeRunner:
-        """One for all groups that are played ahead: it limits how many."""
+        """One for all groups that are played in the background: it limits how many."""
         if params not in self._runners:
             context = self.context
             self._runners[params] = EpisodeRunner(

@@ -129,7 +129,7 @@ def _named(value: Any, key: str) -> tuple[Any, Any]:
 
 
 def _call(name: Any, arguments: Any) -> dict[str, str]:
-    """A call with its arguments as JSON. Raises ValueError if it is none, or cannot be written as JSON."""
+    """A call with its arguments as JSON. Raises ValueError if it is no call, or cannot be written as JSON."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call has a name and arguments")
     written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -293,7 +293,7 @@ def format_of(name: str, tokenizer: PreTrainedTokenizerBase | None) -> Reader | 
 
 
 def name_of_taught(chat_template: Any) -> str:
-    """The format that a chat template teaches, or writes earlier calls in; "" if it is none that is known."""
+    """The format that a chat template teaches, or writes earlier calls in; "" if that is unknown."""
     return next((name for name, each in FORMATS.items() if re.search(each.taught, str(chat_template))), "")
 
 
@@ -395,6 +395,6 @@ def normalized(calls: Any) -> Any:
     """The calls in a form that compares equal however a client rewrites them; unchanged if they have another shape."""
     try:
         functions = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
-        return [(id_, name, parse_json(told) if isinstance(told, str) else told) for id_, name, told in functions]
+        return [(id_, name, parse_json(given) if isinstance(given, str) else given) for id_, name, given in functions]
     except (KeyError, TypeError, ValueError, RecursionError):
         return calls

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from corerl.backend import Backend, StateKey, moments, set_adam_step
+from corerl.backend import Backend, RankTower, StateKey, moments, set_adam_step
 from corerl.config import RoleConfig
 from corerl.errors import Unsupported
 from corerl.models import buffer_chunks, hf_config
@@ -48,7 +48,9 @@ class DeepSpeedBackend(Backend):
                 train=config.train,
                 options=config.options,
                 device=self.device,
+                pictures=self.picture_inputs,
             )
+        self.tower = RankTower.of(self.model.policy.tower, config, device=self.device, group=self.group)
         self.working = state.working(self.model)
         self.masters = [] if config.frozen else state.masters(self.model)
         self.partitioned = state.partitioned(self.model)
@@ -69,15 +71,17 @@ class DeepSpeedBackend(Backend):
                 dp_size=self.layout.dp_size,
                 aux_loss_coef=self.config.train.aux_loss_coef,
                 device=self.device,
+                tower=self.tower,
             )
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            return optimizer_step(self.model, lr=step.lr, scale=scale)
+            clip_norm = self.config.train.optimizer.clip_norm
+            return optimizer_step(self.model, lr=step.lr, scale=scale, clip_norm=clip_norm, tower=self.tower)
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            return forward_pass(self.model, batch, outputs, device=self.device)
+            return forward_pass(self.model, batch, outputs, device=self.device, tower=self.tower)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         state.release(self.model)

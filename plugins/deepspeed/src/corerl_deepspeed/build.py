@@ -33,6 +33,7 @@ from corerl.models import (
     trained_parameters,
     unread_parameters,
 )
+from corerl.pictures import PictureInputs
 from corerl_deepspeed.config import DeepSpeedConfig
 from corerl_deepspeed.gradients import GradientWatch
 from corerl_deepspeed.settings import deepspeed_json
@@ -58,11 +59,15 @@ def build_model(
     train: TrainConfig,
     options: DeepSpeedConfig,
     device: torch.device,
+    pictures: PictureInputs | None = None,
 ) -> Model:
     """A policy, or a critic with `value_head`, in `train.precision` with float32 masters of what is trained: nothing if
-    it is `frozen`, else what `lora` says. Called on every rank."""
+    it is `frozen`, else what `lora` says. The tower that encodes `pictures` is left as it is: on meta, and DeepSpeed
+    does not know it. Called on every rank."""
     dtype = getattr(torch, train.precision)
-    policy = make_policy(hf, dtype=dtype, layout=train.layout, value_head=value_head, vocabulary=vocabulary)
+    policy = make_policy(
+        hf, dtype=dtype, layout=train.layout, value_head=value_head, vocabulary=vocabulary, pictures=pictures
+    )
     if lora is not None:
         put_adapters(policy.model, lora, dtype=dtype)
     boxes = hf_boxes(policy.model)

@@ -60,6 +60,7 @@ SPEC = BackendSpec(
     summary="DeepSpeed ZeRO 1 to 3: transformers models sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.AUX_LOSS: FULL,
+        Capability.PICTURES: FULL,
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
     },
     environment=environment,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from attrs import evolve
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from corerl.backend import StepLosses, forward_outputs, set_lr
+from corerl.backend import RankTower, StepLosses, forward_outputs, set_lr
+from corerl.ops import clip_grads, grad_norm, scale_grads
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_deepspeed.build import Model
 from corerl_deepspeed.state import drop_skipped_gradients, release
@@ -24,6 +29,7 @@ def forward_backward(
     dp_size: int,
     aux_loss_coef: float,
     device: torch.device,
+    tower: RankTower | None = None,
 ) -> GradientResult:
     """Called on every rank, inside `calling_deepspeed`. Stages 2 and 3 reduce gradients after every micro-batch. After
     the step's last one, if it is known to be that, stage 1 reduces them, and with offload they go to the host. Raises
@@ -33,7 +39,9 @@ def forward_backward(
     engine.train()
     announced = evolve(batch, micro_batches=_announced(engine, batch, last))
     routers = model.policy.routers
-    losses = StepLosses(engine, announced, loss, outputs, device=device, routers=routers, aux_loss_coef=aux_loss_coef)
+    losses = StepLosses(
+        engine, announced, loss, outputs, device=device, routers=routers, tower=tower, aux_loss_coef=aux_loss_coef
+    )
     for value in losses:
         engine.backward(value * dp_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over dp
         watch.check()
@@ -47,9 +55,39 @@ def _announced(engine: DeepSpeedEngine, batch: PackedBatch, last: bool) -> Itera
         yield micro
 
 
-def optimizer_step(model: Model, *, lr: float, scale: float) -> StepResult:
+def optimizer_step(
+    model: Model, *, lr: float, scale: float, clip_norm: float, tower: RankTower | None = None
+) -> StepResult:
     """Called on every rank, inside `calling_deepspeed`. DeepSpeed clips, and skips a step whose norm is not finite, on
-    all ranks alike."""
+    all ranks alike. A `tower` that is trained is part of the norm, clipped as the rest is, and stepped with it."""
+    params = [] if tower is None else tower.reduced()
+    if not params or tower is None:
+        return _step(model, lr=lr, scale=scale)
+    with _in_the_norm(model.engine.optimizer, grad_norm(params)):
+        result = _step(model, lr=lr, scale=scale)
+    if result.applied:
+        scale_grads(params, scale)
+        clip_grads(params, clip_norm, torch.tensor(result.grad_norm))
+        tower.step(lr)
+    tower.drop_gradients()
+    return result
+
+
+@contextmanager
+def _in_the_norm(optimizer: Any, norm: torch.Tensor) -> Iterator[None]:
+    """Within the block, the norm by which DeepSpeed clips, and skips steps, is also of gradients that it does not have,
+    whose own is `norm`."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        name, of_groups = "_get_norm_groups", optimizer._get_norm_groups
+        joined: Callable[[], Any] = lambda: [*of_groups(), norm]  # noqa: E731  -- takes the place of a method
+    else:
+        name, of_all = "scaled_global_norm", optimizer.scaled_global_norm
+        joined = lambda: torch.linalg.vector_norm(torch.stack([of_all(), norm]))  # noqa: E731
+    with mock.patch.object(optimizer, name, joined):
+        yield
+
+
+def _step(model: Model, *, lr: float, scale: float) -> StepResult:
     engine, optimizer = model.engine, model.optimizer
     assert optimizer is not None  # it is trained
     if not engine.is_gradient_accumulation_boundary():
@@ -81,10 +119,15 @@ def _complete(engine: DeepSpeedEngine) -> None:
 
 
 def forward_pass(
-    model: Model, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
+    model: Model,
+    batch: PackedBatch,
+    wanted: tuple[Output, ...],
+    *,
+    device: torch.device,
+    tower: RankTower | None = None,
 ) -> ForwardResult:
     """Compute outputs without gradients. Called on every rank, inside `calling_deepspeed`."""
     model.engine.eval()
-    result = forward_outputs(model.engine, batch, wanted, device=device, routers=model.policy.routers)
+    result = forward_outputs(model.engine, batch, wanted, device=device, routers=model.policy.routers, tower=tower)
     release(model)
     return result

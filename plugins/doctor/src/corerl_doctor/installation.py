@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from corerl.ops import lacking
+from corerl.ops import why_unbuildable
 from corerl.plugin import Finding, Kind, Level, ok
 from corerl.plugin.origins import installing, unmet
 from corerl.plugin.registry import Entry, scan
@@ -128,7 +128,7 @@ def driver() -> Iterator[Finding]:
         for line, count in Counter(text.splitlines()).items():
             device, comma, number = line.rpartition(",")
             yield ok(f"{count} x {device}, driver{number}" if comma else f"{count} x {line}")
-        if reason := lacking():
+        if reason := why_unbuildable():
             yield Finding(
                 level=Level.WARNING,
                 what=reason,

@@ -13,7 +13,7 @@ from corerl_elastic.places import Places
 def fewer(plan: Plan, places: Places, groups: Sequence[str]) -> Plan:
     """A plan for as many processes of each group as devices are left for. Devices that nobody uses go to groups
     that have lost some, first to those that have none. One that still has none gets some of the group that has
-    most: as many as it had, but half of them at most. Raises UserError if there is none."""
+    most: as many as it had, but half of them at most. Raises UserError if there is no such plan."""
     placement = plan.processes.placement
     sizes = {name: len(places.pool[name]) for name in groups}
     widths = {name: placement.widths.get(name, 1) for name in groups}

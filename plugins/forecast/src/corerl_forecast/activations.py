@@ -56,7 +56,7 @@ def activations_of(
     """The memory of passes on a micro-batch of `tokens` in sequences of at most `longest`.
 
     Layers keep what transformers' code keeps, or, if `fused`, what its compiled form does. Raises RuntimeError or
-    another error of the model's code if that depends on values, which there are none of on meta.
+    another error of the model's code if that depends on values, which tensors on meta do not have.
     """
     return _activations(
         Described.of(config),

@@ -57,7 +57,7 @@ def role_memory(
 ) -> RoleMemory | None:
     """The memory of a role with the model of `config`, here on meta, and `cluster.train`: micro-batches are full of
     sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend cannot
-    tell. Raises ModelError if the model's code asks for values, of which there are none."""
+    tell. Raises ModelError if the model's code asks for values, which tensors on meta do not have."""
     if spec.memory is None or cluster.train is None:
         return None
     train = cluster.train

@@ -91,7 +91,7 @@ class Forecaster:
         )
 
     def role(self, role: str, **changed: Any) -> RoleMemory | str:
-        """The memory of a role's ranks, with these settings of its [train] `changed`; or why it cannot be told."""
+        """The memory of a role's ranks, with these settings of its [train] `changed`; or why it is unknown."""
         plan, config, algorithm = self.plan.processes.roles[role], self.plan.config, self.plan.algorithm
         objective = algorithm.objectives.get(role)
         passed = [output for each in algorithm.passes if each.role == role for output in each.columns.values()]

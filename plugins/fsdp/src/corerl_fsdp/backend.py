@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from corerl.backend import Backend, ExtraState, StateKey, adamw, moments, set_adam_step
+from corerl.backend import Backend, ExtraState, RankTower, StateKey, adamw, moments, set_adam_step
 from corerl.config import RoleConfig
 from corerl.models import buffer_chunks, hf_boxes, hf_config, trained_parameters
 from corerl.plugin import Context
@@ -46,7 +46,9 @@ class FsdpBackend(Backend):
             recompute=config.train.recompute == "full",
             layout=config.train.layout,
             options=options,
+            pictures=self.picture_inputs,
         )
+        self.tower = RankTower.of(self.policy.tower, config, device=self.device, group=self.group)
         self.boxes = hf_boxes(self.policy.model)
         on_host = options.offload == "optimizer" and not config.frozen
         trained = trained_parameters(self.policy.model)
@@ -73,6 +75,7 @@ class FsdpBackend(Backend):
             loss_scale=self.scale,
             aux_loss_coef=self.config.train.aux_loss_coef,
             device=self.device,
+            tower=self.tower,
         )
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
@@ -84,10 +87,11 @@ class FsdpBackend(Backend):
             scale=scale,
             clip_norm=self.config.train.optimizer.clip_norm,
             loss_scale=self.scale,
+            tower=self.tower,
         )
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
-        return forward_pass(self.policy, batch, outputs, device=self.device)
+        return forward_pass(self.policy, batch, outputs, device=self.device, tower=self.tower)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         reshard(self.policy)

@@ -23,7 +23,8 @@ from corerl.models import (
     put_adapters,
     recompute_layers,
 )
-from corerl.ops import lacking, one_kernel
+from corerl.ops import one_kernel, why_unbuildable
+from corerl.pictures import PictureInputs
 from corerl_fsdp.compiled import compile_forward, keep_compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.spec import NO_WHOLE_COMPILE
@@ -49,20 +50,29 @@ def build_policy(
     recompute: bool,
     layout: str,
     options: FsdpConfig,
+    pictures: PictureInputs | None = None,
 ) -> Policy:
     """Build a policy, or a critic with `value_head`; `layout` is `train.layout`. What is trained is float32, all else
     is in `precision`: everything if it is `frozen`, what `lora` leaves as it is. Layers compute in that, and gradients
-    are reduced in float32."""
+    are reduced in float32. The tower that encodes `pictures` is left as it is: on meta, in no shard."""
     dtype: torch.dtype = getattr(torch, precision)
     held = dtype if frozen or lora is not None else torch.float32
-    policy = make_policy(hf, dtype=held, layout=layout, value_head=value_head, compute=dtype, vocabulary=vocabulary)
+    policy = make_policy(
+        hf,
+        dtype=held,
+        layout=layout,
+        value_head=value_head,
+        compute=dtype,
+        vocabulary=vocabulary,
+        pictures=pictures,
+    )
     if lora is not None:
         put_adapters(policy.model, lora, dtype=torch.float32)
     if options.compile is True and policy.rectangular:
         raise Unsupported(NO_WHOLE_COMPILE)
     attention = not policy.rectangular and one_kernel(device, dtype) and not attention_in_pieces(policy.decoder)
     # Both change a layer's own forward; FSDP's hooks are outside of it, so they are neither traced nor recomputed.
-    if options.compile is True or (options.compile == "auto" and attention and not lacking()):
+    if options.compile is True or (options.compile == "auto" and attention and not why_unbuildable()):
         keep_compiled(options.compile_cache)
         compile_forward(decoder_layers(policy.model), attention=attention)
         policy.routers.can_record = False  # else they would be left out of what is compiled

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from corerl.config import ClusterInfo
 from corerl.kinds import ModelSize
-from corerl.ops import lacking
+from corerl.ops import why_unbuildable
 from corerl.plugin import UNMEASURED, SlowPath, slow_attention
 from corerl_fsdp.config import FsdpConfig
 
@@ -24,7 +24,7 @@ def slow(config: FsdpConfig, cluster: ClusterInfo, size: ModelSize) -> Iterator[
     price, instead = NOT_COMPILED, "install that, or set it to false, which says no more of it"
     why = not_compiled(cluster, size)
     if not why and not cluster.elsewhere:
-        why = lacking()
+        why = why_unbuildable()
     elif cluster.train is not None and cluster.train.layout == "whole":
         price, instead = UNMEASURED, "only a model that can be packed avoids it"
     elif size.in_pieces:

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 from torch.distributed.fsdp import FSDPModule
 
-from corerl.backend import StepLosses, forward_outputs, set_lr
+from corerl.backend import RankTower, StepLosses, forward_outputs, set_lr
 from corerl.models import Policy
 from corerl.ops import clip_grads, grad_norm, scale_grads
 from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
@@ -29,13 +29,14 @@ def forward_backward(
     loss_scale: LossScale | None,
     aux_loss_coef: float,
     device: torch.device,
+    tower: RankTower | None = None,
 ) -> GradientResult:
     """Called on every rank. One reduce-scatter per unit and micro-batch (per unit and call if `sync` is "last")."""
     assert isinstance(policy, FSDPModule)
     factor = dp_size * (loss_scale.value if loss_scale else 1.0)  # FSDP averages gradients over dp
     policy.train()
     losses = StepLosses(
-        policy, batch, loss, outputs, device=device, routers=policy.routers, aux_loss_coef=aux_loss_coef
+        policy, batch, loss, outputs, device=device, routers=policy.routers, tower=tower, aux_loss_coef=aux_loss_coef
     )
     for number, value in enumerate(losses, start=1):
         last = number == batch.count
@@ -54,10 +55,11 @@ def optimizer_step(
     scale: float,
     clip_norm: float,
     loss_scale: LossScale | None,
+    tower: RankTower | None = None,
 ) -> StepResult:
     """Called on every rank. One all-reduce for the norm, which makes the norm, and the decision to skip, equal on all
     ranks."""
-    params = shards.trained
+    params = [*shards.trained, *(() if tower is None else tower.reduced())]
     factor = scale / (loss_scale.value if loss_scale else 1.0)
     norm = grad_norm(params) * factor
     result = StepResult(applied=math.isfinite(value := norm.item()), grad_norm=value)
@@ -67,7 +69,11 @@ def optimizer_step(
         clip_grads(params, clip_norm, norm)
         set_lr(optimizer, lr)
         shards.step(optimizer)
+        if tower is not None:
+            tower.step(lr)
     shards.drop_grads()
+    if tower is not None:
+        tower.drop_gradients()
     if loss_scale is None:
         return result
     result = evolve(result, metrics={"loss_scale": Metric(loss_scale.value)})
@@ -76,11 +82,16 @@ def optimizer_step(
 
 
 def forward_pass(
-    policy: Policy, batch: PackedBatch, wanted: tuple[Output, ...], *, device: torch.device
+    policy: Policy,
+    batch: PackedBatch,
+    wanted: tuple[Output, ...],
+    *,
+    device: torch.device,
+    tower: RankTower | None = None,
 ) -> ForwardResult:
     """Called on every rank. One all-gather per unit and micro-batch."""
     policy.eval()
     try:
-        return forward_outputs(policy, batch, wanted, device=device, routers=policy.routers)
+        return forward_outputs(policy, batch, wanted, device=device, routers=policy.routers, tower=tower)
     finally:
         end_pass(policy)

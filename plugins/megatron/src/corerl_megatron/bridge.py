@@ -213,11 +213,11 @@ class Bridged:
             )
         mapping, module = task.mapping, task.megatron_module
         names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else list(mapping.hf_param.values())
-        lacking = sorted(set(names) - self.shapes.keys())
-        if lacking and not mapping.allow_hf_name_mismatch:
+        absent = sorted(set(names) - self.shapes.keys())
+        if absent and not mapping.allow_hf_name_mismatch:
             raise ModelError(
                 f"Megatron-Bridge's {self.config.model_type} model has a {task.global_param_name!r}, of Hugging Face's "
-                f"{lacking[0]!r}, which a model of this config lacks: its layers are of other kinds than "
+                f"{absent[0]!r}, which a model of this config lacks: its layers are of other kinds than "
                 "Megatron-Bridge builds; use another backend"
             )
         # A number that is not in the names of tensors, such as an expert's, may choose a part of one.
@@ -256,9 +256,9 @@ class Bridged:
         """Raise the first fault of any rank on every rank, or ModelError if no rank holds a tensor of the model."""
         names = sorted({piece.name for each in found for piece in each.pieces})
         ranks = gather_plain([list(faults[:1]), names])
-        for told, _ in ranks:
-            if told:
-                raise ModelError(told[0])
+        for fault, _ in ranks:
+            if fault:
+                raise ModelError(fault[0])
         missing = sorted(self.shapes.keys() - {name for _, names in ranks for name in names})
         if missing:
             raise ModelError(

@@ -370,8 +370,8 @@ def _concentration(rope: Fields) -> float:
     return scale(one) / scale(all_dims) if one and all_dims else scale(1.0)
 
 
-def _says(hf: Fields, told: bool | str) -> bool:
-    return bool(hf[told]) if isinstance(told, str) else told
+def _says(hf: Fields, field: bool | str) -> bool:
+    return bool(hf[field]) if isinstance(field, str) else field
 
 
 @frozen(kw_only=True)

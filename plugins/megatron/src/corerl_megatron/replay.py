@@ -25,16 +25,16 @@ from corerl_megatron.parallel import Groups
 
 
 @frozen(kw_only=True, eq=False)
-class Told:
-    """What one layer is told about a micro-batch, of which t tokens pass through it on this rank."""
+class MicroBatchRouting:
+    """How one layer routes a micro-batch, whose t tokens on this rank pass through it."""
 
     experts: Tensor | None = None  # [t, k] int64 experts of the tokens; None lets the router choose
-    free: Tensor | None = None  # [t] bool: tokens for which the router chooses nevertheless; None if there are none
+    free: Tensor | None = None  # [t] bool: tokens for which the router chooses nevertheless; None for no token
     counts: Tensor | None = None  # [t, 1] bool: which tokens count to the load of experts; None if none does
     share: Share | None = None  # of the balancing loss; None without one
 
 
-NOTHING = Told()
+NOTHING = MicroBatchRouting()
 
 
 @define(eq=False)
@@ -48,11 +48,11 @@ class Chooser:
     layer: int  # index among the MoE layers
     softmax_first: bool  # whether the router's scores are already probabilities
     passing: bool = False  # whether a micro-batch is in the stage's forward pass
-    told: Told = NOTHING  # for that micro-batch
+    current: MicroBatchRouting = NOTHING  # of that micro-batch
     trains: bool = False  # whether a backward pass will follow
     chosen: Tensor | None = None  # [t, k] experts in the last pass without a backward pass
     load: Tensor | None = None  # [experts] how often each was chosen in the passes with one
-    again: deque[Told] = field(factory=deque)  # for micro-batches that will be recomputed, in order
+    again: deque[MicroBatchRouting] = field(factory=deque)  # of micro-batches that will be recomputed, in order
 
     def get_replay_topk(
         self,
@@ -64,28 +64,30 @@ class Chooser:
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices [t, k] of the experts, from scores [t, experts]; megatron-core defines the signature."""
         assert default_compute_topk is not None
-        told = self._now_told()
+        routing = self._of_this_pass()
         allowed = of_best_groups(scores, num_groups, group_topk) if num_groups and group_topk else scores
         values, own = default_compute_topk(allowed, topk)
         experts = own
-        if told.experts is not None:
-            experts = told.experts if told.free is None else torch.where(told.free[:, None], own, told.experts)
+        if routing.experts is not None:
+            experts = routing.experts
+            if routing.free is not None:
+                experts = torch.where(routing.free[:, None], own, experts)
             values = scores.gather(1, experts)
-        if told.share is not None and torch.is_grad_enabled():
-            values = told.share.balanced(values, scores if self.softmax_first else scores.softmax(1), own)
+        if routing.share is not None and torch.is_grad_enabled():
+            values = routing.share.balanced(values, scores if self.softmax_first else scores.softmax(1), own)
         if not self.trains:
             self.chosen = experts
-        elif self.passing and told.counts is not None:
-            often = torch.zeros_like(scores).scatter(1, experts, 1.0).mul(told.counts).sum(0).detach()
+        elif self.passing and routing.counts is not None:
+            often = torch.zeros_like(scores).scatter(1, experts, 1.0).mul(routing.counts).sum(0).detach()
             self.load = often if self.load is None else self.load + often
         return values, experts
 
-    def _now_told(self) -> Told:
+    def _of_this_pass(self) -> MicroBatchRouting:
         if not self.passing:
             return self.again.popleft() if self.again else NOTHING
         if self.trains and not torch.is_grad_enabled():
-            self.again.append(self.told)
-        return self.told
+            self.again.append(self.current)
+        return self.current
 
 
 def of_best_groups(scores: Tensor, groups: int, best: int) -> Tensor:
@@ -132,7 +134,7 @@ class Routing:
     def begin(self) -> None:
         """Called before the first micro-batch: clears the state of earlier runs, even failed ones."""
         for chooser in (chooser for part in self.choosers for chooser in part):
-            chooser.passing, chooser.told, chooser.chosen, chooser.load = False, NOTHING, None, None
+            chooser.passing, chooser.current, chooser.chosen, chooser.load = False, NOTHING, None, None
             chooser.again.clear()
 
     @contextmanager
@@ -157,11 +159,11 @@ class Routing:
         replayed = self._replayed(part, micro, inputs, split) if Output.ROUTED_EXPERTS in inputs.columns else {}
         for chooser in self.choosers[part]:
             experts, free = replayed.get(chooser.layer, (None, None))
-            chooser.told = Told(experts=experts, free=free, counts=counts, share=share)
+            chooser.current = MicroBatchRouting(experts=experts, free=free, counts=counts, share=share)
             chooser.passing, chooser.trains = True, trains
         yield
         for chooser in self.choosers[part]:
-            chooser.passing, chooser.told = False, NOTHING
+            chooser.passing, chooser.current = False, NOTHING
 
     def load(self, device: torch.device) -> Tensor:
         """[layers, experts] how often this rank's tokens went through each expert in the last run; 0 in layers of other

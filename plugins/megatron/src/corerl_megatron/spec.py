@@ -143,7 +143,7 @@ def _switches(config: MegatronConfig, cluster: ClusterInfo) -> Iterator[Problem]
 
 
 def _bridge(config: MegatronConfig, cluster: ClusterInfo, *, recompute: bool) -> Iterator[Problem]:
-    """What can be told without importing Megatron-Bridge, which takes seconds; the rest is told as ranks start."""
+    """What can be checked without importing Megatron-Bridge, which takes seconds; ranks check the rest."""
     if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge")):
         yield Problem("bridge", f"true, but megatron-bridge is not installed; {BRIDGE_INSTALL}")
     if cluster.device != "cuda" or config.transformer == "torch":

@@ -37,8 +37,8 @@ class CudaMeter:
 
 
 class ResidentMeter:
-    """Measures this process's resident set, libraries and shared pages included: on a CPU tensors cannot be told from
-    other memory."""
+    """Measures this process's resident set, libraries and shared pages included: on a CPU tensors cannot be separated
+    from other memory."""
 
     source = "resident set of the process"
 

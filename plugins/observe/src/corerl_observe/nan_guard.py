@@ -174,7 +174,7 @@ def in_parameters(model: torch.nn.Module) -> list[str]:
 
 
 def _first(values: Array, samples: IntArray, offsets: IntArray) -> str:
-    """Where the first number that is not finite is, and how many tokens have one; "" if there is none."""
+    """Where the first number that is not finite is, and how many tokens have one; "" if all are finite."""
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return ""
     wrong = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(axis=1))

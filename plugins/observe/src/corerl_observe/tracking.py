@@ -60,7 +60,7 @@ class Tracker(ABC):
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The run's whole config, defaults included; empty if there is none."""
+    """The run's whole config, defaults included; empty before the run has one."""
     path = run_dir / CONFIG_FILE
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

@@ -101,6 +101,12 @@ CAUSES: Mapping[str, Sequence[str]] = {
     ),
     "C63": ("padding takes part in attention", "positions count padding", "rows are cut at the longest of the rank"),
     "C76": ("aux_loss_coef is ignored", "it is counted by micro-batch, not by tokens", "padding counts as tokens"),
+    "C77": (
+        "pictures are not passed to the model, which then sees placeholders",
+        "positions are numbered in one direction",
+        "the gradients of the tower are summed over ranks, not averaged, or are left out of the norm",
+    ),
+    "C78": ("the tower's moments are not saved", "a frozen tower has masters", "a frozen tower is decayed"),
     # ---- a step in several calls -------------------------------------------------------------------------------------
     "C67": (
         "gradients are cleared at the beginning of forward_backward, not at the end of optimizer_step",

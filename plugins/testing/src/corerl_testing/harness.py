@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
 from corerl.plugin import Context, Kind, load
 from corerl.plugin.origins import origins_of
+from corerl.plugin.registry import Loaded
 from corerl.trainer.worker import Worker
 from corerl.types import (
     Array,
@@ -76,6 +77,8 @@ class Setup:
     model: str  # a Hugging Face directory; if empty, weights are random for the config `fields`
     fields: Mapping[str, Any] = field(factory=dict)  # of a Hugging Face config
     vocabulary: int = 0  # as `model.vocabulary`
+    pictures: str = ""  # as `model.pictures`
+    tower: Literal["frozen", "trained"] = "frozen"  # as `model.tower`
     train: TrainConfig = TRAIN
     options: Mapping[str, Any] = field(factory=dict)  # the backend's own
     weights: WeightsConfig = WeightsConfig(bucket_bytes=2**14)
@@ -161,7 +164,13 @@ def step_at(number: int) -> Step:
 def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
     """The role's config, with the backend's options as a plain table."""
     return RoleConfig(
-        model=ModelConfig(path=setup.model, config=setup.fields, vocabulary=setup.vocabulary),
+        model=ModelConfig(
+            path=setup.model,
+            config=setup.fields,
+            vocabulary=setup.vocabulary,
+            pictures=setup.pictures,
+            tower=setup.tower,
+        ),
         train=setup.train.settled(setup.device),
         options=dict(setup.options),
         weights=setup.weights,
@@ -186,12 +195,18 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
             context=Context(role=role, rank=rank, world_size=world_size, local_rank=local_rank, run_dir=""),
             backend=setup.backend,
             config=role_config(setup, resume=resume),
-            origins=origins_of((Kind.BACKENDS, load(Kind.BACKENDS, setup.backend))),
+            origins=origins_of(*_plugins(setup)),
         )
     )
     if setup.lifted:
         worker.backend.declared = {}
     return worker
+
+
+def _plugins(setup: Setup) -> Iterator[tuple[Kind, Loaded]]:
+    yield Kind.BACKENDS, load(Kind.BACKENDS, setup.backend)
+    if setup.pictures:
+        yield Kind.PICTURES, load(Kind.PICTURES, setup.pictures)
 
 
 def start(setup: Setup, *, resume: str = "") -> tuple[Worker, InitResult]:
@@ -295,7 +310,7 @@ State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
 def state_of(worker: Worker, keys: Sequence[StateKey] = ()) -> dict[str, list[Box]]:
     """Copies of this rank's masters, moments, parameters and buffers, or only of what `keys` name."""
     backend = worker.backend
-    held = {key.value: backend.local_state(key) for key in keys or (*SAVED, StateKey.PARAM)}
+    held = {key.value: backend.state(key) for key in keys or (*SAVED, StateKey.PARAM)}
     held |= {} if keys else {BUFFER: backend.buffers()}
     return {
         key: [

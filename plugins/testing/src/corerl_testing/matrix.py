@@ -174,7 +174,7 @@ def rows(
 
 def _in_child(examine_row: Callable[..., Row], model_type: str, *, check: bool, limit: float) -> Row:
     reading, writing = os.pipe()
-    pid = os.fork()  # importing torch and transformers anew would take longer than the types themselves
+    pid = os.fork()  # importing torch and transformers again would take longer than the types themselves
     if pid == 0:
         os.close(reading)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process

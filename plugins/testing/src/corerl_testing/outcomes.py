@@ -81,7 +81,7 @@ class Session:
     passed_against_expectation: list[str] = field(factory=list)
 
     def blocked_by(self, found: Selected) -> str:
-        """The failed id that `found` builds on, directly or indirectly; "" if there is none."""
+        """The failed id that `found` builds on, directly or indirectly; "" if it builds on no failed one."""
         alone = [("", 0), ("", 1)]
         # On two ranks a check builds on itself on one rank, and with a variant on itself without it.
         own = alone if found.world_size > 1 else []

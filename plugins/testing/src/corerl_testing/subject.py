@@ -67,7 +67,7 @@ class Runs:
         return self._trained[key]
 
     def losses(self, world_size: int, setup: Setup, steps: int) -> list[float]:
-        """Of the first steps of any trajectory that has as many, trained where there is none."""
+        """Of the first steps of any trajectory that has as many, trained if no trajectory has."""
         known = (
             trajectory
             for (ranks, number, text), trajectory in self._trained.items()

@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _backend(args: argparse.Namespace) -> list[str]:
-    """The arguments of pytest for the backend. Raises CorerlError if there is none of this name."""
+    """The arguments of pytest for the backend. Raises CorerlError for an unknown name."""
     from corerl.config import config_of
     from corerl.errors import UserError
     from corerl.plan.resolve import resolve_tables
@@ -118,7 +118,7 @@ def _backend(args: argparse.Namespace) -> list[str]:
 
 
 def _algorithm(args: argparse.Namespace) -> list[str]:
-    """The arguments of pytest for the algorithm. Raises CorerlError if there is none, or a setting is wrong."""
+    """The arguments of pytest for the algorithm. Raises CorerlError if its name is unknown, or a setting is wrong."""
     from corerl.config import config_of
     from corerl.plan.resolve import resolve_tables
     from corerl.plugin import Kind, load

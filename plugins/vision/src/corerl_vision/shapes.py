@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from corerl.config import at_least, option
+from corerl.config import at_least, between, option
 
 CELL = 8  # pixels of its sides
 CELLS = 4  # of a picture's sides
@@ -29,6 +29,11 @@ class ShapesOptions:
     """How many pictures, and whether they belong to their questions."""
 
     rows: int = option("number of pictures", default=8192, validator=at_least(1))
+    kinds: int = option(
+        f"how many of the {len(KINDS)} kinds of shapes questions ask for; the more, the longer a model learns",
+        default=1,
+        validator=between(1, len(KINDS)),
+    )
     shuffled: bool = option(
         "show each question another one's picture: nothing can then be learned but the frequency of answers",
         default=False,
@@ -56,11 +61,10 @@ class Rows(Sequence[Mapping[str, Any]]):
         shown = self._cells((index + 1) % len(self))[1] if self.options.shuffled else cells
         return {"prompt": f"<image>{asked}=", "answer": str(cells.count(asked)), "images": [png(draw(shown))]}
 
-    @staticmethod
-    def _cells(index: int) -> tuple[str, list[str]]:
+    def _cells(self, index: int) -> tuple[str, list[str]]:
         """The kind that row `index` asks for, and what is in each cell of its picture, "" for nothing."""
         rng = np.random.default_rng([7, index])
-        asked = KINDS[rng.integers(len(KINDS))]
+        asked = KINDS[rng.integers(self.options.kinds)]
         others = ["", "", "", *(kind for kind in KINDS if kind != asked)]
         count = int(rng.integers(MOST + 1))
         cells = [asked] * count + [others[each] for each in rng.integers(len(others), size=CELLS**2 - count)]

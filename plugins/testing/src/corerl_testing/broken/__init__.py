@@ -81,6 +81,8 @@ KEEPS_SNAPSHOT = broken("KeepsSnapshot", "a snapshot stays in the model's place"
 WRONG_TOKEN_WEIGHTS = broken("WrongTokenWeights", "every micro-batch counts the same", seen_by="C15")
 OWN_EXPERTS = broken("OwnExperts", "training uses other experts than those requested", seen_by="C60")
 IGNORES_AUX_LOSS = broken("IgnoresAuxLoss", "the balancing loss is left out", seen_by="C76")
+IGNORES_PICTURES = broken("IgnoresPictures", "the model is shown placeholders in place of pictures", seen_by="C77")
+FREEZES_TOWERS = broken("FreezesTowers", "a tower that is to be trained gets no gradients", seen_by="C77")
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")

@@ -97,8 +97,8 @@ class LoadsTwice(PlainBackend):
 
 
 class OffByOneLogprobs(PlainBackend):
-    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        found = super().of_sequences(tokens, temperature)
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature, *shown)
         if Output.LOGPROBS in found:
             logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
             found[Output.LOGPROBS] = torch.log_softmax(logits, -1).gather(-1, tokens[:, :-1, None])[..., 0]
@@ -204,6 +204,22 @@ class IgnoresAuxLoss(PlainBackend):
     ) -> GradientResult:
         self.config = evolve(self.config, train=evolve(self.config.train, aux_loss_coef=0.0))
         return super().forward_backward(batch, loss, outputs, last)
+
+
+class IgnoresPictures(PlainBackend):
+    def shown(self, *asked: Any) -> dict[str, torch.Tensor]:
+        return {}
+
+
+class FreezesTowers(PlainBackend):
+    def forward_backward(
+        self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
+    ) -> GradientResult:
+        result = super().forward_backward(batch, loss, outputs, last)
+        for name, param in self.trained.items():
+            if "visual" in name:
+                param.grad = None
+        return result
 
 
 class KeepsFirstRate(PlainBackend):

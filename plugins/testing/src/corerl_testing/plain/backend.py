@@ -3,8 +3,10 @@ and clipping: the reference for both values of `train.layout`, with neither pack
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,14 +39,16 @@ from corerl.models import (
     meta_model,
     parts_of,
     put_adapters,
-    trained_parameters,
 )
 from corerl.models.layouts import choose_layout
 from corerl.models.routing import Routed
+from corerl.pictures import Picture
 from corerl.plugin import Context
 from corerl.types import (
+    PICTURE,
     ForwardResult,
     GradientResult,
+    IntArray,
     LossSpec,
     MemoryKind,
     MicroBatch,
@@ -56,6 +60,9 @@ from corerl.types import (
 )
 from corerl.weights import Chunk
 
+NOTHING: Mapping[Any, Any] = {}
+OTHER = 0  # a token that is no placeholder
+
 
 class PlainBackend(Backend):
     """The reference: one rank, plain torch, a transformers model."""
@@ -64,7 +71,10 @@ class PlainBackend(Backend):
         hf = hf_config(config.model)
         # Refuses what every backend does.
         choose_layout(meta_model(hf, value_head=config.value_head), config.train.layout)
-        self.model = build_on_meta(hf, dtype=torch.float32, attention="eager", value_head=config.value_head)
+        shows = self.picture_inputs is not None
+        self.model = build_on_meta(
+            hf, dtype=torch.float32, attention="eager", value_head=config.value_head, pictures=shows
+        )
         self.decoder = parts_of(self.model).decoder
         self.routers = Routers(self.model)
         if config.lora is not None:
@@ -79,7 +89,10 @@ class PlainBackend(Backend):
         )
         self.model.to(self.device)  # type: ignore[arg-type]  # transformers' decorator hides its parameters
         self.params = dict(self.model.named_parameters())
-        self.trained = trained_parameters(self.model)
+        for name, param in self.params.items():
+            if not any(self.trains(box.name) for box in self.boxes[name]):
+                param.requires_grad_(False)
+        self.trained = {name: param for name, param in self.params.items() if param.requires_grad}
         shapes = {name: tuple(param.shape) for name, param in self.trained.items()}
         if not config.frozen:
             self.optimizer = adamw(self.trained, shapes, config.train.optimizer, fused=False)
@@ -97,7 +110,7 @@ class PlainBackend(Backend):
         self.model.train()
         for micro in batch.micro_batches:
             routed = Routed() if self.routers.layers else None
-            computed = self.outputs(micro, batch.temperature, record=routed)
+            computed = self.outputs(micro, batch.temperature, pictures=batch.pictures, record=routed)
             columns = {name: torch.tensor(column, device=self.device) for name, column in micro.columns.items()}
             result = loss_function(
                 LossInputs(
@@ -134,24 +147,31 @@ class PlainBackend(Backend):
         self.model.eval()
         with torch.no_grad():
             for micro in batch.micro_batches:
-                computed = self.outputs(micro, batch.temperature, routed=Output.ROUTED_EXPERTS in outputs)
+                routed = Output.ROUTED_EXPERTS in outputs
+                computed = self.outputs(micro, batch.temperature, pictures=batch.pictures, routed=routed)
                 collector.add(micro, {output: computed[output] for output in outputs})
         return collector.finish(outputs)
 
     def outputs(
-        self, micro: MicroBatch, temperature: float, *, routed: bool = False, record: Routed | None = None
+        self,
+        micro: MicroBatch,
+        temperature: float,
+        *,
+        pictures: Mapping[int, Picture] = NOTHING,
+        routed: bool = False,
+        record: Routed | None = None,
     ) -> dict[Output, torch.Tensor]:
         """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
         experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
         tokens = torch.tensor(micro.tokens, device=self.device)
         given = replayed_experts(self.routers, micro, self.device)
         columns: dict[Output, torch.Tensor] = {}
-        for length in np.unique(micro.lengths):
-            starts = micro.cu_seqlens[:-1][micro.lengths == length]
+        for starts, length in self.batches(micro):
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
             given_here = None if given is None else given[rows].flatten(0, 1)
             with self.routers.replaying(given_here, keep=routed, record=record is not None):
-                found = self.of_sequences(tokens[rows], temperature)
+                shown = self.shown(micro, starts, length, pictures)
+                found = self.of_sequences(tokens[rows], temperature, shown)
                 if record is not None:
                     passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)
                     _put(passed, rows.flatten(), record, len(tokens))
@@ -164,12 +184,48 @@ class PlainBackend(Backend):
                 columns[output] = column.index_put((rows[:, 1:],), values)
         return columns
 
-    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
+    def batches(self, micro: MicroBatch) -> Iterator[tuple[IntArray, int]]:
+        """Where the sequences that are passed together begin, and their length: equally long ones, without pictures."""
+        starts = micro.cu_seqlens[:-1]
+        shows = np.add.reduceat(micro.columns.get(PICTURE, np.zeros_like(micro.tokens)) > 0, starts, dtype=np.int64) > 0
+        for length in np.unique(micro.lengths):
+            if len(together := starts[(micro.lengths == length) & ~shows]):
+                yield together, length
+        for start, length in zip(starts[shows], micro.lengths[shows], strict=True):
+            yield np.array([start]), length
+
+    def shown(
+        self, micro: MicroBatch, starts: IntArray, length: int, pictures: Mapping[int, Picture]
+    ) -> dict[str, torch.Tensor]:
+        """What transformers' own class takes with the tokens of a sequence that shows pictures."""
+        column = micro.columns.get(PICTURE, np.zeros_like(micro.tokens))[starts[0] : starts[0] + length]
+        if self.picture_inputs is None or not column.any():
+            return {}
+        begins = column[np.flatnonzero(np.diff(column, prepend=0))]
+        found = self.picture_inputs.inputs([pictures[number] for number in begins if number])
+        given = {name: torch.tensor(np.array(each), device=self.device) for name, each in found.items()}
+        slots = micro.tokens[starts[0] : starts[0] + length] == self.picture_inputs.placeholder
+        kinds = torch.tensor((column > 0) & slots, device=self.device)[None].int()
+        takes = inspect.signature(self.decoder.forward).parameters
+        return {**given, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in takes}}
+
+    def fed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Sequences [S, L] with another last token where it is a placeholder, which the policy has sampled: that stands
+        for no picture, and no output is computed at it."""
+        if self.picture_inputs is None:
+            return tokens
+        last = torch.where(tokens[:, -1:] == self.picture_inputs.placeholder, OTHER, tokens[:, -1:])
+        return torch.cat([tokens[:, :-1], last], dim=1)
+
+    def of_sequences(
+        self, tokens: torch.Tensor, temperature: float, shown: Mapping[str, torch.Tensor] = NOTHING
+    ) -> dict[Output, torch.Tensor]:
         """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it."""
+        fed = self.fed(tokens)
         if self.config.value_head:
-            hidden = self.decoder(input_ids=tokens, use_cache=False).last_hidden_state
+            hidden = self.decoder(input_ids=fed, use_cache=False, **shown).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
-        logits = self.model(input_ids=tokens, use_cache=False).logits[:, :-1] / temperature
+        logits = self.model(input_ids=fed, use_cache=False, **shown).logits[:, :-1] / temperature
         known = self.config.model.vocabulary or logits.shape[-1]
         logits[..., known:] = -1e30  # finite: a prompt may have such tokens
         distribution = torch.log_softmax(logits.float(), dim=-1)

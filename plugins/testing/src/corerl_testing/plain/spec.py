@@ -43,6 +43,7 @@ SPEC = BackendSpec(
         Capability.FLOAT16: unsupported("it is a float32 reference"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
         Capability.AUX_LOSS: FULL,
+        Capability.PICTURES: FULL,
     },
     memory=memory,
 )

@@ -17,6 +17,7 @@ from corerl_testing.suite import (
     test_loading,
     test_lora,
     test_memory,
+    test_pictures,
     test_ray,
     test_routing,
     test_static,
@@ -38,6 +39,7 @@ MODULES: tuple[ModuleType, ...] = (
     test_critic,
     test_frozen,
     test_lora,
+    test_pictures,
     test_gpu,
     test_ray,
 )

@@ -17,9 +17,10 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import EngineFailed
+from corerl.rollout.asynchronous import AsynchronousRollouts
+from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.recorded import write_rollout
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampled import AsynchronousRollouts, DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scoring import Scores
 from corerl_agents.chat_server import ChatServer
@@ -194,7 +195,9 @@ class Lingering(Engines):
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_a_source_that_waits_drops_no_sample(max_staleness: int, use: Use[Engines]) -> None:
     engines = use(Lingering())
-    source = asynchronous(engines, max_staleness=max_staleness, steps=99, waits=True, on_progress=engines.on_progress)
+    source = asynchronous(
+        engines, max_staleness=max_staleness, steps=99, wait_for_stale=True, on_progress=engines.on_progress
+    )
     steps = list(islice(engines.trained_on(source), 9))
     source.close()
     assert {scored.counts["stale_samples"] for scored in steps} == {0}
@@ -267,13 +270,13 @@ def test_groups_without_spread_are_replaced_as_often_as_allowed(engines: Engines
         return prompt.index % 2 * times[prompt.index]
 
     odd = Reward(name="odd", function=by_index)
-    source = asynchronous(engines, reward=odd, refill=DynamicSampling(useful=spread, attempts=9))
+    source = asynchronous(engines, reward=odd, refill=DynamicSampling(useful=spread, max_replacements=9))
     steps = list(engines.trained_on(source))
     assert all(prompt.index % 2 for scored in steps for prompt in scored.rollout.prompts)
     assert all(scored.counts["groups_missing"] == 0 for scored in steps)
     assert sum(scored.counts["groups_set_aside"] for scored in steps) > 0
     one = Reward(name="one", function=lambda prompt, response: 1.0)
-    never = asynchronous(engines, reward=one, refill=DynamicSampling(useful=spread, attempts=1))
+    never = asynchronous(engines, reward=one, refill=DynamicSampling(useful=spread, max_replacements=1))
     for scored in engines.trained_on(never):
         assert scored.counts["groups_missing"] == PROMPTS == len(scored.rollout.prompts)
         assert scored.counts["groups_set_aside"] >= 2 * PROMPTS
@@ -285,7 +288,7 @@ def test_groups_may_become_stale_while_they_are_scored(
     engines, scoring, go = use(OneBatchAtFirst()), threading.Event(), threading.Event()
 
     class Late:
-        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
             rewards = np.arange(len(rollout.batch), dtype=np.float32)
             if engines.handed_out.is_set() and not go.is_set():
                 scoring.set()
@@ -293,7 +296,7 @@ def test_groups_may_become_stale_while_they_are_scored(
                 rewards[:] = 1.0
             return Scores(rewards=rewards, failures={}, first="")
 
-    source = asynchronous(engines, steps=2, reward=Late(), refill=DynamicSampling(useful=spread, attempts=9))
+    source = asynchronous(engines, steps=2, reward=Late(), refill=DynamicSampling(useful=spread, max_replacements=9))
     assert {prompt.index for prompt in engines.next(source).rollout.prompts} == set(upcoming(PROMPTS))
     engines.handed_out.set()
     assert scoring.wait(LIMIT)  # of the second batch, drawn by version 0
@@ -325,11 +328,11 @@ def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
     engines = use(OneBatchAtFirst())
 
     class Equal:
-        def score(self, rollout: Rollout, *, part: bool = False) -> Scores:
+        def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
             rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
             return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
 
-    source = asynchronous(engines, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, attempts=1))
+    source = asynchronous(engines, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, max_replacements=1))
     engines.next(source)
     engines.handed_out.set()
     engines.settle()

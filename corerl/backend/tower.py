@@ -1,0 +1,156 @@
+"""A rank's tower, which reads pictures: whole on every rank, whatever the backend does with the rest of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from corerl.backend.optimizer import adamw, moments, set_lr
+from corerl.backend.primitives import StateKey
+from corerl.config.schema import RoleConfig
+from corerl.models.build import materialize, move_buffers
+from corerl.models.names import hf_boxes, local_chunks
+from corerl.models.towers import Features, Seen, Tower, in_parts
+from corerl.pictures import Picture
+from corerl.types import MemoryKind, MicroBatch
+from corerl.weights.chunks import Chunk
+
+
+class RankTower:
+    """Encodes the pictures of a pass before its micro-batches, each once, so that no collective of the decoder depends
+    on which rows or ranks show any.
+
+    Frozen, the weights are in the precision of passes. Trained, they are float32 with an AdamW of their own, and passes
+    compute with copies in the precision of passes; once a step, gradients are averaged over the ranks.
+    """
+
+    def __init__(self, tower: Tower, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None):
+        self._tower, self._device, self._group = tower, device, group
+        self.trained = config.model.tower == "trained" and not config.frozen
+        self._compute: torch.dtype = getattr(torch, config.train.precision)
+        self._boxes = hf_boxes(tower.module)
+        held = torch.float32 if self.trained else self._compute
+        shapes = {name: tuple(param.shape) for name, param in tower.module.named_parameters()}
+        self._params = {
+            name: nn.Parameter(torch.empty(shape, dtype=held, device=device), requires_grad=self.trained)
+            for name, shape in shapes.items()
+        }
+        materialize(tower.module, self._params)
+        move_buffers(tower.module, device)
+        tower.module.eval()
+        self._optimizer: torch.optim.AdamW | None = None
+        if self.trained:
+            self._optimizer = adamw(self._params, shapes, config.train.optimizer, fused=device.type == "cuda")
+
+    @classmethod
+    def of(
+        cls, tower: Tower | None, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> RankTower | None:
+        """None without a tower."""
+        return None if tower is None else cls(tower, config, device=device, group=group)
+
+    @property
+    def encoded(self) -> int:
+        """How many pictures have gone through the tower."""
+        return self._tower.encoded
+
+    # ---- passes ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
+        """The features of pictures by number."""
+        made: dict[int, Features] = {}
+        for numbers in in_parts(pictures):
+            made |= self._encode(pictures, numbers)
+        return made
+
+    def leaves(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
+        """As `encode`; of a tower that is trained, features whose gradients `backward` passes on."""
+        features = self.encode(pictures)
+        for states in _states(features.values()) if self.trained else ():
+            states.requires_grad_()
+        return features
+
+    def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Features]) -> None:
+        """Add to the gradients of the weights what follows from those of the features. Each picture is encoded a second
+        time, so that activations of a few are kept at once."""
+        for numbers in in_parts(pictures):
+            own = list(_states(leaves[number] for number in numbers))
+            if all(leaf.grad is None for leaf in own):
+                continue
+            found = list(_states(self._encode(pictures, numbers).values()))
+            pairs = [(states, leaf.grad) for states, leaf in zip(found, own, strict=True) if leaf.grad is not None]
+            torch.autograd.backward([states for states, _ in pairs], [grad for _, grad in pairs])
+
+    def seen(self, micro: MicroBatch, features: Mapping[int, Features]) -> Seen | None:
+        """The pictures of a micro-batch; None if it shows none."""
+        return self._tower.seen(micro, features, self._device)
+
+    def _encode(self, pictures: Mapping[int, Picture], numbers: Sequence[int]) -> dict[int, Features]:
+        weights = None
+        if any(param.dtype != self._compute for param in self._params.values()):
+            weights = {name: param.to(self._compute) for name, param in self._params.items()}
+        made = self._tower.encode([pictures[number] for number in numbers], self._device, weights=weights)
+        return dict(zip(numbers, made, strict=True))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def reduced(self) -> list[nn.Parameter]:
+        """The parameters that are trained, with gradients that are the average of the ranks'. Called on every rank once
+        a step."""
+        if not self.trained:
+            return []
+        params = list(self._params.values())
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            if self._group is not None and dist.get_world_size(self._group) > 1:
+                # Not all-reduced: ranks that add in another order would drift apart.
+                first = dist.get_global_rank(self._group, 0)
+                dist.reduce(param.grad, dst=first, group=self._group)
+                param.grad /= dist.get_world_size(self._group)
+                dist.broadcast(param.grad, src=first, group=self._group)
+        return params
+
+    def step(self, lr: float) -> None:
+        """Step with the gradients there are, as the caller has clipped them."""
+        if self._optimizer is not None:
+            set_lr(self._optimizer, lr)
+            self._optimizer.step()
+
+    def drop_gradients(self) -> None:
+        for param in self._params.values():
+            param.grad = None
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
+        """The HF tensors of the tower; of a frozen one there are no masters and moments."""
+        if key is not StateKey.PARAM and not self.trained:
+            return []
+        replica = self._group is not None and dist.get_rank(self._group) > 0
+        chunks: list[Chunk] = []
+        for name, param in self._params.items():
+            values = param.detach()
+            if key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ):
+                assert self._optimizer is not None
+                values = moments(self._optimizer, param, adam_step)[key.value]
+            chunks += local_chunks(self._boxes[name], (0,) * param.dim(), tuple(param.shape), values, replica=replica)
+        return chunks
+
+    def tensors(self, kind: MemoryKind) -> list[Tensor]:
+        """As of a backend; gradients stay on the device."""
+        if kind is MemoryKind.PARAM:
+            return list(self._params.values())
+        if kind is MemoryKind.OPTIMIZER and self._optimizer is not None:
+            return [value for state in self._optimizer.state.values() for value in state.values()]
+        return []
+
+
+def _states(features: Iterable[Features]) -> Iterator[Tensor]:
+    for each in features:
+        yield each.states
+        yield from each.deep

@@ -1,0 +1,221 @@
+"""The tower of a model that reads pictures, as a pass of its own: what it makes of each picture, and how the decoder
+gets that in the place of placeholders.
+
+Axes: T packed tokens, n features of one picture, H hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from corerl.errors import ModelError
+from corerl.pictures import Picture, PictureInputs
+from corerl.types import PICTURE, IntArray, MicroBatch
+
+Key = TypeVar("Key")
+TYPES = "mm_token_type_ids"
+STATES, DEEP = "pooler_output", "deepstack_features"  # in the outputs of towers
+PIXELS = 2**20  # of the pictures that go through a tower at once
+GRID = "image_grid_thw"  # the argument of towers whose decoders number positions in three directions
+
+
+@frozen(eq=False)
+class Features:
+    """What a tower makes of one picture."""
+
+    states: Tensor  # [n, H]
+    deep: tuple[Tensor, ...] = ()  # each [n, H]: what the decoder's first layers add, one by one
+    grid: Tensor | None = None  # [3] frames, rows and columns of patches, if the decoder's positions follow from them
+
+
+@frozen(eq=False)
+class Seen:
+    """The pictures of one micro-batch."""
+
+    features: tuple[tuple[Features, ...], ...]  # [S] of each sequence, in the order in which it shows them
+    slots: Tensor  # [T] bool: where the features go
+
+
+def sees_both_ways(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder lets the tokens of one picture see each other, for which it takes the kinds of tokens."""
+    text = decoder.config.get_text_config()
+    takes = inspect.signature(decoder.forward).parameters
+    return "token_type_ids" in takes or getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
+class Tower:
+    """The part of a model that reads pictures. `decoder` is shown what it makes of them. The tower's weights are in
+    `module`: another model of the same class, without the text decoder (`build_tower`), or `decoder` itself, of a model
+    that is built whole."""
+
+    def __init__(self, decoder: PreTrainedModel, inputs: PictureInputs, module: PreTrainedModel | None = None) -> None:
+        if not hasattr(decoder, "get_image_features"):
+            raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
+        self.decoder, self.inputs, self.module = decoder, inputs, decoder if module is None else module
+        self.encoded = 0  # pictures that have gone through the tower
+        self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
+        self._call = _Call(self.module)
+
+    def encode(
+        self, pictures: Sequence[Picture], device: torch.device, *, weights: Mapping[str, Tensor] | None = None
+    ) -> list[Features]:
+        """What the tower makes of these pictures, together in one call, with these `weights` by parameter name, by
+        default the module's own."""
+        prepared = {name: torch.as_tensor(np.array(each)) for name, each in self.inputs.inputs(pictures).items()}
+        grids = prepared.get(GRID)
+        given = {name: each.to(device) for name, each in prepared.items()}
+        if weights is None:
+            made: Any = self._call(**given)
+        else:
+            made = functional_call(self._call, {f"module.{name}": each for name, each in weights.items()}, (), given)
+        self.encoded += len(pictures)
+        outputs = {name: getattr(made, name, None) for name in (STATES, DEEP)}
+        self._forms = {name: _emptied(each) for name, each in outputs.items() if each is not None}
+        states = self._apart(outputs[STATES], len(pictures))
+        lengths = [len(own) for own in states]
+        deep = [  # transformers 5.12 gives one tensor for all pictures, of whatever sizes
+            each.flatten(0, -2).split(lengths) if isinstance(each, Tensor) else each for each in outputs[DEEP] or ()
+        ]
+        return [
+            Features(own, tuple(layer[place] for layer in deep), None if grids is None else grids[place])
+            for place, own in enumerate(states)
+        ]
+
+    def _apart(self, values: Any, count: int) -> list[Tensor]:
+        """[n, H] of each picture; towers give a tensor for each, or one [pictures, n, H] or [pictures * n, H]."""
+        if not isinstance(values, Tensor):
+            return list(values)
+        return list(values.unbind() if values.dim() == 3 else values.chunk(count))
+
+    def seen(self, micro: MicroBatch, features: Mapping[int, Features], device: torch.device) -> Seen | None:
+        """The pictures of a micro-batch, by the numbers in its column; None if it shows none. Raises ModelError if a
+        picture has more or fewer placeholders than features."""
+        numbers = micro.columns.get(PICTURE)
+        if numbers is None or not numbers.any():
+            return None
+        slots = (numbers > 0) & (micro.tokens == self.inputs.placeholder)
+        lengths = {number: len(each.states) for number, each in features.items()}
+        shown = []
+        for start, end in pairwise(micro.cu_seqlens.tolist()):
+            own = _in_order(numbers[start:end][slots[start:end]], lengths)
+            shown.append(tuple(features[number] for number in own))
+        return Seen(tuple(shown), torch.as_tensor(slots, device=device))
+
+    def shown(self, tokens: Tensor, seen: Seen | None) -> Tensor:
+        """[T] tokens without placeholders that stand for no picture: a policy may sample one, as the last of a row."""
+        stray = tokens == self.inputs.placeholder
+        if seen is not None:
+            stray = stray & ~seen.slots
+        return torch.where(stray, 0 if self.inputs.placeholder else 1, tokens)
+
+    @contextmanager
+    def showing(self, features: Sequence[Features]) -> Iterator[dict[str, Any]]:
+        """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
+        the arguments that make it call that."""
+        made = SimpleNamespace(pooler_output=_like(self._forms[STATES], [each.states for each in features]))
+        if (deep := self._forms.get(DEEP)) is not None:
+            layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
+            made.deepstack_features = [_like(form, layer) for form, layer in zip(deep, layers, strict=True)]
+
+        # `generate` of newer transformers calls it, before the decoder would, with the arguments that it names.
+        def given(pixel_values: Tensor | None = None, *_: Any, **__: Any) -> Any:
+            return made
+
+        self.decoder.__dict__["get_image_features"] = given
+        try:
+            yield {"pixel_values": features[0].states}
+        finally:
+            del self.decoder.__dict__["get_image_features"]
+
+    def positions(self, tokens: Tensor, positions: Tensor, bounds: IntArray, seen: Seen) -> Tensor:
+        """[3, 1, T] where the class numbers positions of pictures in three directions, sequence by sequence; else
+        [1, T], as they are."""
+        number = getattr(self.decoder, "get_rope_index", None)
+        if number is None or any(each.grid is None for own in seen.features for each in own):
+            return positions[None]
+        found = positions.expand(3, 1, -1).clone()
+        takes = inspect.signature(number).parameters
+        for (start, end), own in zip(pairwise(bounds.tolist()), seen.features, strict=True):
+            grids = [each.grid for each in own if each.grid is not None]
+            if not grids:
+                continue
+            arguments: dict[str, Any] = {GRID: torch.stack(grids)}
+            if TYPES in takes:
+                arguments[TYPES] = seen.slots[None, start:end].int().cpu()
+            numbered, _ = number(tokens[None, start:end].cpu(), **arguments)
+            found[:, :, start:end] = numbered.to(found.device)
+        return found
+
+    def kinds_of_tokens(self, slots: Tensor) -> dict[str, Tensor]:
+        """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
+        takes = inspect.signature(self.decoder.forward).parameters
+        return {name: slots.int() for name in (TYPES, "token_type_ids") if name in takes}
+
+
+def in_parts(pictures: Mapping[Key, Picture]) -> Iterator[list[Key]]:
+    """The keys of pictures, in order, in parts of at most `PIXELS`, or of one: what may go through a tower at once."""
+    part: list[Key] = []
+    pixels = 0
+    for key, picture in pictures.items():
+        own = picture.size[0] * picture.size[1]
+        if part and pixels + own > PIXELS:
+            yield part
+            part, pixels = [], 0
+        part.append(key)
+        pixels += own
+    if part:
+        yield part
+
+
+class _Call(nn.Module):
+    """Makes of the call of a tower a module's forward pass, for which torch can replace weights."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Tensor) -> Any:
+        features: Any = self.module.get_image_features
+        return features(**inputs, return_dict=True)
+
+
+def _in_order(numbers: IntArray, lengths: Mapping[int, int]) -> list[int]:
+    """The pictures whose placeholders have these numbers, one by one; `lengths` are of their features."""
+    shown: list[int] = []
+    at = 0
+    while at < len(numbers):
+        number = int(numbers[at])
+        end = at + lengths[number]
+        if (found := int((numbers[at:end] == number).sum())) != lengths[number]:
+            raise ModelError(
+                f"picture {number} has {found} placeholders in a row, its tower {lengths[number]} features"
+            )
+        shown.append(number)
+        at = end
+    return shown
+
+
+def _emptied(values: Any) -> Any:
+    """The same form without the numbers."""
+    if isinstance(values, Tensor):
+        return values.new_empty((0,) * values.dim())
+    return type(values)(_emptied(each) for each in values)
+
+
+def _like(form: Any, parts: Sequence[Tensor]) -> Any:
+    """The parts in the form in which a tower gave them."""
+    if not isinstance(form, Tensor):
+        return type(form)(parts) if isinstance(form, list) else tuple(parts)
+    return torch.stack(list(parts)) if form.dim() == 3 else torch.cat(list(parts))

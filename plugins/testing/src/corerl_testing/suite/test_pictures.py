@@ -1,0 +1,77 @@
+"""Rows that show pictures: compared with the plain backend, which passes each through transformers' own class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import pytest
+from attrs import evolve
+
+from corerl.backend import StateKey
+from corerl.plugin import Capability, Kind
+from corerl.plugin.registry import scan
+from corerl_testing.compare import Trajectory, assert_follows, assert_resumes, assert_same_metrics, same_bits, together
+from corerl_testing.harness import Setup
+from corerl_testing.marks import check
+from corerl_testing.require import require, require_equal
+from corerl_testing.scenarios import pictures
+from corerl_testing.subject import PACKINGS, PLAIN, Subject
+
+Tower: TypeAlias = Literal["frozen", "trained"]
+STEPS = range(3)
+
+
+def picture_setup(subject: Subject, tower: Tower, packing: str = "packed") -> Setup:
+    """Of a model that reads pictures; skips the check where nothing reads them."""
+    if not any(found.name == "vision" for found in scan(Kind.PICTURES)):
+        pytest.skip("nothing reads pictures; run python -m pip install 'corerl[vision]'")
+    return evolve(
+        subject.setup("qwen3", PACKINGS[packing]), model="", fields=pictures.FIELDS, pictures="vision", tower=tower
+    )
+
+
+TRAINED = {"tower": "trained", "packing": "packed"}
+
+
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"], variants=TRAINED)
+@pytest.mark.parametrize(("tower", "packing"), [("trained", "packed"), ("trained", "one by one"), ("frozen", "packed")])
+def test_rows_with_pictures_train_like_the_plain_backend(subject: Subject, tower: Tower, packing: str) -> None:
+    setup = picture_setup(subject, tower, packing)
+    found = together(subject.run(pictures.train_on_pictures, setup, STEPS))
+    wanted = of_plain(subject, tower, STEPS)
+    assert_follows(found, wanted)
+    assert_same_metrics(found, wanted)
+
+
+def of_plain(subject: Subject, tower: Tower, numbers: Sequence[int], *arguments: Any) -> Trajectory:
+    setup = evolve(picture_setup(subject, tower), backend=PLAIN, options={}, device="cpu", lifted=False)
+    return together(subject.runs.rank_sets[1].run(pictures.train_on_pictures, setup, numbers, *arguments))
+
+
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"])
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_ranks_without_pictures_keep_in_step_with_those_that_show_some(subject: Subject, tower: Tower) -> None:
+    setup = picture_setup(subject, tower)
+    shown = ((0,), (), (), ())
+    found = together(subject.run(pictures.train_on_pictures, setup, STEPS, shown))
+    assert_follows(found, of_plain(subject, tower, STEPS, shown))
+
+
+@check("C78", level=1, needs=[Capability.PICTURES], builds_on=["C18", "C77"])
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_checkpoints_hold_a_tower_only_if_it_is_trained(subject: Subject, tower: Tower) -> None:
+    setup, checkpoint = picture_setup(subject, tower), subject.checkpoint(2)
+    saving = (pictures.SHOWN, "", 1, checkpoint.role)
+    uninterrupted = together(subject.run(pictures.train_on_pictures, setup, range(4), *saving))
+    saved = checkpoint.complete()
+    resumed = together(subject.run(pictures.train_on_pictures, setup, range(2, 4), pictures.SHOWN, saved))
+    assert_resumes(resumed, uninterrupted, saved=2)
+    tensors = uninterrupted.state
+    others = tensors[StateKey.PARAM].keys() - tensors[StateKey.MASTER].keys()
+    of_tower = {name for name in tensors[StateKey.PARAM] if "visual" in name}
+    require_equal("the parameters without a master", others, of_tower if tower == "frozen" else set())
+    if tower == "frozen":
+        began = uninterrupted.at_start[StateKey.PARAM]
+        changed = [name for name in of_tower if not same_bits(began[name], tensors[StateKey.PARAM][name])]
+        require(not changed, f"training has changed a frozen tower: {', '.join(sorted(changed))}")

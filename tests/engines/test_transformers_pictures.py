@@ -1,0 +1,246 @@
+"""Responses to prompts with pictures have the log-probs of transformers' own forward over prompt and response."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve, frozen
+from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForImageTextToText
+
+from corerl.config.schema import LoraConfig, ModelConfig
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.continuation import append, continued
+from corerl.engines.specs import TransformersConfig
+from corerl.engines.transformers import TransformersEngine
+from corerl.models.config import hf_config
+from corerl.models.files import meta_model
+from corerl.models.names import shapes_of
+from corerl.ops.noise import hash_keys
+from corerl.pictures import Picture
+from corerl.types import all_shown, offsets_of
+from corerl.weights.adapters import is_adapter
+from corerl.weights.checksums import bit_sums
+from tests.engines.models import context, pause_after, sequences, update
+from tests.pictures import FAMILIES, of_pictures, pictures_config
+
+vision = pytest.importorskip("corerl_vision.processor")
+PLACEHOLDER, BREAK = 5, 9
+PARAMS = SamplingParams(temperature=0.8, max_tokens=6, stop_tokens=(2, PLACEHOLDER))
+SHOWN = ([0], [1], [], [1, 0], [0], [])  # the pictures of each row
+
+
+@frozen(eq=False)
+class Trial:
+    """A model by transformers, an engine that has its weights, and a request with pictures."""
+
+    model: Any
+    tensors: dict[str, torch.Tensor]
+    served: TransformersEngine
+    config: ModelConfig
+    inputs: Any
+    asked: GenerateRequest
+
+
+def random_tensors(model: Any, directory: Path, seed: int) -> dict[str, torch.Tensor]:
+    """The model's tensors, which are wide enough that its log-probs depend on every part, as its files have them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            noise = torch.randn(param.shape, generator=generator)
+            param.copy_(0.25 * noise if param.dim() > 1 else param + 0.1 * noise)
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def request_of(config: ModelConfig, inputs: Any, shown: Sequence[Sequence[int]] = SHOWN) -> GenerateRequest:
+    """Rows of different lengths that show these pictures, of which there are two sizes, with tokens around them."""
+    rng = np.random.default_rng(0)
+    processor = vision.processor_of(config)
+    pictures = [
+        Picture(processor.seen(rng.integers(256, size=size).astype(np.uint8))) for size in ((40, 56, 3), (64, 32, 3))
+    ]
+    rows = []
+    for own in shown:
+        tokens = rng.integers(10, 60, size=rng.integers(1, 5)).tolist()
+        column = [0] * len(tokens)
+        for place, number in enumerate(own, start=1):
+            height, width = processor.features(*pictures[number].pixels.shape[:2])
+            span, after = ([inputs.placeholder] * width + [BREAK]) * height, rng.integers(10, 60, size=2).tolist()
+            tokens += span + after
+            column += [place] * len(span) + [0] * len(after)
+        rows.append((tokens, (np.array(column, np.int32), [pictures[number] for number in own])))
+    column, each_once = all_shown([part for _, part in rows])
+    count = np.arange(len(rows))
+    return GenerateRequest(
+        tokens=np.array([token for tokens, _ in rows for token in tokens]),
+        offsets=offsets_of([len(tokens) for tokens, _ in rows]),
+        noise_keys=hash_keys(0, 0, count, np.zeros_like(count)),
+        params=PARAMS,
+        picture=column,
+        pictures=each_once,
+    )
+
+
+def trial(family: str, tmp_path: Path, *, batch_size: int = 512) -> Trial:
+    given = pictures_config(family)
+    given.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    config = ModelConfig(config=fields, pictures="vision", tower="trained")
+    model = AutoModelForImageTextToText.from_config(given, dtype=torch.float32, attn_implementation="eager").eval()
+    tensors = random_tensors(model, tmp_path, seed=0)
+    served = TransformersEngine(config, TransformersConfig(batch_size=batch_size), context())
+    (received,) = update([served], tensors, version=3, path=tmp_path / "weights")
+    assert received.error == ""
+    inputs = vision.VisionInputs(config)
+    return Trial(model, tensors, served, config, inputs, request_of(config, inputs))
+
+
+@torch.no_grad()
+def assert_logprobs_of(made: Trial, asked: GenerateRequest, generation: Generation) -> None:
+    """Those of the generation are those of the model's own forward of each row, without padding or a cache."""
+    takes = inspect.signature(made.model.model.forward).parameters
+    columns = np.split(asked.picture, asked.offsets[1:-1])
+    for (prompt, response, logprobs), column in zip(sequences(asked, generation), columns, strict=True):
+        fed = torch.tensor([prompt + response])
+        shown = torch.zeros_like(fed, dtype=torch.bool)
+        shown[0, : len(prompt)] = torch.tensor((column > 0) & (np.array(prompt) == PLACEHOLDER))
+        given: dict[str, Any] = {}
+        if pictures := [asked.pictures[number - 1] for number, _ in itertools.groupby(column) if number]:
+            given = {name: torch.tensor(each) for name, each in made.inputs.inputs(pictures).items()}
+            given |= {name: shown.int() for name in ("mm_token_type_ids", "token_type_ids") if name in takes}
+        fed[(fed == PLACEHOLDER) & ~shown] = 0  # stands for no picture
+        logits = made.model(input_ids=fed, use_cache=False, **given).logits[0, len(prompt) - 1 : -1].float()
+        wanted = torch.log_softmax(logits / asked.params.temperature, dim=-1).gather(1, torch.tensor(response)[:, None])
+        torch.testing.assert_close(torch.tensor(logprobs), wanted[:, 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each != "gemma4"])
+def test_logprobs_equal_transformers_forward_of_each_row(family: str, tmp_path: Path) -> None:
+    made = trial(family, tmp_path)
+    generation = made.served.generate(made.asked)
+    assert len(set(np.diff(made.asked.offsets).tolist())) > 3 and not generation.unfinished.any()
+    assert_logprobs_of(made, made.asked, generation)
+    assert made.served.weight_sums("float32") == bit_sums(made.tensors)
+    # Another picture, and another tower, would have other log-probs.
+    other = evolve(made.asked, pictures=tuple(Picture(255 - each.pixels) for each in made.asked.pictures))
+    assert changed_by(generation, made.served.generate(other)) > 0.01
+    moved = {name: -each if of_pictures(name) else each for name, each in made.tensors.items()}
+    update([made.served], moved, version=4, path=tmp_path / "moved")
+    assert changed_by(generation, made.served.generate(made.asked)) > 0.01
+
+
+def changed_by(a: Generation, b: Generation) -> float:
+    """How far the log-probs of the first row's first token lie apart, of the same noise; the row shows a picture."""
+    return abs(float(a.logprobs[0] - b.logprobs[0]))
+
+
+def test_each_picture_of_a_request_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trial("qwen3_vl", tmp_path, batch_size=2)
+    tower = made.served._tower
+    assert tower is not None
+    whole = trial("qwen3_vl", tmp_path / "whole").served.generate(made.asked)
+    calls, own = [], type(tower.decoder).get_image_features
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls.append(named)
+        return own(*arguments, **named)
+
+    monkeypatch.setattr(type(tower.decoder), "get_image_features", counted)
+    generation = made.served.generate(made.asked)
+    assert tower.encoded == 2 and len(calls) == 1 and np.diff(generation.offsets).max() > 1
+    assert generation.tokens.tolist() == whole.tokens.tolist()
+    np.testing.assert_allclose(generation.logprobs, whole.logprobs, atol=1e-5, rtol=0)
+    monkeypatch.setattr("corerl.models.towers.PIXELS", 1)  # each picture alone
+    np.testing.assert_allclose(made.served.generate(made.asked).logprobs, generation.logprobs, atol=1e-5, rtol=0)
+    assert tower.encoded == 4 and len(calls) == 3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "gemma3"])
+def test_a_paused_request_continues_with_its_pictures(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trial(family, tmp_path)
+    whole = made.served.generate(made.asked)
+    with monkeypatch.context() as patched:
+        pause_after(patched, 3)  # the first row, or all, have two tokens
+        first = made.served.generate(made.asked)
+    assert first.unfinished.any() and len(first.tokens) > 0
+    follows = continued(made.asked, first)
+    assert follows.picture.any() and follows.response_lengths.any()
+    joined = append(made.asked, first, made.served.generate(follows))
+    assert joined.tokens.tolist() == whole.tokens.tolist()
+    np.testing.assert_allclose(joined.logprobs, whole.logprobs, atol=1e-4, rtol=0)
+    assert_logprobs_of(made, made.asked, joined)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
+def test_a_placeholder_that_stands_for_no_picture_is_another_token(family: str, tmp_path: Path) -> None:
+    made = trial(family, tmp_path)
+    tokens = made.asked.tokens.copy()
+    tokens[made.asked.offsets[1:] - 1] = PLACEHOLDER  # as the last of an answer that continues
+    asked = evolve(made.asked, tokens=tokens)
+    assert_logprobs_of(made, asked, made.served.generate(asked))
+    alone = asked.take_rows(np.array([2, 5]))
+    assert not alone.pictures
+    assert_logprobs_of(made, alone, made.served.generate(alone))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "qwen3_5"])
+def test_text_alone_equals_the_text_only_model(family: str, tmp_path: Path) -> None:
+    made = trial(family, tmp_path)
+    served = TransformersEngine(ModelConfig(path=str(tmp_path)), TransformersConfig(), context())
+    text = {name: each for name, each in made.tensors.items() if not of_pictures(name)}
+    (received,) = update([served], text, version=3, path=tmp_path / "text")
+    assert received.error == ""
+    made.served.generate(made.asked)  # leaves nothing behind
+    rows = np.flatnonzero(np.diff(made.asked.offsets) < 5)
+    asked = made.asked.take_rows(rows)
+    assert len(rows) == 2 and not asked.pictures
+    ours, theirs = made.served.generate(asked), served.generate(asked)
+    assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.logprobs.tolist() == theirs.logprobs.tolist()
+
+
+def test_a_tower_sleeps_and_wakes_with_the_decoder(tmp_path: Path) -> None:
+    made = trial("internvl", tmp_path)
+    before = made.served.generate(made.asked)
+    tower = made.served._tower
+    assert tower is not None and not any(each.numel() for each in tree_leaves(tower._forms))
+    size = sum(each.numel() * 4 for each in made.tensors.values())
+    assert made.served.sleep() == size and made.served.wake_up() == size
+    missing = {name: each for name, each in made.tensors.items() if "multi_modal_projector" not in name}
+    (received,) = update([made.served], missing, version=4, path=tmp_path / "missing")
+    assert "multi_modal_projector" in received.error
+    (received,) = update([made.served], made.tensors, version=5, path=tmp_path / "all")
+    assert received.error == ""
+    assert made.served.generate(made.asked).logprobs.tolist() == before.logprobs.tolist()
+
+
+def test_adapters_of_the_decoder_sample_as_merged_weights_do(tmp_path: Path) -> None:
+    made, lora = trial("qwen3_vl", tmp_path), LoraConfig(rank=3, alpha=7.0).settled({})
+    served = TransformersEngine(made.config, TransformersConfig(), evolve(context(), lora=lora))
+    adapters, merged = {}, dict(made.tensors)
+    for name, shape in shapes_of(meta_model(hf_config(made.config), lora=lora)).items():  # the text decoder's
+        if is_adapter(name):
+            adapters[name] = 0.2 * torch.randn(shape, generator=torch.Generator().manual_seed(len(adapters)))
+    for name, a in adapters.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            merged[weight] = made.tensors[weight] + 7 / 3 * adapters[name.replace("lora_A", "lora_B")] @ a
+    (received,) = update([served], made.tensors | adapters, version=1, path=tmp_path / "adapters")
+    assert received.error == ""
+    found = served.generate(made.asked)
+    assert changed_by(found, made.served.generate(made.asked)) > 0.01
+    (received,) = update([made.served], merged, version=4, path=tmp_path / "merged")
+    wanted = made.served.generate(made.asked)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4, rtol=0)

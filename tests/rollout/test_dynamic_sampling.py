@@ -1,0 +1,82 @@
+"""Groups without spread are replaced by those of other prompts, in steps on demand and one step off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.algorithms.advantages import spread
+from corerl.data.prompts import Prompt
+from corerl.errors import RewardError
+from corerl.rollout.dynamic_sampling import DynamicSampling
+from corerl.rollout.ordered import OrderedRollouts
+from corerl.rollout.rewards import Reward
+from corerl.rollout.sampler import Rollout
+from corerl.rollout.scoring import Scorer, Scores
+from tests.rollout.engines import Engines, at_once
+from tests.rollout.sampling import (
+    KINDS,
+    ByIndex,
+    source,
+    stream,
+)
+
+
+class Equal:
+    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
+        ones = np.ones(len(rollout.batch), np.float32)
+        return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
+
+
+def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
+    refill = DynamicSampling(useful=spread, max_replacements=attempts)
+    return source(engines, reward=at_once(reward), **{"prompts": 4, "refill": refill, **fields})
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "one-step-off"])
+def test_groups_without_spread_are_replaced_by_later_prompts(kind: str, engines: Engines) -> None:
+    begun, upcoming = refilled(engines, 20, ByIndex(), **KINDS[kind]), stream()
+    for scored in engines.rest(begun):
+        drawn = [prompt for _ in range(scored.counts["attempts"]) for prompt in upcoming.take(4)]
+        odd = [prompt for prompt in drawn if prompt.index % 2]
+        assert list(scored.rollout.prompts) == odd[:4]
+        assert scored.counts == {
+            "attempts": len(drawn) // 4,
+            "groups_set_aside": len(drawn) - len(odd),
+            "groups_unused": len(odd) - 4,
+            "groups_missing": 0,
+        }
+        assert scored.rewards.tolist() == [0.0, 1.0] * 4
+        assert scored.rollout.batch.row_columns["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert len(scored.rollout.texts) == len(scored.rollout.batch) == 8
+        assert (scored.failures, scored.first_failure) == ({"raised": scored.counts["attempts"]}, "the first")
+
+
+def test_missing_groups_are_filled_with_dropped_ones(engines: Engines) -> None:
+    scored = engines.next(refilled(engines, 2, Equal()))
+    assert scored.counts == {"attempts": 3, "groups_set_aside": 12, "groups_unused": 0, "groups_missing": 4}
+    assert [prompt.index for prompt in scored.rollout.prompts] == [each.index for each in stream().take(4)]
+    assert len(scored.rollout.batch) == 8
+    assert scored.parts == {"one": (24.0, 24)}  # over all samples of the step
+
+
+def by_parts(prompt: Prompt, response: str) -> dict[str, float]:
+    """A length that differs, and an outcome that differs for prompts of odd numbers alone."""
+    return {"right": float(prompt.index % 2 * (len(response) > 3)), "length": 0.1 * len(response)}
+
+
+def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
+    reward = Reward(name="parts", function=by_parts, weights={"right": 0.0, "length": 1.0})
+    refill = DynamicSampling(useful=spread, max_replacements=40, part="right")
+    scored = engines.next(refilled(engines, 0, reward, samples=6, refill=refill))
+    assert scored.rewards.tolist() == pytest.approx([0.1 * len(text) for text in scored.rollout.texts])
+    assert all(prompt.index % 2 for prompt in scored.rollout.prompts) and scored.counts["groups_missing"] == 0
+    by_sum = engines.next(refilled(engines, 0, reward, samples=6, refill=evolve(refill, part="")))
+    assert by_sum.counts["groups_set_aside"] < scored.counts["groups_set_aside"]
+
+    wrong = DynamicSampling(useful=spread, max_replacements=1, part="rigth")
+    with pytest.raises(RewardError, match=r"dynamic_sampling_on: 'rigth' .* 'right', 'length'; did you mean 'right'"):
+        engines.next(refilled(engines, 0, reward, refill=wrong))
