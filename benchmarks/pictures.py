@@ -4,8 +4,8 @@ python -m benchmarks.pictures --output found/pictures.json
 python -m benchmarks.pictures --tower trained --output found/pictures-trained.json
 python -m benchmarks.pictures --tiny
 
-The Qwen2.5-VL-3B shape with random weights on one GPU with 100 GiB, FSDP, bfloat16, recompute = "full". Every row has
-2,048 tokens, in rows with pictures 1,222 of them for one of 1316 x 728. Eight rows show the same picture, as samples
+The Qwen3-VL-2B shape with random weights on one GPU with 60 GiB, FSDP, bfloat16, recompute = "full". Every row has
+2,048 tokens, in rows with pictures 943 of them for one of 1312 x 736. Eight rows show the same picture, as samples
 of a prompt do, or each its own. Both sides take turns in one process. The tower's share is the time of its pass by
 itself, over the step's; where it is trained, the step has a second one with a backward pass.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -35,31 +36,38 @@ from corerl_testing.harness import Setup
 
 WARM_UP = 2
 PLACEHOLDER = 151655
-QWEN2_5_VL_3B: Mapping[str, Any] = {
-    "model_type": "qwen2_5_vl",
+QWEN3_VL_2B: Mapping[str, Any] = {
+    "model_type": "qwen3_vl",
     "tie_word_embeddings": True,
     "image_token_id": PLACEHOLDER,
     "text_config": {
         "vocab_size": 151936,
         "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
         "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128000,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
         "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
     },
     "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
+        "depth": 24,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
         "num_heads": 16,
-        "patch_size": 14,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
         "spatial_merge_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
+        "num_position_embeddings": 2304,
         "out_hidden_size": 2048,
+        "deepstack_visual_indexes": [5, 11, 17],
     },
 }
 
@@ -79,8 +87,8 @@ class Size:
         return self.width // side * (self.height // side)
 
 
-WHOLE = Size(rows=64, length=2048, width=1316, height=728, micro_batch=16384, device="cuda", precision="bfloat16")
-TINY = Size(rows=16, length=48, width=140, height=84, micro_batch=256, device="cpu", precision="float32")
+WHOLE = Size(rows=32, length=2048, width=1312, height=736, micro_batch=16384, device="cuda", precision="bfloat16")
+TINY = Size(rows=16, length=48, width=128, height=96, micro_batch=256, device="cpu", precision="float32")
 
 
 def tiny_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +98,7 @@ def tiny_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    text |= {"rope_parameters": {**fields["text_config"]["rope_parameters"], "mrope_section": [2, 3, 3]}}
+    text |= {"rope_parameters": {**fields["text_config"]["rope_parameters"], "mrope_section": [4, 2, 2]}}
     vision: dict[str, Any] = {
         "depth": 2,
         "hidden_size": 32,
@@ -101,7 +109,7 @@ def tiny_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **fields,
         "text_config": {**fields["text_config"], **text},
-        "vision_config": {**fields["vision_config"], **vision, "fullatt_block_indexes": [1]},
+        "vision_config": {**fields["vision_config"], **vision, "deepstack_visual_indexes": [0]},
     }
 
 
@@ -157,7 +165,7 @@ def started(size: Size, fields: Mapping[str, Any], tower: str) -> Worker:
 
 
 def measure(tower: str, *, rounds: int, tiny: bool) -> Report:
-    size, fields = (TINY, tiny_fields(QWEN2_5_VL_3B)) if tiny else (WHOLE, QWEN2_5_VL_3B)
+    size, fields = (TINY, tiny_fields(QWEN3_VL_2B)) if tiny else (WHOLE, QWEN3_VL_2B)
     worker = started(size, fields, tower)
     own, device = worker.backend.tower, worker.backend.device
     assert own is not None
@@ -166,6 +174,7 @@ def measure(tower: str, *, rounds: int, tiny: bool) -> Report:
 
     def step(batch: PackedBatch) -> None:
         nonlocal number
+        print(f"step {number + 1}: {len(batch.pictures)} pictures", file=sys.stderr, flush=True)
         worker.train_on(batch=batch, loss=loss, step=Step(optimizer_step=number, rollout_step=number, lr=OPTIMIZER.lr))
         number += 1
 

@@ -299,10 +299,10 @@ def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
         assert "reads 8 tokens in row 1 of 2 (noise key 1), wanted 11; they differ from token 3 on" in message
         assert f"It expands {picture} otherwise than [pictures.vision]" in message
         assert "engines.sglang.server.mm_process_config" in message
-        # A row that the server would never answer is not sent, and others go on.
+        # A row that the server might never answer is not sent, and others go on.
         before = said(engine)["stand_in"]["pictures"]
         sampled = evolve(rows[1], tokens=np.append(rows[1].tokens, [5]), column=np.append(rows[1].column, [0]))
-        with pytest.raises(EngineFailed, match="SGLang would never answer"):
+        with pytest.raises(EngineFailed, match="SGLang might never answer"):
             engine.generate(request_of([sampled], PARAMS))
         assert said(engine)["stand_in"]["pictures"] == before
         drawn = engine.generate(request_of(rows[:1], PARAMS))

@@ -1,7 +1,7 @@
 """Pictures as SGLang takes them: files, and in the tokens one placeholder for each.
 
 SGLang (0.5.17) makes of the i-th placeholder as many as its processor counts for the i-th picture. Given any other
-number of placeholders than pictures it never answers.
+number of placeholders than pictures it fails, or never answers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def shown(column: IntArray) -> list[int]:
 def body_of(
     request: GenerateRequest, files: Mapping[Picture, str], placeholder: int, *, in_text: bool, engine: str
 ) -> dict[str, Sequence[object]]:
-    """What a request to `/generate` holds of tokens and pictures. Raises EngineFailed for a row that SGLang would never
+    """What a request to `/generate` holds of tokens and pictures. Raises EngineFailed for a row that SGLang might never
     answer."""
     ids, shown_files = [], []
     for row, (tokens, column) in enumerate(zip(request.by_row(), request.picture_by_row(), strict=True)):
@@ -92,7 +92,7 @@ def body_of(
             raise EngineFailed(
                 f"{engine}: row {row} of {len(request)} (noise key {request.noise_keys[row]}) has {len(pictures)} "
                 f"pictures, {', '.join(map(str, pictures)) or 'none'}, but the token that stands for one, "
-                f"{placeholder}, {count} times; SGLang would never answer. Rows must not hold this token outside of "
+                f"{placeholder}, {count} times; SGLang might never answer. Rows must not hold this token outside of "
                 "pictures: end samples at it (rollout.stop), and leave out prompts that spell it"
             )
         ids.append(short)
