@@ -8,7 +8,7 @@ by an update through files, and prompts as contracted tokens with files. It samp
 with two, and all of these at once, twice, so that the second time finds prefixes and features in its caches; then it
 sleeps, wakes up, gets its weights again and samples all once more. The other side is transformers' forward of each
 sequence alone, in float32 with the same weights, rounded to bfloat16. All servers start at once. `ATTENTION` names
-SGLang's attention; the default is Triton's.
+SGLang's attention of texts, by default Triton's; its towers' is torch's, since FlashAttention 3 is not everywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ ROWS = 8  # of each number of pictures
 TOKENS = 32  # sampled for each, at most
 SIZES = ((64, 64), (64, 32), (48, 64), (32, 32))  # (W, H)
 # Small enough for five servers on one GPU.
-SMALL = {**SERVER, "cuda_graph_max_bs_decode": 64, "max_total_tokens": 2**15, "max_running_requests": 64}
+SMALL = {
+    **SERVER,
+    "mm_attention_backend": "sdpa",
+    "cuda_graph_max_bs_decode": 64,
+    "max_total_tokens": 2**15,
+    "max_running_requests": 64,
+}
 COLUMNS = {
     "text": "text",
     "one": "one picture",

@@ -58,7 +58,8 @@ LARGER: dict[str, dict[str, Any]] = {
 TOWER = {"hidden_size": 128, "intermediate_size": 256}
 SIDE = 64  # pixels of the largest picture of towers that have one
 LARGER_TOWER: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1]},
+    # SGLang (0.5.17) shows the tower patches of 14 x 14 only: others it takes for features.
+    "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1], "patch_size": 14, "window_size": 112},
     "gemma3": {"image_size": SIDE},
     "mistral3": {"image_size": SIDE, "head_dim": 64},
 }
