@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -63,8 +63,8 @@ class RankTower:
     def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
         """The features of pictures by number."""
         made: dict[int, Features] = {}
-        for numbers in in_parts(pictures):
-            made |= self._encode(pictures, numbers)
+        for part in self._encoded(pictures):
+            made |= part
         return made
 
     def leaves(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
@@ -77,24 +77,29 @@ class RankTower:
     def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Features]) -> None:
         """Add to the gradients of the weights what follows from those of the features. Each picture is encoded a second
         time, so that activations of a few are kept at once."""
-        for numbers in in_parts(pictures):
-            own = list(_states(leaves[number] for number in numbers))
-            if all(leaf.grad is None for leaf in own):
-                continue
-            found = list(_states(self._encode(pictures, numbers).values()))
+        if not self.trained:
+            return
+        for part in self._encoded(pictures):
+            own = list(_states(leaves[number] for number in part))
+            found = list(_states(part.values()))
             pairs = [(states, leaf.grad) for states, leaf in zip(found, own, strict=True) if leaf.grad is not None]
-            torch.autograd.backward([states for states, _ in pairs], [grad for _, grad in pairs])
+            if pairs:  # fillers have none
+                torch.autograd.backward([states for states, _ in pairs], [grad for _, grad in pairs])
 
     def seen(self, micro: MicroBatch, features: Mapping[int, Features]) -> Seen | None:
         """The pictures of a micro-batch; None if it shows none."""
         return self._tower.seen(micro, features, self._device)
 
-    def _encode(self, pictures: Mapping[int, Picture], numbers: Sequence[int]) -> dict[int, Features]:
-        weights = None
-        if any(param.dtype != self._compute for param in self._params.values()):
-            weights = {name: param.to(self._compute) for name, param in self._params.items()}
-        made = self._tower.encode([pictures[number] for number in numbers], self._device, weights=weights)
-        return dict(zip(numbers, made, strict=True))
+    def _encoded(self, pictures: Mapping[int, Picture]) -> Iterator[dict[int, Features]]:
+        """The features of pictures by number, a few at a time."""
+        parts = list(in_parts(pictures))
+        shown = [[pictures[number] for number in part] for part in parts]
+        for numbers, part, prepared in zip(parts, shown, self._tower.prepared(shown), strict=True):
+            weights = None
+            if any(param.dtype != self._compute for param in self._params.values()):
+                weights = {name: param.to(self._compute) for name, param in self._params.items()}
+            made = self._tower.encode(part, self._device, prepared=prepared, weights=weights)
+            yield dict(zip(numbers, made, strict=True))
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 

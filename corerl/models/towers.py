@@ -7,7 +7,9 @@ Axes: T packed tokens, n features of one picture, H hidden.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from corerl.pictures import Picture, PictureInputs
 from corerl.types import PICTURE, IntArray, MicroBatch
 
 Key = TypeVar("Key")
+AHEAD = 8  # parts of a pass's pictures whose inputs are made at once
 TYPES = "mm_token_type_ids"
 STATES, DEEP = "pooler_output", "deepstack_features"  # in the outputs of towers
 PIXELS = 2**20  # of the pictures that go through a tower at once
@@ -68,12 +71,31 @@ class Tower:
         self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
         self._call = _Call(self.module)
 
+    def prepared(self, parts: Sequence[Sequence[Picture]]) -> Iterator[dict[str, Tensor]]:
+        """The inputs of each of these parts on the host, some made ahead: it takes longer than a pass on a GPU."""
+        with ThreadPoolExecutor(min(AHEAD, max(1, len(parts)))) as threads:
+            waiting = deque[Future[dict[str, Tensor]]]()
+            for part in parts:
+                waiting.append(threads.submit(self._prepare, part))
+                if len(waiting) == AHEAD:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _prepare(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
+        return {name: torch.as_tensor(np.array(each)) for name, each in self.inputs.inputs(pictures).items()}
+
     def encode(
-        self, pictures: Sequence[Picture], device: torch.device, *, weights: Mapping[str, Tensor] | None = None
+        self,
+        pictures: Sequence[Picture],
+        device: torch.device,
+        *,
+        prepared: Mapping[str, Tensor] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
     ) -> list[Features]:
-        """What the tower makes of these pictures, together in one call, with these `weights` by parameter name, by
-        default the module's own."""
-        prepared = {name: torch.as_tensor(np.array(each)) for name, each in self.inputs.inputs(pictures).items()}
+        """What the tower makes of these pictures, together in one call: of their `prepared` inputs, if they are made,
+        with these `weights` by parameter name, by default the module's own."""
+        prepared = self._prepare(pictures) if prepared is None else prepared
         grids = prepared.get(GRID)
         given = {name: each.to(device) for name, each in prepared.items()}
         if weights is None:

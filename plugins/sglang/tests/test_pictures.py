@@ -228,9 +228,9 @@ def test_a_placeholder_outside_of_pictures_is_refused() -> None:
     for rows, message in (
         (
             [seen, text],
-            "engine-3: row 1 of 2 (noise key 1) has 0 pictures, none, but the token that stands for one, 5, 1",
+            "engine-3: the row of noise key 1 has 0 pictures, none, but the token that stands for one, 5, 1",
         ),
-        ([more, text], f"engine-3: row 0 of 2 (noise key 0) has 1 pictures, {picture}, but .*, 5, 2 times"),
+        ([more, text], f"engine-3: the row of noise key 0 has 1 pictures, {picture}, but .*, 5, 2 times"),
     ):
         with pytest.raises(EngineFailed, match=message.replace("(", r"\(").replace(")", r"\)")):
             body_of(request_of(rows, PARAMS), files, 5, in_text=False, engine="engine-3")
@@ -296,7 +296,7 @@ def test_another_number_of_placeholders_ends_the_call(tmp_path: Path) -> None:
             engine.generate(request_of(rows, PARAMS))
         message = str(raised.value)
         (picture,) = rows[1].pictures
-        assert "reads 8 tokens in row 1 of 2 (noise key 1), wanted 11; they differ from token 3 on" in message
+        assert "reads 8 tokens in the row of noise key 1, wanted 11; they differ from token 3 on" in message
         assert f"It expands {picture} otherwise than [pictures.vision]" in message
         assert "engines.sglang.server.mm_process_config" in message
         # A row that the server might never answer is not sent, and others go on.

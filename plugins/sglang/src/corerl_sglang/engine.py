@@ -44,6 +44,7 @@ from corerl_sglang.server import Refused, Server
 
 WEIGHTS = "weights"
 CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
+MOST_CALLS = 512  # to the server at once, of one call for rows with pictures
 IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
 ABORT_SECONDS = 0.1  # between two attempts to abort what is being generated
 WATCHDOG_SECONDS = 300.0  # for a forward pass, after which SGLang ends itself: its default of `watchdog_timeout`
@@ -136,11 +137,20 @@ class SglangEngine(Engine):
                 return self._reader.nothing(request)
             self._resume({*CACHES})  # only now: others on the device may have used that memory
             # Not one request per row: SGLang handles all requests in one event loop, at a fixed cost each. Not one for
-            # all rows either: answers are parsed here while the server still writes the rest.
-            parts = request.parts(min(self._options.requests, max(1, len(request) // ROWS)))
+            # all rows either: answers are parsed here while the server still writes the rest. But with pictures one per
+            # row: SGLang (0.5.17) prepares a request's rows one by one, and forgets those that have ended meanwhile.
+            count = min(self._options.requests, max(1, len(request) // ROWS))
+            parts = request.parts(len(request) if request.pictures else count)
             known = self._failure
-            with files_of(request.pictures, self._directory) as files, ThreadPoolExecutor(len(parts)) as threads:
-                futures = [threads.submit(self._generate, part, version, on_finished, files) for part in parts]
+            workers = min(len(parts), MOST_CALLS)
+
+            def answered(part: GenerateRequest) -> Generation:
+                if self._serving.paused:  # since the call began, which has more parts than threads
+                    return self._reader.nothing(part)
+                return self._generate(part, version, on_finished, files)
+
+            with files_of(request.pictures, self._directory) as files, ThreadPoolExecutor(workers) as threads:
+                futures = [threads.submit(answered, part) for part in parts]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.

@@ -90,8 +90,8 @@ def body_of(
         pictures = [request.pictures[number - 1] for number in numbers]
         if (count := short.count(placeholder)) != len(pictures):
             raise EngineFailed(
-                f"{engine}: row {row} of {len(request)} (noise key {request.noise_keys[row]}) has {len(pictures)} "
-                f"pictures, {', '.join(map(str, pictures)) or 'none'}, but the token that stands for one, "
+                f"{engine}: the row of noise key {request.noise_keys[row]} has {len(pictures)} pictures, "
+                f"{', '.join(map(str, pictures)) or 'none'}, but the token that stands for one, "
                 f"{placeholder}, {count} times; SGLang might never answer. Rows must not hold this token outside of "
                 "pictures: end samples at it (rollout.stop), and leave out prompts that spell it"
             )

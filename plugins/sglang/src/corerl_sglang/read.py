@@ -179,8 +179,8 @@ class Reader:
         pictures = [request.pictures[number - 1] for number in shown(request.picture_by_row()[row])]
         at = next((at for at, pair in enumerate(zip(read, wanted, strict=False)) if pair[0] != pair[1]), len(read))
         raise EngineFailed(
-            f"{self.engine}: its server reads {len(read)} tokens in row {row} of {len(request)} (noise key "
-            f"{request.noise_keys[row]}), wanted {len(wanted)}; they differ from token {at} on: "
+            f"{self.engine}: its server reads {len(read)} tokens in the row of noise key {request.noise_keys[row]}, "
+            f"wanted {len(wanted)}; they differ from token {at} on: "
             f"{read[at : at + 4]}, wanted {wanted[at : at + 4].tolist()}. It expands {', '.join(map(str, pictures))} "
             f"otherwise than [pictures.{self.pictures}], or has tokenized the text again: its log says so. The files "
             "of the processor in model.path must be those of the model, and "
