@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from corerl.models.config import reads_pictures as reads_pictures
     from corerl.models.files import Described as Described
     from corerl.models.files import meta_model as meta_model
+    from corerl.models.files import shapes_of_tower as shapes_of_tower
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
     from corerl.models.lora import peft_config as peft_config

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attrs import evolve
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.memory import CASES, predicted
 from corerl.config import ModelConfig
 from corerl.models import hf_config, meta_model, size_of
 from corerl.types import MemoryKind
+from corerl_forecast.footprint import with_tower
 from corerl_forecast.forecast import GIB, PROCESS, Forecaster
 from corerl_testing import make_plan
 from plugins.forecast.tests.planned import EXTENSIONS, LARGE, forecaster_of, memory_of, on_gpus, predictions
@@ -197,3 +200,24 @@ def test_roles_that_share_devices_pass_samples_at_once(tmp_path: Path) -> None:
     sleeps = {"cluster": {"offload_kinds": ["master", "grad", "optimizer"]}}
     again = memory_of(on_gpus(tmp_path, **{**TEACHER, **sleeps, "algorithm": algorithm})).stages
     assert again["forward actor"].total == again["forward teacher"].total == actor.total
+
+
+def test_a_tower_is_counted_whole_on_each_rank(tmp_path: Path) -> None:
+    fields = tomllib.loads(Path("examples/pictures.toml").read_text())["model"]["config"]
+    whole = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**fields))
+    text = {id(param) for part in (whole.get_decoder(), whole.get_output_embeddings()) for param in part.parameters()}
+    count = sum(param.numel() for param in whole.parameters() if id(param) not in text)
+    own = dict.fromkeys(MemoryKind, 0)
+    config = AutoConfig.for_model(**fields)
+    assert with_tower(own, config, trained=False, precision="bfloat16") == {**own, MemoryKind.PARAM: 2 * count}
+    wanted = {**own, MemoryKind.PARAM: 4 * count, MemoryKind.GRAD: 4 * count, MemoryKind.OPTIMIZER: 8 * count}
+    assert with_tower(own, config, trained=True, precision="bfloat16") == wanted
+    config_of_run = on_gpus(
+        tmp_path,
+        model={"tokenizer": "characters:01234=rgbsct#", "config": fields, "pictures": "vision", "tower": "trained"},
+        rollout={"sampler": "count-shapes", "engine": "transformers", "max_tokens": 1},
+        data={"held_out": 4},
+        train={"precision": "bfloat16", "tokens_per_micro_batch": 4096},
+    )
+    parts = memory_of(config_of_run).stages["train actor"].parts
+    assert parts["actor's gradients"] == 4 * sum(param.numel() for param in whole.parameters())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from attrs import evolve, frozen
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,10 +12,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config import ClusterInfo
 from corerl.errors import ModelError
 from corerl.messages import one_line
-from corerl.models import size_of
+from corerl.models import shapes_of_tower, size_of
 from corerl.plugin import BackendSpec, RankMemory
 from corerl.types import MemoryKind, Output
 from corerl_forecast.activations import activations_of
+
+
+def with_tower(
+    kinds: Mapping[MemoryKind, int], config: PreTrainedConfig, *, trained: bool, precision: str
+) -> dict[MemoryKind, int]:
+    """The bytes of each kind with those of a whole tower: in `precision` if it is frozen, else in float32 with
+    gradients and two moments."""
+    count = sum(map(math.prod, shapes_of_tower(config).values()))
+    own = {MemoryKind.PARAM: count * (4 if trained or precision == "float32" else 2)}
+    if trained:
+        own |= {MemoryKind.GRAD: 4 * count, MemoryKind.OPTIMIZER: 8 * count}
+    return {kind: held + own.get(kind, 0) for kind, held in kinds.items()}
 
 
 @frozen(kw_only=True)
@@ -54,16 +66,20 @@ def role_memory(
     outputs: Sequence[Output],
     longest: int,
     single: bool = False,
+    tower: Literal["", "frozen", "trained"] = "",
 ) -> RoleMemory | None:
     """The memory of a role with the model of `config`, here on meta, and `cluster.train`: micro-batches are full of
-    sequences of `longest` tokens, and `single` says whether a step never has a second one. None if the backend cannot
-    tell. Raises ModelError if the model's code asks for values, which tensors on meta do not have."""
+    sequences of `longest` tokens, and `single` says whether a step never has a second one. Rows with pictures take a
+    `tower`, which each rank has whole; what it makes of pictures is not counted. None if the backend cannot tell.
+    Raises ModelError if the model's code asks for values, which tensors on meta do not have."""
     if spec.memory is None or cluster.train is None:
         return None
     train = cluster.train
     rank = spec.memory(options, cluster, size_of(model))
     if cluster.frozen:
         rank = evolve(rank, kinds={MemoryKind.PARAM: rank.kinds[MemoryKind.PARAM]})
+    if tower:
+        rank = evolve(rank, kinds=with_tower(rank.kinds, config, trained=tower == "trained", precision=train.precision))
     try:
         whole = activations_of(
             config,

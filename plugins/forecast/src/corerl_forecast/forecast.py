@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from attrs import evolve, field, frozen
 
 from corerl.algorithms import ACTOR
 from corerl.errors import ModelError
-from corerl.models import meta_model, size_of
+from corerl.models import meta_model, shapes_of_tower, size_of
 from corerl.plan import ENGINES, FORWARD, UPDATE, PlanReady, role_options, train_stage
 from corerl.plugin import Capability
 from corerl.types import MemoryKind
@@ -114,6 +115,7 @@ class Forecaster:
                 outputs=passed if objective is None else objective.loss.outputs,
                 longest=longest,
                 single=counted and samples // plan.data_parallel * longest <= train.tokens_per_micro_batch,
+                tower=self._tower(role),
             )
         except ModelError as error:
             return error.message
@@ -215,7 +217,16 @@ class Forecaster:
         """Bytes of the weights that engines get."""
         config = self.plan.config
         dtype = config.train_of(ACTOR).precision if config.weights.dtype == "model" else config.weights.dtype
-        return size_of(self.plan.built[ACTOR]).total * (4 if dtype == "float32" else 2)
+        of_tower = shapes_of_tower(self.plan.models[ACTOR]) if self._tower(ACTOR) else {}
+        count = size_of(self.plan.built[ACTOR]).total + sum(map(math.prod, of_tower.values()))
+        return count * (4 if dtype == "float32" else 2)
+
+    def _tower(self, role: str) -> Literal["", "frozen", "trained"]:
+        """What becomes of the part of a role's model that reads pictures; "" if rows have none."""
+        settings = self.plan.config.model_of(role)
+        if not settings.pictures:
+            return ""
+        return "trained" if settings.tower == "trained" and role in self.plan.algorithm.objectives else "frozen"
 
     @property
     def _engine(self) -> int:
