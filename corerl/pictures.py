@@ -148,7 +148,8 @@ class PictureReader(ABC):
 
     @abstractmethod
     def read(self, reference: Any) -> Picture:
-        """Decode and resize a picture; a picture that is alive is not decoded again. Raises `corerl.data.Refused`."""
+        """Decode and resize a picture; a picture that is alive is not decoded again. Several threads may call it.
+        Raises `corerl.data.Refused`."""
 
     @abstractmethod
     def expand(self, picture: Picture) -> IntArray:
@@ -167,4 +168,4 @@ class PictureInputs(ABC):
     @abstractmethod
     def inputs(self, pictures: Sequence[Picture]) -> Mapping[str, Array]:
         """The arguments of the model's `get_image_features`, such as `pixel_values` and `image_grid_thw`, for these
-        pictures together."""
+        pictures together. Several threads may call it."""

@@ -53,7 +53,7 @@ class DeviceMemory(Primitives):
         elsewhere. Host memory for them is reserved early; a wrong answer only makes the first sleep slow."""
         if any(tensor.ndim for tensor in self.tensors(MemoryKind.OPTIMIZER)):
             return 0
-        masters = [chunk.view for chunk in self.state(StateKey.MASTER)]
+        masters = [chunk.view for chunk in self.held_state(StateKey.MASTER)]
         here = sum(view.numel() for view in masters if view.device.type == self.device.type)
         return 2 * torch.float32.itemsize * here
 

@@ -148,9 +148,9 @@ class Primitives(BackendBase, ABC):
     @property
     def weights(self) -> Sequence[Chunk]:
         """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
-        return [*self.state(StateKey.PARAM), *self.buffers()]
+        return [*self.held_state(StateKey.PARAM), *self.buffers()]
 
-    def state(self, key: StateKey) -> Sequence[Chunk]:
+    def held_state(self, key: StateKey) -> Sequence[Chunk]:
         """`local_state`, and what core holds of the tower."""
         own = self.local_state(key)
         return own if self.tower is None else [*own, *self.tower.chunks(key, adam_step=self.adam_step)]

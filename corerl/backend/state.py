@@ -58,7 +58,7 @@ class TrainingState(Primitives):
         what = self._begins_with
         key = StateKey.PARAM if self.config.frozen else StateKey.MASTER
         base = self._load_frozen(what)
-        chunks = [*self.state(key), *self.buffers()]
+        chunks = [*self.held_state(key), *self.buffers()]
         fill(chunks, self.initial_weights(chunks), what=what)
         self.after_load({key} | base, None)
         return 0
@@ -68,7 +68,7 @@ class TrainingState(Primitives):
         Returns the key of what was loaded, if any."""
         if self.config.frozen or (self.config.lora is None and not self._names_of_tower):
             return set()
-        chunks = [chunk for chunk in self.state(StateKey.PARAM) if not self.trains(chunk.name)]
+        chunks = [chunk for chunk in self.held_state(StateKey.PARAM) if not self.trains(chunk.name)]
         if chunks:
             fill(chunks, self.initial_weights(chunks), what=what)
         if self.config.lora is not None:
@@ -83,7 +83,7 @@ class TrainingState(Primitives):
         return None
 
     def _trained_state(self) -> dict[str, Sequence[Chunk]]:
-        return {key.value: self.state(key) for key in SAVED}
+        return {key.value: self.held_state(key) for key in SAVED}
 
     def _extra(self, step: Step) -> dict[str, Any]:
         """What whoever goes on with this rank's state needs besides tensors; `step` is the one that comes next."""
@@ -111,7 +111,7 @@ class TrainingState(Primitives):
             require_same(extra, self._frozen_digest, self.config.lora.scale, where=str(saved))
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            saved.take(key.value, [*self.state(key), *(self.buffers() if key is StateKey.MASTER else ())])
+            saved.take(key.value, [*self.held_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
         self.after_load({*SAVED, *base}, self.adam_step)
         self.weights_version = int(extra["weights_version"])
         if (extra["backend"], ranks) == (type(self).__qualname__, own):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from attrs import evolve
 from torch import Tensor, nn
 
 from corerl.backend.optimizer import adamw, moments, set_lr
@@ -17,6 +18,8 @@ from corerl.models.towers import Features, Seen, Tower, in_parts
 from corerl.pictures import Picture
 from corerl.types import MemoryKind, MicroBatch
 from corerl.weights.chunks import Chunk
+
+FLAT = 2**26  # elements of gradients that ranks sum up at once
 
 
 class RankTower:
@@ -61,7 +64,7 @@ class RankTower:
 
     @torch.no_grad()
     def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
-        """The features of pictures by number."""
+        """The features of pictures by number, which stay on the device. Local, as are all passes."""
         made: dict[int, Features] = {}
         for part in self._encoded(pictures):
             made |= part
@@ -70,9 +73,17 @@ class RankTower:
     def leaves(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
         """As `encode`; of a tower that is trained, features whose gradients `backward` passes on."""
         features = self.encode(pictures)
-        for states in _states(features.values()) if self.trained else ():
-            states.requires_grad_()
-        return features
+        if not self.trained:
+            return features
+        # Of float32: micro-batches add their gradients up in them.
+        return {
+            number: evolve(
+                each,
+                states=each.states.float().requires_grad_(),
+                deep=tuple(layer.float().requires_grad_() for layer in each.deep),
+            )
+            for number, each in features.items()
+        }
 
     def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Features]) -> None:
         """Add to the gradients of the weights what follows from those of the features. Each picture is encoded a second
@@ -82,12 +93,16 @@ class RankTower:
         for part in self._encoded(pictures):
             own = list(_states(leaves[number] for number in part))
             found = list(_states(part.values()))
-            pairs = [(states, leaf.grad) for states, leaf in zip(found, own, strict=True) if leaf.grad is not None]
+            pairs = [
+                (states, leaf.grad.to(states.dtype))
+                for states, leaf in zip(found, own, strict=True)
+                if leaf.grad is not None
+            ]
             if pairs:  # fillers have none
                 torch.autograd.backward([states for states, _ in pairs], [grad for _, grad in pairs])
 
     def seen(self, micro: MicroBatch, features: Mapping[int, Features]) -> Seen | None:
-        """The pictures of a micro-batch; None if it shows none."""
+        """The pictures of a micro-batch; None if it shows none. Raises ModelError as `Tower.seen` does."""
         return self._tower.seen(micro, features, self._device)
 
     def _encoded(self, pictures: Mapping[int, Picture]) -> Iterator[dict[int, Features]]:
@@ -104,20 +119,28 @@ class RankTower:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def reduced(self) -> list[nn.Parameter]:
-        """The parameters that are trained, with gradients that are the average of the ranks'. Called on every rank once
-        a step."""
+        """The parameters that are trained, with gradients that are the average of the ranks', or none where no rank has
+        any. Called on every rank once a step: an all-reduce of a byte a parameter, and for each `FLAT` elements a
+        reduce and a broadcast."""
         if not self.trained:
             return []
         params = list(self._params.values())
-        for param in params:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            if self._group is not None and dist.get_world_size(self._group) > 1:
-                # Not all-reduced: ranks that add in another order would drift apart.
-                first = dist.get_global_rank(self._group, 0)
-                dist.reduce(param.grad, dst=first, group=self._group)
-                param.grad /= dist.get_world_size(self._group)
-                dist.broadcast(param.grad, src=first, group=self._group)
+        if self._group is None or dist.get_world_size(self._group) == 1:
+            return params
+        has = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8, device=self._device)
+        dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._group)
+        # What no rank has a gradient for, as where no row shows a picture, is not stepped.
+        stepped = [param for param, anywhere in zip(params, has.tolist(), strict=True) if anywhere]
+        for part in _parts_of(stepped):
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in part]
+            flat = torch.cat([grad.flatten() for grad in grads])
+            # Not all-reduced: ranks that add in another order would drift apart.
+            first = dist.get_global_rank(self._group, 0)
+            dist.reduce(flat, dst=first, group=self._group)
+            flat /= dist.get_world_size(self._group)
+            dist.broadcast(flat, src=first, group=self._group)
+            for param, values in zip(part, flat.split([param.numel() for param in part]), strict=True):
+                param.grad = values.view_as(param)
         return params
 
     def step(self, lr: float) -> None:
@@ -153,6 +176,18 @@ class RankTower:
         if kind is MemoryKind.OPTIMIZER and self._optimizer is not None:
             return [value for state in self._optimizer.state.values() for value in state.values()]
         return []
+
+
+def _parts_of(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """The parameters in order, in parts of at least `FLAT` elements but for the last."""
+    part: list[nn.Parameter] = []
+    for param in params:
+        part.append(param)
+        if sum(each.numel() for each in part) >= FLAT:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _states(features: Iterable[Features]) -> Iterator[Tensor]:

@@ -28,7 +28,7 @@ from corerl.models.lora import peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
-from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trains_tower
+from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trained_of_tower, trains_tower
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -81,7 +81,8 @@ def export(
                 f"random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
             )
         return directory
-    if (then := state.get("kept", {}).get(role)) and then != kept_digest(saved.model.path, saved.hf):
+    trained = trained_of_tower(saved.model, saved.hf)
+    if (then := state.get("kept", {}).get(role)) and then != kept_digest(saved.model.path, saved.hf, trained):
         notify(
             f"{saved.model.path} has other weights or settings for pictures than as the {role} was trained, and the "
             "export gets these; give back the directory that the run began with, and export again"

@@ -35,6 +35,7 @@ from corerl.engines.base import (
 )
 from corerl.engines.lifecycle import EngineLifecycle, shape_mismatch
 from corerl.engines.specs import TransformersConfig
+from corerl.errors import EngineFailed
 from corerl.memory.device import empty_cache
 from corerl.models.attention import carries_state
 from corerl.models.build import build_on_meta, materialize, named_weights
@@ -61,7 +62,7 @@ class TransformersEngine(Engine):
     """The engine `transformers`, in the process that constructs it: the model's own `generate`, on a CPU or a GPU."""
 
     def __init__(self, model: ModelConfig, options: TransformersConfig, context: EngineContext) -> None:
-        self._options = options
+        self._options, self._name = options, context.name
         self._vocabulary = model.vocabulary or None
         self._device = torch.device(context.device)
         hf = hf_config(model)
@@ -196,6 +197,13 @@ class TransformersEngine(Engine):
             return
         numbered = tower.positions(tokens, torch.tensor(positions, device=self._device), request.offsets, seen)
         if len(numbered) > 1:  # else `generate` numbers them
+            last = numbered[:, 0, request.offsets[1:] - 1]
+            if (last != last[0]).any():
+                # It goes on in each direction from where the picture ends there.
+                raise EngineFailed(
+                    f"{self._name}: a prompt ends with a picture, after which transformers' `generate` numbers tokens "
+                    "otherwise than training does; put a text behind it, or use another engine"
+                )
             prompts["position_ids"] = padded(numbered[:, 0], 0)
         prompts |= tower.kinds_of_tokens(padded(seen.slots, False))
         with tower.showing([each for own in seen.features for each in own]) as shown:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from corerl.errors import ModelError
 from corerl.messages import one_line
@@ -64,7 +64,7 @@ def build_on_meta(
             model: PreTrainedModel = _auto_class(config).from_config(
                 config,
                 dtype=dtype,
-                attn_implementation=attention if pictures and attention != PACKED else _attentions(config, attention),
+                attn_implementation=_attentions(config, attention, towers=pictures),
                 trust_remote_code=False,
             )
             if reads_pictures(config) and not pictures:
@@ -115,15 +115,27 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
 
 
-def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
-    """`attention`, by the names of the parts' configs if some of these parts read no text: they get one that each has,
-    as transformers builds no part with an attention that it lacks, although it is removed afterwards."""
+def _attentions(config: PreTrainedConfig, attention: str, *, towers: bool) -> str | dict[str, str]:
+    """`attention`, by the names of the parts' configs if some of these parts read no text. `towers` get it where they
+    have it; else they get one that each has, as transformers builds no part with an attention that it lacks, although
+    it is removed afterwards."""
     if not reads_pictures(config):
         return attention
     text = config.get_text_config()
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
-    own = {name: attention if part.get_text_config() is text else "eager" for name, part in parts.items()}
+    own = {
+        name: attention
+        if part.get_text_config() is text or (towers and attention == "sdpa" and _has_sdpa(part))
+        else "eager"
+        for name, part in parts.items()
+    }
     return {"": attention, **own}
+
+
+def _has_sdpa(part: PreTrainedConfig) -> bool:
+    """Whether the part of a model that this config is of has torch's attention; the whole model says that it has."""
+    known: Any = AutoModel._model_mapping
+    return bool(getattr(known[type(part)], "_supports_sdpa", False)) if type(part) in known else True
 
 
 def _keep_text(model: PreTrainedModel) -> None:

@@ -67,8 +67,10 @@ def parts_of(model: PreTrainedModel) -> Parts:
                 + (f", or set {field}={causal} if it was trained as one" if model.config is config else "")
             )
     reasons = []
-    # The first that is called with tokens, or else one that is given their embeddings, which it would make itself.
-    for embeds, decoder in itertools.product((False, True), _decoders(model)):
+    # The first that is called with tokens, or else one that is given their embeddings, which it would make itself. With
+    # a value head any would do; of a model that reads pictures it must be the one that is shown them.
+    decoders = sorted(_decoders(model), key=lambda each: hasattr(model, VALUE_HEAD) and not shows_pictures(each))
+    for embeds, decoder in itertools.product((False, True), decoders):
         if embeds and decoder.get_output_embeddings() is not None:
             continue  # a model with a head of its own, as in Llama 4
         try:
@@ -80,6 +82,11 @@ def parts_of(model: PreTrainedModel) -> Parts:
             reasons.append(error.message)
     why = reasons[0] if reasons else "it has no part that turns tokens into hidden states"
     raise ModelError(f"CoreRL cannot separate the decoder of {name} from its head: {why}; use another model")
+
+
+def shows_pictures(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder puts what a tower makes of pictures among the tokens."""
+    return hasattr(decoder, "get_image_features")
 
 
 def _decoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:

@@ -167,18 +167,19 @@ class Tower:
         number = getattr(self.decoder, "get_rope_index", None)
         if number is None or any(each.grid is None for own in seen.features for each in own):
             return positions[None]
-        found = positions.expand(3, 1, -1).clone()
         takes = inspect.signature(number).parameters
+        # On the host, where the tokens come from: a device would be waited for at each sequence.
+        read, slots, found = tokens.cpu(), seen.slots.cpu(), positions.cpu().expand(3, 1, -1).clone()
         for (start, end), own in zip(pairwise(bounds.tolist()), seen.features, strict=True):
             grids = [each.grid for each in own if each.grid is not None]
             if not grids:
                 continue
             arguments: dict[str, Any] = {GRID: torch.stack(grids)}
             if TYPES in takes:
-                arguments[TYPES] = seen.slots[None, start:end].int().cpu()
-            numbered, _ = number(tokens[None, start:end].cpu(), **arguments)
-            found[:, :, start:end] = numbered.to(found.device)
-        return found
+                arguments[TYPES] = slots[None, start:end].int()
+            numbered, _ = number(read[None, start:end], **arguments)
+            found[:, :, start:end] = numbered
+        return found.to(positions.device)
 
     def kinds_of_tokens(self, slots: Tensor) -> dict[str, Tensor]:
         """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
@@ -237,7 +238,9 @@ def _emptied(values: Any) -> Any:
 
 
 def _like(form: Any, parts: Sequence[Tensor]) -> Any:
-    """The parts in the form in which a tower gave them."""
+    """The parts in the form, and the dtype, in which a tower gave them."""
+    held = form if isinstance(form, Tensor) else next(iter(form), None)
+    cast = [part if held is None else part.to(held.dtype) for part in parts]
     if not isinstance(form, Tensor):
-        return type(form)(parts) if isinstance(form, list) else tuple(parts)
-    return torch.stack(list(parts)) if form.dim() == 3 else torch.cat(list(parts))
+        return cast if isinstance(form, list) else tuple(cast)
+    return torch.stack(cast) if form.dim() == 3 else torch.cat(cast)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def grad_norm(params: Iterable[Tensor]) -> Tensor:
-    """L2 norm of the whole model's gradients, 0-d float32, on the device of the parameters.
+    """L2 norm of the whole model's gradients, 0-d float32, on the device of the last parameter.
 
     Called on every rank with the same parameters in the same order: one all-reduce for each sharded mesh axis, and one
     for each axis along which ranks have summed separately, so that all have the same number. Plain and replicated ones
@@ -50,7 +50,7 @@ def grad_norm(params: Iterable[Tensor]) -> Tensor:
             for axis in along:
                 dist.all_reduce(part, group=sharded_over.get_group(axis))
             separate.setdefault(sharded_over, set()).update({*range(sharded_over.ndim)} - {along[-1]})
-        total += part
+        total += part.to(device)
     # Groups of three or more may each add in an order of their own; replicas would be clipped by different factors.
     for summed_over, between in separate.items():
         for axis in sorted(between):
@@ -72,7 +72,8 @@ def scale_grads(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply this rank's gradients in place."""
     for param in params:
         if param.grad is not None:
-            _local(param.grad).mul_(factor)
+            own = _local(param.grad)
+            own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

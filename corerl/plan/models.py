@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -143,8 +143,20 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
             problems.add(f"rollout.context_length: {longest}, but the {whose}model has {positions} positions; lower it")
         problems.add(*against_aux_loss(model, streamed=config.rollout.source == "streamed" and role == ACTOR))
         check_adapters(model, problems)
+        if model.settings.pictures and role != ACTOR and sight_of(model.hf) != sight_of(configs[ACTOR]):
+            problems.add(
+                f"{model.table}: a {model.hf.model_type} model, which has other tokens for pictures than the actor's "
+                f"{configs[ACTOR].model_type}, whose rows the role reads; use a model of the same family"
+            )
     problems.raise_all()
     return found
+
+
+def sight_of(hf: PreTrainedConfig) -> tuple[object, ...]:
+    """What decides which tokens stand for a picture."""
+    tower = getattr(hf, "vision_config", None)
+    own = [getattr(hf, name, None) for name in ("model_type", "image_token_id", "image_token_index")]
+    return (*own, *(getattr(tower, name, None) for name in ("patch_size", "spatial_merge_size", "image_size")))
 
 
 def check_adapters(model: RoleModel, problems: Problems) -> None:
@@ -196,9 +208,9 @@ def longest_sample(config: Config, actor: PreTrainedConfig) -> int:
 def kept_digests(models: Mapping[str, RoleModel]) -> dict[str, str]:
     """The digests of what exports of trained roles copy from their models' directories, if anything."""
     return {
-        role: kept_digest(each.settings.path, each.hf)
+        role: kept_digest(each.settings.path, each.hf, trained_of_tower(each.settings, each.hf))
         for role, each in models.items()
-        if each.trained and each.settings.path and reads_pictures(each.hf) and not trains_tower(each.settings, each.hf)
+        if each.trained and each.settings.path and reads_pictures(each.hf)
     }
 
 
@@ -252,6 +264,11 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
 def trains_tower(model: ModelConfig, hf: PreTrainedConfig) -> bool:
     """Whether a role that is trained trains what reads pictures too."""
     return bool(model.pictures) and model.tower == "trained" and reads_pictures(hf)
+
+
+def trained_of_tower(model: ModelConfig, hf: PreTrainedConfig) -> Collection[str]:
+    """The HF names of what is trained of the parts that read pictures."""
+    return shapes_of_tower(hf).keys() if trains_tower(model, hf) else ()
 
 
 def saved_shapes(

@@ -77,7 +77,8 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts
 
 def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReader | None) -> tuple[IntArray, IntArray]:
     """[n] tokens and [n] their column `picture`: the tokens of each picture in the place of the one that a template
-    writes for it. Without a `reader` all are text. Raises Refused if these are not as many as pictures."""
+    writes for it. Without a `reader` all are text. Raises Refused if these are not as many as pictures, or a text
+    spells the placeholder."""
     tokens = np.asarray(ids, dtype=np.int64)
     if reader is None:
         return tokens, np.zeros(len(tokens), dtype=np.int32)
@@ -87,6 +88,11 @@ def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReade
             "whose pictures and marks differ in number",
             f"{len(pictures)} pictures, but the prompt has the token that stands for one {len(places)} times; a chat "
             "template that leaves pictures out, or a text that spells this token, cannot be used",
+        )
+    if reader.mark != reader.placeholder and (tokens == reader.placeholder).any():
+        raise Refused(
+            "whose pictures and marks differ in number",
+            "a text that spells the token where a picture's features go cannot be used",
         )
     parts, columns = [], []
     for number, (begin, place) in enumerate(zip([0, *(places + 1)], [*places, len(tokens)], strict=True), start=1):

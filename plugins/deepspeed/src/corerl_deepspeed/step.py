@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -75,14 +75,21 @@ def optimizer_step(
 
 @contextmanager
 def _in_the_norm(optimizer: Any, norm: torch.Tensor) -> Iterator[None]:
-    """Within the block, the norm by which DeepSpeed clips, and skips steps, is also of gradients that it does not have,
-    whose own is `norm`."""
+    """Within the block, the norm by which DeepSpeed (0.19.8) clips, and skips steps, is also of gradients that it does
+    not have, whose own is `norm`: it has no setting for that."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         name, of_groups = "_get_norm_groups", optimizer._get_norm_groups
-        joined: Callable[[], Any] = lambda: [*of_groups(), norm]  # noqa: E731  -- takes the place of a method
+
+        def joined() -> Any:
+            groups = of_groups()  # on the host with offload
+            return [*groups, *(norm.to(each.device) for each in groups[:1])]
     else:
         name, of_all = "scaled_global_norm", optimizer.scaled_global_norm
-        joined = lambda: torch.linalg.vector_norm(torch.stack([of_all(), norm]))  # noqa: E731
+
+        def joined() -> Any:
+            own = of_all()
+            return torch.linalg.vector_norm(torch.stack([own, norm.to(own.device)]))
+
     with mock.patch.object(optimizer, name, joined):
         yield
 

@@ -58,8 +58,8 @@ def optimizer_step(
     tower: RankTower | None = None,
 ) -> StepResult:
     """Called on every rank. One all-reduce for the norm, which makes the norm, and the decision to skip, equal on all
-    ranks."""
-    params = [*shards.trained, *(() if tower is None else tower.reduced())]
+    ranks; before it the collectives of `RankTower.reduced`."""
+    params = [*(() if tower is None else tower.reduced()), *shards.trained]
     factor = scale / (loss_scale.value if loss_scale else 1.0)
     norm = grad_norm(params) * factor
     result = StepResult(applied=math.isfinite(value := norm.item()), grad_norm=value)

@@ -310,7 +310,7 @@ State = Mapping[str, list[Box]]  # StateKey -> this rank's boxes
 def state_of(worker: Worker, keys: Sequence[StateKey] = ()) -> dict[str, list[Box]]:
     """Copies of this rank's masters, moments, parameters and buffers, or only of what `keys` name."""
     backend = worker.backend
-    held = {key.value: backend.state(key) for key in keys or (*SAVED, StateKey.PARAM)}
+    held = {key.value: backend.held_state(key) for key in keys or (*SAVED, StateKey.PARAM)}
     held |= {} if keys else {BUFFER: backend.buffers()}
     return {
         key: [

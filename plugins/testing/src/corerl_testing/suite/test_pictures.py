@@ -58,6 +58,23 @@ def test_ranks_without_pictures_keep_in_step_with_those_that_show_some(subject: 
     assert_follows(found, of_plain(subject, tower, STEPS, shown))
 
 
+@check("C77", level=1, needs=[Capability.PICTURES, Capability.CRITIC], builds_on=["C41"])
+def test_a_critic_is_shown_pictures_too(subject: Subject) -> None:
+    setup = evolve(picture_setup(subject, "trained"), value_head=True)
+    found = together(subject.run(pictures.train_on_pictures, setup, STEPS))
+    plain = evolve(setup, backend=PLAIN, options={}, device="cpu", lifted=False)
+    assert_follows(found, together(subject.runs.rank_sets[1].run(pictures.train_on_pictures, plain, STEPS)))
+
+
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"])
+def test_a_step_without_pictures_leaves_a_tower_as_it_is(subject: Subject) -> None:
+    setup, shown = picture_setup(subject, "trained"), ((), (), (), ())
+    found = together(subject.run(pictures.train_on_pictures, setup, STEPS, shown))
+    before, after = found.at_start[StateKey.PARAM], found.state[StateKey.PARAM]
+    moved = [name for name in before if "visual" in name and not same_bits(before[name], after[name])]
+    require(not moved, f"steps on text alone have changed the tower: {', '.join(sorted(moved))}")
+
+
 @check("C78", level=1, needs=[Capability.PICTURES], builds_on=["C18", "C77"])
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_checkpoints_hold_a_tower_only_if_it_is_trained(subject: Subject, tower: Tower) -> None:
