@@ -22,6 +22,7 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.continuation import append, continued
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
+from corerl.errors import EngineFailed
 from corerl.models.config import hf_config
 from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
@@ -193,6 +194,16 @@ def test_a_placeholder_that_stands_for_no_picture_is_another_token(family: str, 
     alone = asked.take_rows(np.array([2, 5]))
     assert not alone.pictures
     assert_logprobs_of(made, alone, made.served.generate(alone))
+
+
+def test_a_prompt_that_ends_with_a_picture_is_refused(tmp_path: Path) -> None:
+    made = trial("qwen3_vl", tmp_path)
+    asked = made.asked
+    end = int(np.flatnonzero(asked.tokens[: asked.offsets[1]] == PLACEHOLDER)[-1]) + 1
+    cut = asked.row_range(0, 1)
+    cut = evolve(cut, tokens=cut.tokens[:end], picture=cut.picture[:end], offsets=np.array([0, end]))
+    with pytest.raises(EngineFailed, match="a prompt ends with a picture, after which .* put a text behind it"):
+        made.served.generate(cut)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "qwen3_5"])

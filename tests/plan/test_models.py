@@ -32,6 +32,7 @@ from corerl.plan.models import (
     require_same_tensors,
     require_weights,
     saved_shapes,
+    sight_of,
     untrained,
     without_adapters,
 )
@@ -359,3 +360,12 @@ def test_weights_that_no_pass_reads_are_noted() -> None:
     assert line.endswith("model.decoder.layers.1.encoder_attn_layer_norm")
     dense = smallest_config("qwen3")
     assert untrained("", dense, meta_model(dense)) == ""
+
+
+def test_models_of_one_family_have_the_same_tokens_for_pictures() -> None:
+    qwen, gemma = pictures_config("qwen3_vl"), pictures_config("gemma3")
+    assert sight_of(qwen) == sight_of(pictures_config("qwen3_vl"))
+    assert sight_of(qwen) != sight_of(gemma)
+    coarser = pictures_config("qwen3_vl")
+    coarser.vision_config.patch_size = 8
+    assert sight_of(coarser) != sight_of(qwen)

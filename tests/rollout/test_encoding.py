@@ -9,6 +9,7 @@ from attrs import evolve
 from tokenizers import models, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from corerl.data import files
 from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, split
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
@@ -324,6 +325,15 @@ def test_equal_pictures_that_adjoin_keep_an_end_between_them() -> None:
     tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
     assert (PICTURED.decode(tokens), "".join(map(str, column))) == ("u:*|*!*|*!;a:", "0011102220000")
     assert reader.decoded == {"1x2:9": 1}
+
+
+def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:
+    reader = TinyReader(TinyOptions(), None, PICTURED)
+    reader.mark = 9
+    with pytest.raises(
+        files.Refused, match="a text that spells the token where a picture's"
+    ):
+        expand([4, reader.placeholder], [], reader)
 
 
 def test_texts_without_pictures_are_not_changed_by_a_reader() -> None:
