@@ -330,9 +330,7 @@ def test_equal_pictures_that_adjoin_keep_an_end_between_them() -> None:
 def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:
     reader = TinyReader(TinyOptions(), None, PICTURED)
     reader.mark = 9
-    with pytest.raises(
-        files.Refused, match="a text that spells the token where a picture's"
-    ):
+    with pytest.raises(files.Refused, match="a text that spells the token where a picture's"):
         expand([4, reader.placeholder], [], reader)
 
 

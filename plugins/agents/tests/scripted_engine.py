@@ -38,7 +38,7 @@ class ScriptedEngine(TransformersEngine):
         self._tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
 
     @torch.inference_mode()
-    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished) -> Generation:
+    def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished, *encoded: Any) -> Generation:
         tokens, logprobs, truncated = [], [], []
         rows = zip(request.by_row(), request.noise_keys.tolist(), request.left.tolist(), strict=True)
         for row, key, left in rows:

@@ -63,7 +63,7 @@ def test_a_server_must_say_which_prompt_it_has_read() -> None:
     with pytest.raises(EngineFailed, match="does not report the tokens of prompts with pictures; use SGLang 0.5.17"):
         read(request, None)
     for tokens, at in (([1, 7, 5, 5, 5, 8], 4), ([1, 7, 5, 5], 4), ([1, 1, 7, 5, 5, 8], 1)):
-        message = rf"reads {len(tokens)} tokens in row 0 of 1 .*, wanted 5; they differ from token {at} on"
+        message = rf"reads {len(tokens)} tokens in the row of noise key 5, wanted 5; they differ from token {at} on"
         with pytest.raises(EngineFailed, match=rf"{message}.*It expands {picture} otherwise than \[pictures.vision\]"):
             read(request, tokens)
 

@@ -75,8 +75,8 @@ class LeaksInBfloat16(LeaksBetweenLongSequences):
 
 
 class AddsToEntropy(PlainBackend):
-    def of_sequences(self, tokens: torch.Tensor, temperature: float) -> dict[Output, torch.Tensor]:
-        found = super().of_sequences(tokens, temperature)
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature, *shown)
         return {**found, Output.ENTROPY: found[Output.ENTROPY] + 0.01}
 
 
