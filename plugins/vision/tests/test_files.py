@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import re
 import struct
@@ -12,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from corerl.data import Refused
+from corerl.config import DataConfig
+from corerl.data import Refused, load_prompts
+from corerl.errors import DataError
+from corerl.models import load_tokenizer
 from corerl_vision.files import file_of, pixels_of
+from corerl_vision.reader import VisionReader
+from corerl_vision.spec import VisionOptions
+from plugins.vision.tests.test_processor import model_of
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 
@@ -97,39 +106,61 @@ def test_other_modes_become_rgb(mode: str) -> None:
     np.testing.assert_array_equal(shown(saved(stored, kind)), np.asarray(stored.convert("RGB")))
 
 
-@pytest.mark.parametrize(
-    ("cell", "text"),
-    [
-        (saved(Image.effect_noise((64, 64), 50))[:900], "cannot be decoded"),
-        (b"", "none of PNG"),
-        (b"a text", "none of PNG"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of PNG"),
-        (bomb(), "400000000 pixels"),
-        (saved(Image.new("RGB", (201, 1))), "more than 200 to 1"),
-        (saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 4))]), "has 2 frames"),
-        (saved(Image.new("F", (2, 2)), "TIFF"), "floating-point"),
-        (saved(halves()) + bytes(2_000_000), "raise pictures.vision.max_megabytes"),
-        ("https://example.org/a.png", "a run downloads nothing"),
-        ("data:image/png;base64,###", "data:image/png;base64,..."),
-        ("data:image/png,abc", "not in base64"),
-        (7, "7 is no picture"),
-        ("../outside.png", "is outside of"),
-        ("/dev/zero", "is outside of"),
-        ("link.png", "is outside of"),
-        ("missing.png", "is not there"),
-        ("pipe.png", "is no file"),
-        (".", "is no file"),
-        ("a\0b", "is no path"),
-        ("a" * 5000, "is no path"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(cell: Any, text: str, tmp_path: Path) -> None:
-    root = tmp_path / "data"
+LATE = "cannot be decoded"  # found when the picture is read, and named with its row there
+REFUSED: list[tuple[Any, str]] = [
+    (saved(Image.effect_noise((64, 64), 50))[:900], "cannot be decoded"),
+    (b"", "none of PNG"),
+    (b"a text", "none of PNG"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "none of PNG"),
+    (bomb(), "more than 178,956,970 pixels"),
+    (saved(Image.new("RGB", (201, 1))), "more than 200 to 1"),
+    (saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (8, 4))]), "has 2 frames"),
+    (saved(Image.new("F", (2, 2)), "TIFF"), "floating-point"),
+    (saved(halves()) + bytes(2_000_000), "raise pictures.vision.max_megabytes"),
+    ("https://example.org/a.png", "a run downloads nothing"),
+    ("data:image/png;base64,###", "data:image/png;base64,..."),
+    ("data:image/png,abc", "not in base64"),
+    (7, "7 is no picture"),
+    ("../outside.png", "is outside of"),
+    ("/dev/zero", "is outside of"),
+    ("link.png", "is outside of"),
+    ("missing.png", "is not there"),
+    ("pipe.png", "is no file"),
+    (".", "is no file"),
+    ("a\0b", "is no path"),
+    ("a" * 5000, "is no path"),
+]
+
+
+def write_odd_files(root: Path) -> None:
     root.mkdir()
-    (tmp_path / "outside.png").write_bytes(saved(halves()))
-    (root / "link.png").symlink_to(tmp_path / "outside.png")
+    (root.parent / "outside.png").write_bytes(saved(halves()))
+    (root / "link.png").symlink_to(root.parent / "outside.png")
     os.mkfifo(root / "pipe.png")
-    refused(cell, text, str(root))
+
+
+@pytest.mark.parametrize(("cell", "text"), REFUSED)
+def test_what_cannot_be_shown_is_refused(cell: Any, text: str, tmp_path: Path) -> None:
+    write_odd_files(tmp_path / "data")
+    refused(cell, text, str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(("cell", "text"), [each for each in REFUSED if each[1] != LATE])
+def test_a_refused_picture_is_one_line_with_its_row(cell: Any, text: str, tmp_path: Path) -> None:
+    write_odd_files(root := tmp_path / "data")
+    if isinstance(cell, bytes):
+        file = root / "rows.parquet"
+        pq.write_table(pa.table({"prompt": ["a", "<image>a"], "images": [None, cell]}), file)
+    else:
+        file = root / "rows.jsonl"
+        rows = [{"prompt": "a"}, {"prompt": "<image>a", "images": cell}]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(tokenizer="characters:a<>", path="")
+    reader = VisionReader(VisionOptions(max_megabytes=1.0), model_of("qwen3_vl", tmp_path), tokenizer)
+    with pytest.raises(DataError) as raised:
+        load_prompts(DataConfig(source=str(file), held_out=0), seed=0, pictures=reader)
+    line = raised.value.message
+    assert re.match(rf"\S*{file.name}(:2|, row 1): ", line) and text in line and "\n" not in line
 
 
 def test_the_text_of_a_file_tells_its_content_from_others() -> None:

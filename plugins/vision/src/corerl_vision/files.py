@@ -142,8 +142,11 @@ def _opened(file: File) -> Iterator[Image.Image]:
                 yield image
     except Refused:
         raise
-    except Image.DecompressionBombError as error:  # above Pillow's own limit, by the header
-        raise Refused("with too large pictures", f"{file.name}: {one_line(error)}") from error
+    except Image.DecompressionBombError as error:  # by the header
+        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+        raise Refused(
+            "with too large pictures", f"{file.name} has more than {most:,} pixels, Pillow's own limit; reduce it"
+        ) from error
     except Exception as error:  # Pillow's readers raise what they come across
         what = f"none of {', '.join(FORMATS)}" if isinstance(error, Image.UnidentifiedImageError) else one_line(error)
         raise Refused(UNREADABLE, f"{file.name} cannot be decoded: {what}") from error
