@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from transformers import AutoConfig
 
 from corerl_sglang.arguments import add_published_fields
 from corerl_testing import smallest_config
+from tests.pictures import pictures_config
 
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
@@ -51,3 +54,14 @@ def test_text_inside_another_config_gets_them_too() -> None:
     config = AutoConfig.for_model("qwen3_5")
     add_published_fields(config)
     assert config.text_config.full_attention_interval == 4
+
+
+def test_a_tower_without_deep_features_says_so(tmp_path: Path) -> None:
+    config = pictures_config("qwen3_5")
+    add_published_fields(config)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["vision_config"]
+    assert written["deepstack_visual_indexes"] == []  # without the field SGLang takes [8, 16, 24]
+    deep = pictures_config("qwen3_vl")
+    add_published_fields(deep)
+    assert deep.vision_config.deepstack_visual_indexes == [0]

@@ -234,12 +234,16 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "gpt_oss": {"swiglu_limit": 7.0},
     "minimax_m2": {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+    "qwen3_5_vision": {"deepstack_visual_indexes": []},
+    "qwen3_5_moe_vision": {"deepstack_visual_indexes": []},
 }
 INTERVAL = "full_attention_interval"  # of the layers of hybrid models, every so-manieth of which is attention
 
 
 def add_published_fields(config: PreTrainedConfig) -> None:
     """Set those of the fields that `config` lacks, as it does unless it was read from a published file."""
+    if (tower := getattr(config, "vision_config", None)) is not None:
+        _set_missing(tower, FIELDS.get(tower.model_type, {}))
     config = config.get_text_config()
     fields = dict(FIELDS.get(config.model_type, {}))
     layers = getattr(config, "layer_types", None) or []
@@ -247,6 +251,10 @@ def add_published_fields(config: PreTrainedConfig) -> None:
         every = layers.index("full_attention") + 1
         if all((kind == "full_attention") == (at % every == 0) for at, kind in enumerate(layers, start=1)):
             fields[INTERVAL] = every
+    _set_missing(config, fields)
+
+
+def _set_missing(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if not hasattr(config, name):
             setattr(config, name, value)
