@@ -23,6 +23,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from corerl.errors import ModelError
+from corerl.models.parts import shows_pictures
 from corerl.pictures import Picture, PictureInputs
 from corerl.types import PICTURE, IntArray, MicroBatch
 
@@ -64,7 +65,7 @@ class Tower:
     that is built whole."""
 
     def __init__(self, decoder: PreTrainedModel, inputs: PictureInputs, module: PreTrainedModel | None = None) -> None:
-        if not hasattr(decoder, "get_image_features"):
+        if not shows_pictures(decoder):
             raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
         self.decoder, self.inputs, self.module = decoder, inputs, decoder if module is None else module
         self.encoded = 0  # pictures that have gone through the tower

@@ -32,6 +32,9 @@ def model_of(family: str, directory: Path) -> tuple[ModelConfig, Any]:
     fields = json.loads((directory / "config.json").read_text())
     torch.manual_seed(0)
     own = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():  # Gemma's projector begins with zeros, and would show nothing
+        for param in own.parameters():
+            param.add_(0.05 * torch.randn_like(param))
     return ModelConfig(config=fields, pictures="vision", tower="trained"), own.eval()
 
 
@@ -103,6 +106,8 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         for row, shown in zip(rows, SHOWN, strict=True)
     ]
     torch.testing.assert_close(found[Output.LOGPROBS], torch.cat(wanted), atol=1e-5, rtol=1e-5)
+    turned = [Picture(pictures[number].pixels[::-1].copy()) for number in SHOWN[0]]
+    assert (logprobs_alone(own, *rows[0], inputs, turned) - wanted[0][1:]).abs().max() > 1e-3  # it sees
     assert policy.tower.encoded == 2
     # Gradients reach decoder and tower alike.
     params = {name: param for half in halves for name, param in half.named_parameters()}
