@@ -191,13 +191,12 @@ def check_files(
             why = f"with {model.table}.tower='frozen'" if shows else "as the run reads text alone"
             if kept := untrained(path, model.hf, model.built, why=why):
                 yield f"{where}: {kept}"
-        if read:
-            if unused := require_weights(path, model.built, model.hf):
-                yield f"{where}: {unused}"
-            if shows:
-                shapes = shapes_of_tower(model.hf)
-                cure = "use the original model, not a quantized one"
-                require_tensors(model_files(path, model.hf), shapes, needs=OWN, cure=cure)
+        if read and (unused := require_weights(path, model.built, model.hf)):
+            yield f"{where}: {unused}"
+        # A frozen tower is in no checkpoint.
+        if path and shows and (read or not trains_tower(model.settings, model.hf)):
+            shapes, cure = shapes_of_tower(model.hf), "use the original model, not a quantized one"
+            require_tensors(model_files(path, model.hf), shapes, needs=OWN, cure=cure)
 
 
 def longest_sample(config: Config, actor: PreTrainedConfig) -> int:

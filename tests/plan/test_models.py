@@ -350,6 +350,32 @@ def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> Non
     assert noted(pictures="vision", tower="trained") == []
 
 
+def test_files_without_a_whole_tower_are_refused_only_where_it_is_shown(tmp_path: Path) -> None:
+    directory = write_pictures("qwen3_vl", tmp_path)
+    tensors = tensors_in(directory)
+    gone = next(name for name in tensors if "visual" in name)
+    del tensors[gone]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    hf = hf_config(ModelConfig(path=str(directory)))
+
+    def problems_of(**settings: Any) -> Problems:
+        role: Any = SimpleNamespace(
+            settings=ModelConfig(path=str(directory), **settings),
+            table="model",
+            frozen=False,
+            lora=None,
+            hf=hf,
+            built=meta_model(hf),
+        )
+        list(check_files(role, None, setting="", refers=False, problems=(problems := Problems())))
+        return problems
+
+    problems_of().raise_all()
+    for tower in ("frozen", "trained"):
+        with pytest.raises(ModelError, match=f"^model.path: .* lacks '{gone}', but its config.json needs"):
+            problems_of(pictures="vision", tower=tower).raise_all()
+
+
 def test_weights_that_no_pass_reads_are_noted() -> None:
     hf = smallest_config("bart")
     model = meta_model(hf)
