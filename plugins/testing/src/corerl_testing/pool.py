@@ -118,8 +118,9 @@ class RankPool:
     def _start(self) -> None:
         from torch.distributed import TCPStore
 
-        # Preloaded modules may initialize CUDA on import, which does not survive a fork, and a forked library would not
-        # read its variables again.
+        # A forked library would not read its variables again, and CUDA does not survive a fork: libraries that are
+        # preloaded may initialize it, so that those of a CPU do not see it.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {}
         forks = self.device == "cpu" and not self._environment
         context: Any = _fork_server() if forks else multiprocessing.get_context("spawn")
         # It listens before any rank is started, so no other process can take the port.
@@ -129,7 +130,7 @@ class RankPool:
             process = context.Process(
                 target=_serve, args=(rank, self.world_size, self._store.port, self.device, theirs), daemon=True
             )
-            with mock.patch.dict(os.environ, self._environment):
+            with mock.patch.dict(os.environ, {**hidden, **self._environment}):
                 process.start()
             theirs.close()
             self._processes.append(process)

@@ -12,11 +12,13 @@ from corerl.plugin import Capability
 from corerl.types import MemoryKind, Output
 from corerl_testing import gpu_scenarios
 from corerl_testing.compare import (
+    Trajectory,
     assert_near_float32,
     grad_norm_of,
     in_order,
     loss_of,
     require_same_state,
+    together,
     transformers_outputs,
     weights_apart,
     whole,
@@ -25,8 +27,9 @@ from corerl_testing.harness import LONG, Setup, make_samples
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal, require_near
-from corerl_testing.scenarios import training
+from corerl_testing.scenarios import pictures, training
 from corerl_testing.subject import PACKINGS, PLAIN, STEPS, WHOLE, Subject
+from corerl_testing.suite.test_pictures import Tower, of_plain, picture_setup
 from corerl_testing.tolerances import GPU_GRAD_NORM, GPU_LOGPROBS, GPU_LOSS, GPU_WEIGHTS_L2, Tolerance
 
 RELATIVE = 1e-4  # some sums on a GPU have no fixed order
@@ -125,13 +128,23 @@ def test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu(subject: Subject
 @check("C62", level=3, builds_on=["C41"])
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
 def test_training_on_gpus_follows_the_plain_backend_on_a_cpu(subject: Subject, kind: str) -> None:
-    found = subject.trained(kind)
-    wanted = subject.runs.trained(PLAIN, 1, kind, WHOLE)
+    assert_follows_on_gpus(subject.trained(kind), subject.runs.trained(PLAIN, 1, kind, WHOLE))
+
+
+def assert_follows_on_gpus(found: Trajectory, wanted: Trajectory) -> None:
     require_near("the losses by step on a GPU, against plain's on a CPU,", found.losses, wanted.losses, GPU_LOSS)
     norms = (found.grad_norms, wanted.grad_norms)
     require_near("the gradient norms by step on a GPU, against plain's on a CPU,", *norms, GPU_GRAD_NORM)
     apart = weights_apart(found.state["master"], wanted.state["master"])
     require(apart < GPU_WEIGHTS_L2, f"the weights are {apart:.2g} from plain's, at most {GPU_WEIGHTS_L2:g} is allowed")
+
+
+@check("C62", level=3, needs=[Capability.PICTURES], builds_on=["C77"])
+@pytest.mark.parametrize("tower", ["trained", "frozen"])
+def test_training_on_pictures_on_gpus_follows_the_plain_backend_on_a_cpu(subject: Subject, tower: Tower) -> None:
+    setup = picture_setup(subject, tower)
+    found = together(subject.run(pictures.train_on_pictures, setup, range(STEPS)))
+    assert_follows_on_gpus(found, of_plain(subject, tower, range(STEPS)))
 
 
 @check("C62", level=3, needs=[Capability.BFLOAT16], builds_on=["C55"])
