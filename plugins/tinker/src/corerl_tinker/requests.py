@@ -101,7 +101,6 @@ class Draw:
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     prompt_logprobs: bool = False
-    top_k_prompt_logprobs: int = 0
 
 
 @frozen(kw_only=True)
@@ -116,37 +115,64 @@ class Drawn:
 
 @frozen(kw_only=True)
 class Saved:
-    """A checkpoint on disk: `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`."""
+    """A checkpoint on disk: `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`, where RUN is the id of
+    the model. Both parts consist of letters, digits and `._-`, RUN of colons too: whoever calls has checked it."""
 
     path: str
     kind: Literal["training", "sampler"]
     bytes: int
     created: float  # seconds since the epoch
     expires: float | None = None
+    user_metadata: Mapping[str, str] = field(factory=dict)
+
+
+@frozen(kw_only=True)
+class Run:
+    """A model that was trained here, by this server or an earlier one, and its checkpoints."""
+
+    id: str  # of the model
+    made: ModelMade
+    used: float  # seconds since the epoch
+    user_metadata: Mapping[str, str] = field(factory=dict)
+    checkpoints: tuple[Saved, ...] = ()  # the oldest first
 
 
 class Policy(Protocol):
-    """The trained model and what samples from it. All but `draw` are called by one thread, in the order of the
-    client's numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
+    """The trained model and what samples from it. One thread calls what is above `draw`, in the order of the client's
+    numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
 
-    def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade: ...
+    def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
+        """Begin with a new model. The one before, if any, was released."""
+
+    def release(self) -> None:
+        """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""
 
     def run(self, wanted: Pass) -> PassDone: ...
 
     def step(self, settings: Adam) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
 
-    def save(self, name: str, *, ttl: float | None) -> Saved: ...
+    def save(self, name: str, *, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]) -> Saved: ...
 
-    def load(self, path: str, *, optimizer: bool) -> None: ...
+    def load(self, path: str, *, optimizer: bool) -> None:
+        """Into the model that was created, with the moments of a training checkpoint or without."""
 
-    def save_for_sampler(self, name: str | None, *, ttl: float | None, inflight: bool = False) -> tuple[str, Saved | None]:
+    def save_for_sampler(
+        self, name: str | None, *, ttl: float | None, inflight: bool, user_metadata: Mapping[str, str]
+    ) -> tuple[str, Saved | None]:
         """The id of a sampler of the weights as they are, and the checkpoint if it has a name."""
 
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
-        """The id of a sampler of a saved checkpoint, or of a base model. Called by the thread of the group too."""
+        """The id of a sampler of a saved checkpoint, or of a base model."""
 
     def draw(self, wanted: Draw) -> Coroutine[Any, Any, Drawn]:
         """A coroutine of the server's event loop."""
 
+    # Of files alone, so that any thread may call them while the group computes.
 
+    def runs(self) -> Sequence[Run]: ...
+
+    def delete(self, path: str) -> None: ...
+
+    def expire(self, path: str, *, ttl: float | None) -> None:
+        """Delete a checkpoint `ttl` seconds from now; None: never."""
