@@ -157,6 +157,9 @@ class Policy(Protocol):
 
     def run(self, wanted: Pass) -> PassDone: ...
 
+    def discard(self) -> None:
+        """Drop the gradients that no step has taken: a part of them was refused."""
+
     def step(self, settings: Adam) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
 
