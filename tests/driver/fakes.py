@@ -61,6 +61,7 @@ class Group:
         self.losses: list[LossSpec] = []
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
+        self.changes = 0
         self.ended = False
         self.failure: Exception | None = None
         self.dead = False

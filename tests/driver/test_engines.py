@@ -9,14 +9,19 @@ import pytest
 from attrs import evolve
 
 from corerl.driver.engines import Engines
-from corerl.engines.base import Received
-from corerl.errors import InsufficientResources, WeightUpdateError, WorkerDied
+from corerl.engines.base import GenerateRequest, Generation, Received, SamplingParams
+from corerl.errors import EngineFailed, InsufficientResources, UserError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
+from corerl.rollout.sampler import assemble
 from corerl.rollout.source import Policies
+from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
+from corerl_testing.models import tiny_fields
 from tests.driver.fakes import Ears, Group, Source, make_engines, sharing, told
 from tests.driver.saved import make_config
+from tests.in_process import without_ray
+from tests.rollout.engines import Engines as Fleet
 
 
 def push(engines: Engines, source: Any = None) -> None:
@@ -348,3 +353,108 @@ def test_other_ranks_or_engines_meet_anew_with_their_manifest() -> None:
     engines.new_rendezvous()
     push(engines)
     assert (fleet.offered, fleet.address.token, fleet.address.engines) == ("of now", "meeting 2", ("engine-0",))
+
+
+# ---- for a loop of one's own -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines() -> Iterator[Fleet]:
+    made = Fleet(2)
+    yield made
+    made.close()
+
+
+OWN = {
+    "backend": {"name": "plain"},
+    "cluster": {"device": "cpu"},
+    "model": {"config": {**tiny_fields("qwen3"), "vocab_size": 32}},
+    "rollout": {"engine": "transformers", "max_tokens": 6},
+    "weights": {"transport": "disk"},
+}
+
+
+def prompts(*rows: list[int]) -> GenerateRequest:
+    return GenerateRequest(
+        tokens=np.concatenate([np.array(row) for row in rows]),
+        offsets=offsets_of([len(row) for row in rows]),
+        noise_keys=np.arange(len(rows)),
+        params=SamplingParams(max_tokens=6),
+    )
+
+
+def answered(request: GenerateRequest, generation: Generation) -> SampleBatch:
+    """The rows, with what was sampled as what is to become likelier."""
+    return assemble(request, generation).with_row_columns(group=np.arange(len(request)))
+
+
+def step(engines: Engines, samples: SampleBatch, number: int) -> None:
+    """Make what was sampled likelier."""
+    samples = samples.with_columns(logprob_weights=-samples.columns["loss_mask"].astype(np.float32))
+    (plan,) = engines.group.plan_steps(samples, seed=number)
+    at = Step(optimizer_step=number, rollout_step=number, lr=0.01)
+    engines.group.train(samples, plan, LossSpec(name="weighted_logprobs"), at).result()
+
+
+def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
+    request, found = prompts([3, 4, 5], [7, 8]), []
+    with without_ray(), Engines.start(OWN) as engines:
+        assert engines.version == -1
+        for number in range(3):
+            assert engines.push() == number
+            samples = answered(request, engines.generate(request))
+            mask = samples.columns["loss_mask"]
+            assert set(samples.columns["versions"][mask]) == {number}
+            wanted = engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
+            np.testing.assert_allclose(samples.columns["rollout_logprobs"][mask], wanted[mask], atol=1e-5)
+            found.append(samples.columns["rollout_logprobs"][mask].mean())
+            step(engines, samples, number)
+    assert found[0] < found[1] < found[2]
+
+
+def test_weights_that_have_not_changed_are_the_same_policy_when_they_are_pushed_again() -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        engines.push()
+        engines.push()
+        step(engines, answered(prompts([3]), engines.generate(prompts([3]))), 0)
+        engines.push()
+        assert engines.policies.of(np.arange(3)).tolist() == [0, 0, 1]
+
+
+def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        waiting = engines.begin(prompts([3, 4]))
+        assert not waiting.done()
+        engines.push()
+        assert set(waiting.result(60.0).versions) == {0}
+
+
+def test_engines_that_have_all_died_are_replaced_before_rows_are_generated(engines: Fleet) -> None:
+    actor, ears = Group(), Ears()
+    own = make_engines(make_config(), actor, engines.fleet, ears)
+    own.push()
+    engines.die()
+    assert set(own.generate(prompts([3, 4])).versions) == {1}
+    assert actor.log == ["send 0", "send 1"]
+    assert sorted(told(ears)) == [f"engine-{n} is replaced: engine-{n}: its process died" for n in (0, 1)]
+
+
+def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> None:
+    own = make_engines(make_config(), Group(), engines.fleet)
+    own.push()
+    engines.die()
+    with pytest.raises(EngineFailed, match="engine-0: its process died; engine-1"):
+        own.begin(prompts([3, 4])).result(60.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rollout": {"engine": "transformer"}}, "rollout.engine: .*transformers"),
+        ({"weights": {"transport": "diks"}}, "weights.transport: .*disk"),
+        ({"data": {"held_out": 3}, "cluster": {"placement": "elsewhere"}}, "cluster.placement"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said_before_a_process_starts(wrong: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message), Engines.start({**OWN, **wrong}):
+        pytest.fail("it has started")
