@@ -34,8 +34,8 @@ class ServeOptions:
         factory=tuple,
     )
     key: str = option(
-        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, or "
-        "on a loopback address a random one, which is printed",
+        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, "
+        "or on a loopback address a random one, which is printed",
         default="",
         validator=_key,
         repr=False,
@@ -47,9 +47,9 @@ class ServeOptions:
         validator=[above(0), finite],
     )
     snapshots: int | None = option(
-        "copies of earlier weights that ranks keep in host memory for samplers which are asked for log-probs of prompts, "
-        "such as a reference policy; none: 8 of adapters, 1 of whole weights. The weights at the start are kept besides, "
-        "once a client wants them",
+        "copies of earlier weights that ranks keep in host memory, for samplers that are asked for log-probs of "
+        "prompts, such as a reference policy; none: 8 of adapters, 1 of whole weights. The weights at the start are "
+        "kept besides, once a client wants them",
         default=None,
         validator=at_least(1),
     )

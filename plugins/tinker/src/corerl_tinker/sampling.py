@@ -35,7 +35,7 @@ class Engines(Protocol):
     @property
     def context_length(self) -> int: ...
     @property
-    def shares_devices(self) -> bool:
+    def takes_turns(self) -> bool:
         """Whether `turn` lets engines sleep, which lose their weights by that."""
 
     def push(self) -> int: ...
@@ -116,7 +116,7 @@ class Samplers:
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Before ranks do such work. Where they share devices with engines, these finish what they are at and sleep."""
-        if self._engines.shares_devices:
+        if self._engines.takes_turns:
             self._close()
         self._engines.turn(stage)
 

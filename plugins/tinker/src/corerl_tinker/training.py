@@ -129,8 +129,8 @@ class ServedPolicy:
             has = ALL_LINEAR in targets or any(target.rsplit(".", 1)[-1] in layers for target in targets)
             if asked != has:
                 raise Refused(
-                    f"{name}={asked}, but adapters here are in {', '.join(targets)}; ask for {name}={has}, or start the "
-                    "server with other lora.targets"
+                    f"{name}={asked}, but adapters here are in {', '.join(targets)}; ask for {name}={has}, or start "
+                    "the server with other lora.targets"
                 )
 
     def _require_model(self) -> None:
