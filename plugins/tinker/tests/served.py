@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from attrs import evolve, field, frozen
+from attrs import frozen
 
 from corerl import Engines
 from corerl.types import FloatArray
@@ -89,3 +89,19 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
 def supervised(*rows: Sequence[int]) -> Pass:
     """Every token but the first of each row is to become likelier."""
     return Pass(loss="cross_entropy", datums=tuple(datum(row, weights=[1.0] * (len(row) - 1)) for row in rows))
+
+
+ROWS = ([1, 7, 8, 9, 4], [1, 4, 5], [1, 6, 6, 6, 6, 9, 20, 21])
+
+
+def train(policy: ServedPolicy, steps: int) -> list[float]:
+    """The loss before each step."""
+    losses = []
+    for _ in range(steps):
+        losses.append(policy.run(supervised(*ROWS)).metrics["loss:sum"])
+        policy.step(ADAM)
+    return losses
+
+
+def weights_of(served: Served) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in served.network.named_parameters()}

@@ -166,6 +166,20 @@ class Rows:
         return float(self.function(inputs, **self.loss.params).loss)
 
 
+# A token whose gradient is not finite, so that no step is taken with it.
+INFINITE = Rows(
+    samples=SampleBatch(
+        tokens=np.zeros(2, np.int64),
+        offsets=np.array([0, 2]),
+        columns={"loss_mask": np.array([False, True]), "token_weights": np.array([0.0, np.inf], np.float32)},
+        row_columns={"group": np.zeros(1, np.int64)},
+    ),
+    loss=LossSpec(name=f"{__name__}:cross_entropy"),
+    function=cross_entropy,
+    known=np.array([False, True]),
+)
+
+
 def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     """The rows of a pass, of at most `longest` tokens (0: any number) below `vocabulary`. Raises Refused."""
     if wanted.loss in ELSEWHERE:

@@ -20,7 +20,7 @@ from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
 from corerl.types import FloatArray, TrainResult
 from corerl_tinker.checkpoints import FOLDERS, Checkpoints, Kind
-from corerl_tinker.losses import Rows, rows_of
+from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import (
     Adam,
@@ -157,16 +157,15 @@ class ServedPolicy:
     def run(self, wanted: Pass) -> PassDone:
         self._require_model()
         rows = rows_of(wanted, vocabulary=self._vocabulary, longest=self._longest)
-        group = self._engines.group
         if wanted.forward_only:
             self._samplers.turn("forward")
-            logprobs = group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
-            return _done(wanted, rows, logprobs, rows.value(logprobs))
-        self._samplers.turn("train")
-        plan, _ = group.plan_part(rows.samples)  # its weights are 1, and no scale is left for the step
-        self._gradients = True
-        result = group.forward_backward(rows.samples, plan, rows.loss, outputs=Output.LOGPROBS).result()
-        return _done(wanted, rows, result.outputs[Output.LOGPROBS], result.metrics["loss"].value)
+            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
+            loss = rows.value(logprobs)
+        else:
+            self._samplers.turn("train")
+            logprobs, loss = self._add_gradients(rows)
+        outputs = tuple({"logprobs": row} for row in rows.outputs(logprobs))
+        return PassDone(loss=wanted.loss, outputs=outputs, metrics={"loss:sum": loss})
 
     def step(self, settings: Adam) -> Mapping[str, float]:
         self._require_model()
@@ -174,7 +173,7 @@ class ServedPolicy:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
         self._require_adam(settings)
         self._samplers.turn("train")
-        result = self._take_step(settings.lr, scale=1.0)
+        result = self._take_step(settings.lr)
         if result.applied:
             self._samplers.changed()
         metrics = {name: metric.value for name, metric in result.metrics.items() if name != "loss"}
@@ -182,13 +181,22 @@ class ServedPolicy:
 
     def discard(self) -> None:
         if self._gradients:
-            self._samplers.turn("train")
             # No backend takes a step whose gradients are not finite, and none leaves gradients after one.
-            self._take_step(0.0, scale=math.nan)
+            self._samplers.turn("train")
+            self._add_gradients(INFINITE)
+            self._take_step(0.0)
 
-    def _take_step(self, lr: float, *, scale: float) -> TrainResult:
+    def _add_gradients(self, rows: Rows) -> tuple[FloatArray, float]:
+        """The log-probs [N], and the loss."""
+        plan, _ = self._engines.group.plan_part(rows.samples)  # with weights of 1, which leave the step no scale
+        self._gradients = True
+        work = self._engines.group.forward_backward(rows.samples, plan, rows.loss, outputs=Output.LOGPROBS)
+        result = work.result()
+        return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
+
+    def _take_step(self, lr: float) -> TrainResult:
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr)
-        result = self._engines.group.optimizer_step(step, scale=scale).result()
+        result = self._engines.group.optimizer_step(step).result()
         self._step, self._gradients = self._step + 1, False
         return result
 
@@ -351,8 +359,3 @@ class ServedPolicy:
     @cached_property
     def _ends(self) -> list[int]:
         return end_tokens(self._tokenizer, self._model)
-
-
-def _done(wanted: Pass, rows: Rows, logprobs: FloatArray, loss: float) -> PassDone:
-    outputs = tuple({"logprobs": row} for row in rows.outputs(logprobs))
-    return PassDone(loss=wanted.loss, outputs=outputs, metrics={"loss:sum": loss})
