@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from attrs import Attribute, frozen
@@ -9,6 +10,17 @@ from attrs import Attribute, frozen
 from corerl.config import above, at_least, between, finite, option
 
 KEY_START = "tml-"  # without which the SDK refuses a key
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
 
 
 def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
@@ -25,7 +37,9 @@ class ServeOptions:
     )
     aliases: tuple[str, ...] = option("further names of the same model", factory=tuple)
     address: str = option(
-        "IP address on which to listen; one that other machines reach needs serve.key", default="127.0.0.1"
+        "IP address on which to listen; one that other machines reach needs serve.key",
+        default="127.0.0.1",
+        validator=_address,
     )
     port: int = option("port on which to listen; 0: any that is free", default=8420, validator=between(0, 65535))
     hosts: tuple[str, ...] = option(
@@ -34,8 +48,8 @@ class ServeOptions:
         factory=tuple,
     )
     key: str = option(
-        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, or "
-        "on a loopback address a random one, which is printed",
+        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, "
+        "or on a loopback address a random one, which is printed",
         default="",
         validator=_key,
         repr=False,
