@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ from corerl_tinker.requests import Policy
 from corerl_tinker.server import Server
 from plugins.tinker.tests.policies import NAME, OneNumber
 
-os.environ["TINKER_TELEMETRY"] = "0"  # as the SDK is imported: it would send what these tests do to the server
+os.environ["TINKER_TELEMETRY"] = "0"  # or the SDK would send what these tests do
+platform.processor()  # asks a program once, which the SDK would otherwise do in a test
 KEY = "tml-a-key-of-these-tests"
 
 
