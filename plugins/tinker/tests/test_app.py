@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-from collections.abc import Callable
 
-import pytest
 import zstandard
 
 from corerl_tinker import wire
@@ -70,31 +70,27 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
         (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
         (await client.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
         (await client.sample("elsewhere", 1), 404, "sampler 'elsewhere' is not known"),
-        (await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}), 404, "has no checkpoint here"),
+        (await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),
         (
-            await client.post("weights_info", {"tinker_path": "tinker://a/weights/.."}),
+            await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}),
             400,
             "wanted tinker://RUN/weights",
         ),
         (await client.post("weights_info", {"tinker_path": 7}), 400, "the path of a checkpoint is 7, wanted"),
     ]
     for found, status, sentence in refused:
-        assert (found.status_code, found.json()["category"]) == (status, "user"), sentence
-        assert sentence in found.json()["error"]
-    assert (await client.create(session, 1, new_field=None)).status_code == 200
+        assert found.status_code == status and sentence in found.json()["error"], found.text
+    assert (await client.create(session, 1, new_field=0)).status_code == 200  # of a later SDK, and not used
 
 
 @on_bench()
-async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.policy.runs = lambda: 1 // 0  # type: ignore[method-assign]
-    found = await bench.http.get("/api/v1/training_runs")
+async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench) -> None:
+    bench.policy.runs = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    with contextlib.redirect_stderr(io.StringIO()) as console:
+        found = await bench.http.get("/api/v1/training_runs")
     assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
     assert found.json()["error"].startswith("the server has failed: ZeroDivisionError")
-    assert "1 // 0" in capsys.readouterr().err
-
-
-def size(pieces: int) -> Callable[[], bytes]:
-    return lambda: bytes(pieces)
+    assert "1 // 0" in console.getvalue()
 
 
 @on_bench()

@@ -15,8 +15,8 @@ async def test_one_session_trains_at_a_time(bench: Bench) -> None:
     bench.now += 7
     refused = await client.create(second)
     assert refused.status_code == 400 and refused.json() == {
-        "error": f"session {first} trains {model!r}, and this server trains one model at a time; its last request was 7 s "
-        "ago; it ends when its client closes, or 60 s later",
+        "error": f"session {first} trains {model!r}, and this server trains one model at a time; its last request "
+        "was 7 s ago; it ends when its client closes, or 60 s later",
         "category": "user",
     }
     assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204

@@ -18,7 +18,7 @@ from attrs import evolve
 from corerl.config import Config, config_of, load_config, structure
 from corerl.errors import ConfigError
 from corerl.messages import note, short_repr
-from corerl_tinker.options import KEY_START, ServeOptions, is_loopback
+from corerl_tinker.options import KEY_START, ServeOptions, check_key, is_loopback
 
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
 TABLE = "serve"
@@ -86,8 +86,12 @@ def _toml(value: str) -> Any:
 
 def key_of(options: ServeOptions) -> str:
     """The key of clients. Raises ConfigError if there must be one, and is none."""
-    variable = os.environ.get(KEY_VARIABLE, "")
-    if given := options.key or (evolve(options, key=variable).key if variable.startswith(KEY_START) else ""):
+    given = options.key or os.environ.get(KEY_VARIABLE, "")
+    if given:
+        try:
+            check_key(given)
+        except ValueError as error:
+            raise ConfigError(f"{KEY_VARIABLE}: {error}") from error
         return given
     if not is_loopback(options.address):
         raise ConfigError(

@@ -23,9 +23,15 @@ def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
         raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
 
 
-def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
-    if value and (not value.startswith(KEY_START) or len(value) < 16 or not value.isascii() or not value.isprintable()):
+def check_key(key: str) -> None:
+    """Raises ValueError, which does not show the key."""
+    if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
         raise ValueError(f"must begin with {KEY_START!r}, as clients demand, and have at least 16 characters of ASCII")
+
+
+def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
+    if value:
+        check_key(value)
 
 
 @frozen(kw_only=True)

@@ -27,7 +27,7 @@ MOST_SAMPLES = 4096  # of one prompt
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-PATH = re.compile(rf"tinker://([A-Za-z0-9._:-]{{1,128}})/(weights|sampler_weights)/({NAME.pattern})")
+PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
 Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 
@@ -328,7 +328,7 @@ class Service:
             raise Refused("asample needs a sampling_session_id and a seq_id, as a SamplingClient sends them")
         sampler = self.sessions.sampler(request.sampling_session_id)
         name = f"{sampler.id}:{request.seq_id}"
-        wanted = self._draw(request)
+        wanted = self._draw(request, fields["sampling_params"])
         if (promise := self.futures.get(name)) is None:
             size = 4 * len(wanted.prompt) + 8 * wanted.samples * (wanted.max_tokens or 0)
             promise = self.futures.open(name, owner=sampler.session, size=size)
@@ -344,17 +344,19 @@ class Service:
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
         }
 
-    def _draw(self, request: sdk.SampleRequest) -> Draw:
+    def _draw(self, request: sdk.SampleRequest, given: Fields) -> Draw:
         params, stop = request.sampling_params, request.sampling_params.stop
-        others = {
+        others: dict[str, Any] = {
             "topk_prompt_logprobs": request.topk_prompt_logprobs,
             "topk_sample_logprobs": request.topk_sample_logprobs,
             "target_prompt_logprobs": request.target_prompt_logprobs,
             "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
         }
+        # The SDK's class ignores what it does not know.
+        others |= {f"sampling_params.{name}": given[name] for name in given.keys() - sdk.SamplingParams.model_fields}
         for name, value in others.items():
             if value:
-                raise Refused(f"{name} is not served; prompt_logprobs is")
+                raise Refused(f"{name} is not served")
         parts: list[int] = []
         for chunk in request.prompt.chunks:
             if not isinstance(chunk, sdk.EncodedTextChunk):
