@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any
 
 from attrs import Attribute, frozen
@@ -11,9 +12,26 @@ from corerl.config import above, at_least, between, finite, option
 KEY_START = "tml-"  # without which the SDK refuses a key
 
 
-def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
-    if value and (not value.startswith(KEY_START) or len(value) < 16 or not value.isascii() or not value.isprintable()):
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError, which does not show the key."""
+    if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
         raise ValueError(f"must begin with {KEY_START!r}, as clients demand, and have at least 16 characters of ASCII")
+
+
+def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
+    if value:
+        check_key(value)
 
 
 @frozen(kw_only=True)
@@ -25,7 +43,9 @@ class ServeOptions:
     )
     aliases: tuple[str, ...] = option("further names of the same model", factory=tuple)
     address: str = option(
-        "IP address on which to listen; one that other machines reach needs serve.key", default="127.0.0.1"
+        "IP address on which to listen; one that other machines reach needs serve.key",
+        default="127.0.0.1",
+        validator=_address,
     )
     port: int = option("port on which to listen; 0: any that is free", default=8420, validator=between(0, 65535))
     hosts: tuple[str, ...] = option(
