@@ -102,7 +102,7 @@ def begun(run_dir: Path, config: Config) -> Path:
 
 
 @contextmanager
-def running(run_dir: Path) -> Iterator[None]:
+def occupying(run_dir: Path) -> Iterator[None]:
     """The directory is taken, as it is while a run is running there."""
     with occupied(run_dir):
         yield

@@ -12,8 +12,7 @@ import pytest
 from corerl_elastic import scaling
 from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
 from corerl_testing import main
-from tests.driver.saved import begun, make_config
-from tests.driver.saved import running as occupied
+from tests.driver.saved import begun, make_config, occupying
 
 pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
 TOLD = "the resize takes effect after the current step\n"
@@ -33,7 +32,7 @@ def running(run_dir: Path, answers: Answer | None) -> Iterator[list[Request]]:
     there, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        with occupied(run_dir):
+        with occupying(run_dir):
             there.set()
             while not over.wait(0.001):
                 if (request := asked(run_dir)) is None:
