@@ -378,6 +378,7 @@ class Service:
                 raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
         listed = [stop] if isinstance(stop, str) else list(stop or ())
         stop_texts = tuple(each for each in listed if isinstance(each, str))
+        stop_tokens = tuple(each for each in listed if isinstance(each, int))
         return Draw(
             sampler=request.sampling_session_id or "",
             prompt=prompt,
@@ -386,7 +387,7 @@ class Service:
             seed=params.seed,
             key=request.seq_id or 0,
             stop_texts=stop_texts,
-            stop_tokens=None if stop is None or stop_texts else tuple(int(each) for each in listed),
+            stop_tokens=None if stop is None or stop_texts else stop_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
