@@ -10,7 +10,19 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
-from corerl_tinker.requests import Adam, Draw, Drawn, ModelMade, ModelWanted, Pass, PassDone, Refused, Run, Saved
+from corerl_tinker.requests import (
+    Adam,
+    Draw,
+    Drawn,
+    InTurn,
+    ModelMade,
+    ModelWanted,
+    Pass,
+    PassDone,
+    Refused,
+    Run,
+    Saved,
+)
 
 NAME = "Qwen/Qwen3-8B-Base"
 
@@ -118,7 +130,7 @@ class OneNumber:
         self.samplers[sampler] = self.saved[model_path][1]
         return sampler
 
-    async def draw(self, wanted: Draw) -> Drawn:
+    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         self.drawn.append(wanted)
         if self.drawing is not None:
             await self.drawing(wanted)

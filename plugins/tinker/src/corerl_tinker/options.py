@@ -66,6 +66,13 @@ class ServeOptions:
         default=5.0,
         validator=[above(0), finite],
     )
+    snapshots: int | None = option(
+        "copies of earlier weights that ranks keep in host memory, for samplers that are asked for log-probs of "
+        "prompts, such as a reference policy; none: 8 of adapters, 1 of whole weights. The weights at the start are "
+        "kept besides, once a client wants them",
+        default=None,
+        validator=at_least(1),
+    )
     context_length: int | None = option(
         "tokens of prompt and response together that clients are promised; none: what the engines hold",
         default=None,

@@ -4,16 +4,19 @@ in whatever order they arrive."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
 import traceback
 from collections.abc import Callable
+from typing import TypeVar
 
 from corerl.errors import CorerlError
 from corerl.messages import one_line
 from corerl.rollout import EventLoop
-from corerl_tinker.futures import Answer, Futures, Promise, failure
+from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.requests import Refused
 
+T = TypeVar("T")
 Call = Callable[[], Answer]  # in the group's thread; may raise Refused
 
 GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
@@ -33,6 +36,24 @@ class Order:
             self._calls.put_nowait((promise, call))
         elif promise is not None:
             self._futures.settle(promise, failure(self.lost, "server"))
+
+    async def in_turn(self, work: Callable[[], T]) -> T:
+        """What `work` returns, executed after all that was added before."""
+        if self.lost:
+            raise CorerlError(self.lost)
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def call() -> Answer:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
+                    raise
+            return answered({})
+
+        self.add(call)
+        return await asyncio.wrap_future(done)
 
     async def work(self) -> None:
         """Execute what is added, until this task is cancelled."""

@@ -3,12 +3,14 @@ policy."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from attrs import field, frozen
 
 from corerl.types import Array, FloatArray, IntArray
+
+T = TypeVar("T")
 
 Category: TypeAlias = Literal["user", "server"]
 
@@ -137,6 +139,12 @@ class Run:
     checkpoints: tuple[Saved, ...] = ()  # the oldest first
 
 
+class InTurn(Protocol):
+    """Awaits what `work` returns in the thread of the group, between two requests of the model."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
 class Policy(Protocol):
     """The trained model and what samples from it. One thread calls what is above `draw`, in the order of the client's
     numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
@@ -168,8 +176,9 @@ class Policy(Protocol):
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
         """The id of a sampler of a saved checkpoint, or of a base model."""
 
-    def draw(self, wanted: Draw) -> Coroutine[Any, Any, Drawn]:
-        """A coroutine of the server's event loop."""
+    def draw(self, wanted: Draw, in_turn: InTurn) -> Coroutine[Any, Any, Drawn]:
+        """A coroutine of the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its
+        turn."""
 
     # Of files alone, so that any thread may call them while the group computes.
 

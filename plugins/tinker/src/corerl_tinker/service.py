@@ -336,7 +336,7 @@ class Service:
                 self.futures.settle(promise, failure(self._order.lost, "server"))
             else:
                 last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
-                task = asyncio.create_task(self._drawn(promise, self._policy.draw(wanted), last))
+                task = asyncio.create_task(self._drawn(promise, self._policy.draw(wanted, self._order.in_turn), last))
                 self._drawing[task] = sampler.session
                 task.add_done_callback(lambda task: self._drawing.pop(task, None))
         return {
