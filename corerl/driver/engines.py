@@ -203,6 +203,12 @@ class Engines:
         finally:
             work.cancel()
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and ranks share devices and take turns in memory, so that engines lose their weights by
+        `turn`."""
+        return bool(self.residency.plan)
+
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Where ranks and engines share devices: let engines sleep and wake what ranks need for these verbs, until the
         next `push`. Elsewhere nothing happens."""

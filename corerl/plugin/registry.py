@@ -90,7 +90,12 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         },
         Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
-        Kind.COMMANDS: {"doctor": "doctor", "elastic": "scale", "testing": "models new-backend verify"},
+        Kind.COMMANDS: {
+            "doctor": "doctor",
+            "elastic": "scale",
+            "testing": "models new-backend verify",
+            "tinker": "serve",
+        },
         Kind.TRANSPORTS: {"delta": "delta"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()

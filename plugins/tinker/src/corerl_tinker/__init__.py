@@ -1,0 +1,1 @@
+"""A server of the Tinker API over any CoreRL backend."""

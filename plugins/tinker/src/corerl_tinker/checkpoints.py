@@ -1,0 +1,173 @@
+"""Checkpoints on disk: each a directory with what the ranks wrote, and a JSON file that says what it is.
+
+DIRECTORY/RUN/run.json                          the model: how clients know it, and their metadata
+DIRECTORY/RUN/weights/NAME/checkpoint.json      written last
+DIRECTORY/RUN/weights/NAME/state/               as `TrainGroup.save` writes it
+DIRECTORY/RUN/sampler_weights/NAME/...          the same of a checkpoint that is to be sampled from
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import asdict, evolve
+
+from corerl_tinker.requests import ModelMade, Refused, Run, Saved
+
+Kind = Literal["training", "sampler"]
+FOLDERS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
+PATH = re.compile(r"tinker://([\w:-][\w.:-]*)/(weights|sampler_weights)/([\w-][\w.-]*)", re.ASCII)
+CHECKPOINT, RUN, STATE = "checkpoint.json", "run.json", "state"
+PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
+
+
+class Checkpoints:
+    """The checkpoints in a directory, of this server and earlier ones. All methods may be called by any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._changing = threading.RLock()
+
+    def begin(self, run: str, made: ModelMade, user_metadata: Mapping[str, str]) -> None:
+        """Remember a model, under whose id its checkpoints will be."""
+        place = self._directory / run
+        place.mkdir(parents=True, exist_ok=True)
+        _write(place / RUN, {"made": asdict(made), "user_metadata": dict(user_metadata)})
+
+    def save(
+        self,
+        path: str,
+        write: Callable[[Path], int],
+        *,
+        ttl: float | None,
+        overwrite: bool,
+        user_metadata: Mapping[str, str],
+    ) -> Saved:
+        """Publish what `write` puts into a directory, of which it returns the bytes. Raises Refused if there is one of
+        that path, unless `overwrite`."""
+        place, kind = self._place(path)
+        if not overwrite and self._read(path) is not None:
+            raise Refused(f"{path} exists; give the checkpoint another name, or say overwrite=True")
+        partial = place.with_name(PARTIAL + place.name)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        size = write(partial / STATE)
+        now = time.time()
+        expires = None if ttl is None else now + ttl
+        saved = Saved(path=path, kind=kind, bytes=size, created=now, expires=expires, user_metadata=dict(user_metadata))
+        _write(partial / CHECKPOINT, asdict(saved))
+        with self._changing:
+            self._remove(place)
+            os.replace(partial, place)
+            (place.parent.parent / RUN).touch()
+        return saved
+
+    def get(self, path: str) -> Saved:
+        """Raises Refused, with status 404, if there is none."""
+        saved = self._read(path)
+        if saved is None:
+            raise Refused(
+                f"there is no checkpoint {path}; it was never saved here, was deleted, or expired", status=404
+            )
+        return saved
+
+    def state_of(self, path: str) -> Path:
+        """What ranks go on from. Raises Refused as `get` does."""
+        self.get(path)
+        place, _ = self._place(path)
+        return place / STATE
+
+    def run_of(self, path: str) -> Run:
+        """The model that a checkpoint is of. Raises Refused as `get` does."""
+        self.get(path)
+        place, _ = self._place(path)
+        run = self._run(place.parent.parent)
+        if run is None:
+            raise Refused(f"{place.parent.parent / RUN} is missing, which says what model {path} is of", status=404)
+        return run
+
+    def runs(self) -> list[Run]:
+        """Every model of which the directory knows, those used last at the end."""
+        places = [each for each in self._directory.iterdir() if each.is_dir()] if self._directory.is_dir() else []
+        found = [run for each in places if (run := self._run(each)) is not None]
+        return sorted(found, key=lambda run: run.used)
+
+    def delete(self, path: str) -> None:
+        """Raises Refused as `get` does."""
+        with self._changing:
+            self.get(path)
+            self._remove(self._place(path)[0])
+
+    def expire(self, path: str, *, ttl: float | None) -> None:
+        """Raises Refused as `get` does."""
+        with self._changing:
+            saved = evolve(self.get(path), expires=None if ttl is None else time.time() + ttl)
+            _write(self._place(path)[0] / CHECKPOINT, asdict(saved))
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _place(self, path: str) -> tuple[Path, Kind]:
+        match = PATH.fullmatch(path)
+        if match is None:
+            raise Refused(
+                f"{path!r} is no path of a checkpoint: tinker://RUN/weights/NAME, or .../sampler_weights/NAME"
+            )
+        run, folder, name = match.groups()
+        kind: Kind = "training" if folder == FOLDERS["training"] else "sampler"
+        return self._directory / run / folder / name, kind
+
+    def _read(self, path: str) -> Saved | None:
+        """What is at this path; None if nothing is. What has expired goes."""
+        place, _ = self._place(path)
+        with self._changing:
+            try:
+                saved = Saved(**json.loads((place / CHECKPOINT).read_text()))
+            except FileNotFoundError:
+                return None
+            if saved.expires is None or time.time() < saved.expires:
+                return saved
+            self._remove(place)
+            return None
+
+    def _run(self, place: Path) -> Run | None:
+        try:
+            used = (place / RUN).stat().st_mtime
+            content: dict[str, Any] = json.loads((place / RUN).read_text())
+        except FileNotFoundError:
+            return None  # none of ours
+        paths = [
+            f"tinker://{place.name}/{folder}/{each.name}"
+            for folder in FOLDERS.values()
+            for each in (place / folder).glob("[!.]*")
+        ]
+        saved = [one for path in paths if PATH.fullmatch(path) and (one := self._read(path)) is not None]
+        return Run(
+            id=place.name,
+            made=ModelMade(**content["made"]),
+            used=used,
+            user_metadata=content["user_metadata"],
+            checkpoints=tuple(sorted(saved, key=lambda one: one.created)),
+        )
+
+    def _remove(self, place: Path) -> None:
+        """Out of sight first, at once, so that nobody sees half of it."""
+        if not place.exists():
+            return
+        aside = place.with_name(REPLACED + place.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(place, aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(content))
+    os.replace(temporary, path)

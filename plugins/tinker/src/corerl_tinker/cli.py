@@ -1,0 +1,122 @@
+"""`corerl serve CONFIG.toml [KEY=VALUE ...]`: starts ranks and engines, prints where clients find them, and serves
+until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import secrets
+import socket
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from corerl.config import Config, config_of, load_config, structure
+from corerl.errors import ConfigError
+from corerl.messages import note, short_repr
+from corerl_tinker.options import KEY_START, ServeOptions, check_key, is_loopback
+
+KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
+TABLE = "serve"
+WAITING = 2048  # connections that may wait: a client sends a batch's requests at the same moment
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, as for training, with a table [serve]")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="override of CONFIG, such as serve.port=0"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, options = read_config(args.config, args.overrides)
+    key = key_of(options)
+    with listener(options) as listening:  # before ranks start, which takes long
+        import corerl
+        from corerl_tinker.server import Server
+        from corerl_tinker.training import ServedPolicy
+
+        with corerl.Engines.start(config, notify=note) as engines:
+            options = evolve(options, context_length=options.context_length or engines.context_length)
+            url = url_of(listening)
+            print(f"serving {options.name} at {url}", flush=True)
+            print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)
+            Server(ServedPolicy(engines, options), options, key=key, listening=listening, notify=note).run()
+    return 0
+
+
+# ---- before anything starts ------------------------------------------------------------------------------------------
+
+
+def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptions]:
+    """What ranks and engines are, and how they are served. Raises ConfigError with one line for each problem."""
+    try:
+        data = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
+        return load_config(file), ServeOptions()  # which raises what is wrong, and what to do
+    served: Any = data.pop(TABLE, {})
+    if not isinstance(served, dict):
+        raise ConfigError(f"{TABLE}: expected a table, got {short_repr(served)}")
+    others = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if equals and name.startswith(f"{TABLE}."):
+            served[name.removeprefix(f"{TABLE}.")] = _toml(value)
+        else:
+            others.append(text)
+    config, options = config_of(data, others), structure(served, ServeOptions, path=TABLE)
+    name = options.name or config.model.path
+    if not name:
+        raise ConfigError("serve.name is empty, and there is no model.path; set it to what clients call the model")
+    return config, evolve(options, name=name)
+
+
+def _toml(value: str) -> Any:
+    """As in other overrides, what is not valid TOML is a text."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def key_of(options: ServeOptions) -> str:
+    """The key of clients. Raises ConfigError if there must be one, and is none."""
+    given = options.key or os.environ.get(KEY_VARIABLE, "")
+    if given:
+        try:
+            check_key(given)
+        except ValueError as error:
+            raise ConfigError(f"{KEY_VARIABLE}: {error}") from error
+        return given
+    if not is_loopback(options.address):
+        raise ConfigError(
+            f"serve.address={options.address} may be reached by other machines; set serve.key or {KEY_VARIABLE}, to "
+            f"{KEY_START} and at least 12 random characters, and let a proxy add TLS"
+        )
+    return KEY_START + secrets.token_urlsafe(24)
+
+
+def listener(options: ServeOptions) -> socket.socket:
+    """Raises ConfigError if the address cannot be listened on."""
+    family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
+    try:
+        return socket.create_server((options.address, options.port), family=family, backlog=WAITING)
+    except OSError as error:
+        what = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"serve.address={options.address}, serve.port={options.port}: {what}; choose another port, or 0 for any "
+            "that is free"
+        ) from error
+
+
+def url_of(listening: socket.socket) -> str:
+    """For clients on this machine."""
+    address, port = listening.getsockname()[:2]
+    found = ipaddress.ip_address(address)
+    host = ("::1" if found.version == 6 else "127.0.0.1") if found.is_unspecified else address
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,295 @@
+"""The named losses of the API as plain sums over tokens, and what clients send for them as rows for the ranks.
+
+Position i of a datum's inputs is about its target i, which is token i + 1 of the row: the row of a datum is its tokens,
+then its last target. Only tokens that count are summed, and how a step is split into calls changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from attrs import field, frozen
+
+from corerl import LossSpec, SampleBatch
+from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
+from corerl_tinker.requests import Datum, Pass, Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
+RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
+OLD = "old_logprobs"  # as corerl calls what clients send as `logprobs`
+
+
+# ---- the losses ------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(inputs: LossInputs) -> LossResult:
+    """sum_t -weights_t * logprobs_t, of any sign: clients send the derivatives of a loss of their own, negated."""
+    assert inputs.logprobs is not None
+    counted = inputs.columns["weights"] != 0
+    terms = -inputs.columns["token_weights"] * inputs.logprobs
+    return _sum(terms.where(counted, 0), counted)
+
+
+def importance_sampling(inputs: LossInputs) -> LossResult:
+    """sum_t -r_t A_t with the ratio r_t = exp(logprobs_t - old_logprobs_t), whose logarithm is clamped to +-20 here and
+    in the next three losses, lest one token make the step infinite."""
+    tokens = PolicyTokens.of(inputs, name="importance_sampling")
+    return _sum(-tokens.log_ratio.exp() * tokens.advantages, tokens.counted)
+
+
+def ppo(inputs: LossInputs) -> LossResult:
+    """sum_t -min(r_t A_t, clip(r_t, low_t, high_t) A_t). Schulman et al. 2017, eq. 7."""
+    tokens = PolicyTokens.of(inputs, name="ppo")
+    return _sum(-_clipped_gain(tokens, tokens.log_ratio.exp()), tokens.counted)
+
+
+def cispo(inputs: LossInputs) -> LossResult:
+    """sum_t -sg(clip(r_t, low_t, high_t)) A_t logprobs_t, where sg stops the gradient. MiniMax 2025, eq. 4 and 5."""
+    tokens = PolicyTokens.of(inputs, name="cispo")
+    weight = tokens.log_ratio.detach().exp().clamp(tokens.column(LOW), tokens.column(HIGH))
+    return _sum(-weight * tokens.advantages * tokens.logprobs, tokens.counted)
+
+
+def gspo(inputs: LossInputs) -> LossResult:
+    """PPO's loss with s_t = sg(s) p_t / sg(p_t) as the ratio, where s is the geometric mean of the ratios of a row's
+    tokens in the column `sequence_ratio_mask`. Zheng et al. 2025, eq. 13 and 14."""
+    tokens = PolicyTokens.of(inputs, name="gspo")
+    own, mask = tokens.log_ratio.detach(), (tokens.column(RATIO_MASK) != 0).to(tokens.logprobs.dtype)
+    # Both means are over all counted tokens of the row, whose number cancels. A row without the mask has no advantages.
+    mean = tokens.sample_mean(own * mask) / tokens.sample_mean(mask).clamp(min=1e-9)
+    ratio = (mean + tokens.logprobs - tokens.logprobs.detach()).exp()
+    return _sum(-_clipped_gain(tokens, ratio), tokens.counted)
+
+
+def dro(inputs: LossInputs, *, beta: float) -> LossResult:
+    """sum_t -(logprobs_t A_t - beta / 2 (logprobs_t - old_logprobs_t)^2), over all tokens, those without an advantage
+    too. Richemond et al. 2024, "Offline Regularised Reinforcement Learning for LLMs Alignment", with A as the reward
+    less the value."""
+    tokens = PolicyTokens.of(inputs, name="dro")
+    apart = tokens.logprobs - tokens.column(OLD)
+    return _sum(-(tokens.logprobs * tokens.advantages - 0.5 * beta * apart * apart), tokens.counted)
+
+
+def _clipped_gain(tokens: PolicyTokens, ratio: Tensor) -> Tensor:
+    bounded = ratio.clamp(tokens.column(LOW), tokens.column(HIGH))
+    return (ratio * tokens.advantages).minimum(bounded * tokens.advantages)
+
+
+def _sum(terms: Tensor, counted: Tensor) -> LossResult:
+    loss = terms.sum()
+    return LossResult(loss, {"loss": TensorMetric(loss.detach(), counted.sum(), Reduction.LOSS)})
+
+
+# ---- what clients send for them --------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class Named:
+    """A loss that clients can name."""
+
+    function: Callable[..., LossResult]
+    needs: tuple[str, ...]  # of a datum's inputs, besides the targets
+    counts: Callable[[Mapping[str, FloatArray]], BoolArray]  # [n] the tokens that are summed
+    settings: Mapping[str, float | None] = field(factory=dict)  # with their defaults; None: it has to be given
+    clips: bool = False  # by bounds of the loss, or of each token
+
+
+def _policy(
+    function: Callable[..., LossResult], low: float | None = None, high: float | None = None, **more: float | None
+) -> Named:
+    bounds = {} if low is None else {LOW: low, HIGH: high}
+    return Named(
+        function=function,
+        needs=(LOGPROBS, ADVANTAGES),
+        counts=lambda inputs: inputs[ADVANTAGES] != 0,
+        settings={**bounds, **more},
+        clips=bool(bounds),
+    )
+
+
+LOSSES: Mapping[str, Named] = {
+    "cross_entropy": Named(function=cross_entropy, needs=(WEIGHTS,), counts=lambda inputs: inputs[WEIGHTS] != 0),
+    "importance_sampling": _policy(importance_sampling),
+    "ppo": _policy(ppo, 0.8, 1.2),
+    "cispo": _policy(cispo, 0.0, 4.0),
+    "gspo": Named(
+        function=gspo,
+        needs=(LOGPROBS, ADVANTAGES, RATIO_MASK),
+        counts=lambda inputs: (inputs[ADVANTAGES] != 0) | (inputs[RATIO_MASK] != 0),
+        settings={LOW: 1 - 3e-4, HIGH: 1 + 4e-4},  # of the paper
+        clips=True,
+    ),
+    "dro": Named(
+        function=dro,
+        needs=(LOGPROBS, ADVANTAGES),
+        counts=lambda inputs: np.ones(len(inputs[ADVANTAGES]), np.bool_),
+        settings={"beta": None},
+    ),
+}
+ELSEWHERE = {
+    "stable_reinforce": "what it needs of the sampling is not recorded here; give the recipe another loss, such as "
+    "loss_fn=importance_sampling",
+    "custom": "losses of a client are not run here; give forward_backward_custom a function instead of a handle, which "
+    "the client runs itself",
+}
+
+
+@frozen(kw_only=True)
+class Rows:
+    """A pass as ranks take it: N tokens of all datums, each with one token more than it has inputs."""
+
+    samples: SampleBatch
+    loss: LossSpec
+    function: Callable[..., LossResult]
+    known: BoolArray  # [N] the token is the target, so that its log-prob is what was asked for
+
+    def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
+        """For each datum [n] the log-probs of its targets, from those [N] of the tokens; NaN where a target that does
+        not count is not the next token."""
+        found = np.where(self.known, logprobs, np.nan).astype(np.float32)
+        return tuple(row[1:] for row in np.split(found, self.samples.offsets[1:-1]))
+
+    def value(self, logprobs: FloatArray) -> float:
+        """The loss, from the log-probs [N]."""
+        import torch  # slow to import, and only passes without gradients need it
+
+        columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
+        columns["weights"] = columns["loss_mask"].float()
+        bounds = torch.from_numpy(self.samples.offsets)
+        inputs = LossInputs(logprobs=torch.from_numpy(logprobs).float(), columns=columns, bounds=bounds)
+        return float(self.function(inputs, **self.loss.params).loss)
+
+
+# A token whose gradient is not finite, so that no step is taken with it.
+INFINITE = Rows(
+    samples=SampleBatch(
+        tokens=np.zeros(2, np.int64),
+        offsets=np.array([0, 2]),
+        columns={"loss_mask": np.array([False, True]), "token_weights": np.array([0.0, np.inf], np.float32)},
+        row_columns={"group": np.zeros(1, np.int64)},
+    ),
+    loss=LossSpec(name=f"{__name__}:cross_entropy"),
+    function=cross_entropy,
+    known=np.array([False, True]),
+)
+
+
+def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
+    """The rows of a pass, of at most `longest` tokens (0: any number) below `vocabulary`. Raises Refused."""
+    if wanted.loss in ELSEWHERE:
+        raise Refused(f"loss_fn={wanted.loss!r} is not served: {ELSEWHERE[wanted.loss]}")
+    if wanted.loss not in LOSSES:
+        raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
+    if not wanted.datums:
+        raise Refused("the pass has no data; send at least one datum")
+    named = LOSSES[wanted.loss]
+    settings = _settings(wanted, named)
+    parts = []
+    for number, datum in enumerate(wanted.datums):
+        try:
+            parts.append(_row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss))
+        except Refused as error:
+            raise Refused(f"datum {number}: {error.sentence}") from None
+    tokens, known, columns = zip(*parts, strict=True)
+    samples = SampleBatch(
+        tokens=np.concatenate(tokens),
+        offsets=offsets_of([len(row) for row in tokens]),
+        columns={name: np.concatenate([each[name] for each in columns]) for name in columns[0]},
+        row_columns={"group": np.arange(len(parts))},
+    )
+    params = {name: value for name, value in settings.items() if name not in (LOW, HIGH)}
+    return Rows(
+        samples=samples,
+        loss=LossSpec(name=f"{__name__}:{wanted.loss}", params=params),
+        function=named.function,
+        known=np.concatenate(known),
+    )
+
+
+def _settings(wanted: Pass, named: Named) -> dict[str, float]:
+    if unknown := sorted(wanted.config.keys() - named.settings.keys()):
+        known = ", ".join(named.settings) or "none"
+        raise Refused(f"loss_fn_config: {wanted.loss} has no {unknown[0]!r}; its settings: {known}")
+    settings = {}
+    for name, default in named.settings.items():
+        value = wanted.config.get(name, default)
+        if not isinstance(value, int | float) or not np.isfinite(value):
+            raise Refused(f"loss_fn_config: {wanted.loss} needs {name!r}, a finite number; got {value!r}")
+        settings[name] = float(value)
+    return settings
+
+
+def _row(
+    datum: Datum, named: Named, settings: Mapping[str, float], *, vocabulary: int, longest: int, loss: str
+) -> tuple[IntArray, BoolArray, dict[str, Array]]:
+    """The tokens [n + 1], whether each is what its target names, and the columns."""
+    count = len(datum.tokens)
+    if not count:
+        raise Refused("it has no tokens")
+    if longest and count + 1 > longest:
+        raise Refused(f"{count} tokens and a last target are more than the context length {longest}; shorten it")
+    if (outside := (datum.tokens < 0) | (datum.tokens >= vocabulary)).any():
+        raise Refused(f"token {datum.tokens[outside][0]} is not in the vocabulary of {vocabulary} tokens")
+    inputs = _inputs(datum, named, loss=loss)
+    targets = inputs.pop(TARGETS).astype(np.int64)
+    counted = named.counts(inputs)
+    end = targets[-1:] if 0 <= targets[-1] < vocabulary else datum.tokens[-1:]
+    tokens = np.concatenate([datum.tokens, end]).astype(np.int64)
+    known = targets == tokens[1:]
+    if (wrong := counted & ~known).any():
+        at = int(wrong.argmax())
+        wanted = f"token {at + 1} of its input is {tokens[at + 1]}" if at + 1 < count else f"ids are below {vocabulary}"
+        raise Refused(
+            f"target {at} is {targets[at]} where {wanted}; only log-probs of the next token are served, so that each "
+            "target with a weight or an advantage has to be the next token of the input"
+        )
+    for name in (LOW, HIGH) if named.clips else ():
+        inputs.setdefault(name, np.full(count, settings[name], np.float32))
+    if named.clips and (inputs[LOW] > inputs[HIGH]).any():
+        raise Refused(f"{LOW} is above {HIGH}; ratios are clipped to between the two")
+    if RATIO_MASK in inputs and (inputs[ADVANTAGES] != 0).any() and not (inputs[RATIO_MASK] != 0).any():
+        raise Refused(f"{RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the sampled tokens")
+    renamed = {WEIGHTS: "token_weights", LOGPROBS: OLD}
+    columns = {
+        renamed.get(name, name): _shifted(np.where(counted, value, 0).astype(np.float32))
+        for name, value in inputs.items()
+    }
+    columns["loss_mask"] = _shifted(counted)
+    return tokens, _shifted(known), columns
+
+
+def _inputs(datum: Datum, named: Named, *, loss: str) -> dict[str, Array]:
+    """The inputs by name, [n] each."""
+    takes = (TARGETS, *named.needs, *((LOW, HIGH) if named.clips else ()))
+    found = dict(datum.inputs)
+    if missing := [name for name in (TARGETS, *named.needs) if name not in found]:
+        raise Refused(f"loss_fn_inputs has no {missing[0]!r}, which {loss} needs; it has {_listed(found)}")
+    for name, value in found.items():
+        if value.shape != datum.tokens.shape:
+            raise Refused(
+                f"{name} has shape {list(value.shape)} for {len(datum.tokens)} tokens; one value of each for each "
+                "token is served, and not several targets for one token"
+            )
+        if not np.isfinite(value).all():
+            raise Refused(f"{name} has values that are not finite")
+    weights = found[WEIGHTS] if WEIGHTS in named.needs else found.pop(WEIGHTS, None)
+    if ADVANTAGES in found and weights is not None and ((weights != 1) & (found[ADVANTAGES] != 0)).any():
+        raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
+    if unknown := [name for name in found if name not in takes]:
+        raise Refused(f"loss_fn_inputs has {unknown[0]!r}, which {loss} does not take; it takes {_listed(takes)}")
+    return found
+
+
+def _listed(names: Sequence[str] | Mapping[str, Array]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _shifted(values: Array) -> Array:
+    """[n] by position -> [n + 1] by token of the row."""
+    return np.concatenate([np.zeros(1, values.dtype), values])

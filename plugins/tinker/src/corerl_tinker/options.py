@@ -1,0 +1,94 @@
+"""The table `[serve]` of a server's config."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+from attrs import Attribute, frozen
+
+from corerl.config import above, at_least, between, finite, option
+
+KEY_START = "tml-"  # without which the SDK refuses a key
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
+
+
+def check_key(key: str) -> None:
+    """Raises ValueError, which does not show the key."""
+    if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
+        raise ValueError(f"must begin with {KEY_START!r}, as clients demand, and have at least 16 characters of ASCII")
+
+
+def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
+    if value:
+        check_key(value)
+
+
+@frozen(kw_only=True)
+class ServeOptions:
+    name: str = option(
+        "what clients call the model, such as Qwen/Qwen3-8B-Base: by this name they also choose its tokenizer and chat "
+        "format; empty: model.path",
+        default="",
+    )
+    aliases: tuple[str, ...] = option("further names of the same model", factory=tuple)
+    address: str = option(
+        "IP address on which to listen; one that other machines reach needs serve.key",
+        default="127.0.0.1",
+        validator=_address,
+    )
+    port: int = option("port on which to listen; 0: any that is free", default=8420, validator=between(0, 65535))
+    hosts: tuple[str, ...] = option(
+        "names by which clients reach this machine; requests to any other name but localhost, such as those of a web "
+        "page, are refused",
+        factory=tuple,
+    )
+    key: str = option(
+        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, "
+        "or on a loopback address a random one, which is printed",
+        default="",
+        validator=_key,
+        repr=False,
+    )
+    directory: str = option("directory of the checkpoints that clients save", default="checkpoints")
+    idle_minutes: float = option(
+        "minutes after which a session without heartbeat has ended and its model is given up",
+        default=5.0,
+        validator=[above(0), finite],
+    )
+    snapshots: int | None = option(
+        "copies of earlier weights that ranks keep in host memory, for samplers that are asked for log-probs of "
+        "prompts, such as a reference policy; none: 8 of adapters, 1 of whole weights. The weights at the start are "
+        "kept besides, once a client wants them",
+        default=None,
+        validator=at_least(1),
+    )
+    context_length: int | None = option(
+        "tokens of prompt and response together that clients are promised; none: what the engines hold",
+        default=None,
+        validator=at_least(2),
+    )
+    tokens_per_row: int = option(
+        "tokens that a row of a request may have", default=100_000, validator=between(1, 10_000_000)
+    )
+    samples_at_once: int = option(
+        "requests for samples that a client has in flight, each of which holds a connection; more wait in the client",
+        default=512,
+        validator=between(1, 10_000),
+    )
+    memory_mib: int = option(
+        "memory for requests that wait and for results until they are fetched, in MiB; above it clients wait, and "
+        "results that were fetched before are forgotten",
+        default=4096,
+        validator=at_least(256),
+    )

@@ -1,0 +1,278 @@
+"""Samplers: each is bound to the weights that it was made of, and answers with these or not at all.
+
+Weights have numbers: 0 are those that the ranks start with, and each change gives others. Engines hold those that were
+pushed last; of some earlier ones the ranks keep a copy, under which prompts still get their log-probs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from attrs import define, frozen
+
+from corerl import Output, SampleBatch, TrainGroup
+from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.errors import EngineFailed
+from corerl.ops import hash_key
+from corerl.types import FloatArray, IntArray, offsets_of
+from corerl_tinker.requests import Draw, Drawn, InTurn, Refused
+
+START = 0  # the weights that the ranks start with
+LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
+
+
+class Engines(Protocol):
+    """What is used of `corerl.Engines`."""
+
+    @property
+    def group(self) -> TrainGroup: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def takes_turns(self) -> bool:
+        """Whether `turn` lets engines sleep, which lose their weights by that."""
+
+    def push(self) -> int: ...
+    def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]: ...
+    def turn(self, stage: Literal["train", "forward", "save"]) -> None: ...
+
+
+@frozen(kw_only=True)
+class Sampler:
+    """What a client samples from."""
+
+    number: int  # of the sampler, the same each time a client does the same
+    weights: int | None  # their number; None: those that were pushed last, whatever these are
+    name: str  # for messages
+
+
+@define(eq=False)
+class _Prompt:
+    """A prompt that waits for its log-probs [n]."""
+
+    tokens: IntArray
+    logprobs: FloatArray | None = None
+
+
+class Samplers:
+    """The samplers of one server. All but `draw` is called by the thread of the group."""
+
+    def __init__(self, engines: Engines, *, keep: int) -> None:
+        """`keep`: how many earlier weights the ranks keep a copy of, besides those they started with."""
+        self._engines = engines
+        self._keep = keep
+        self.now = START  # the number of the weights in the ranks
+        self._last = START  # the highest number that was given
+        self._samplers: dict[str, Sampler] = {}
+        self._kept: dict[int, str] = {}  # number -> snapshot, the one used last at the end
+        # What follows is changed by the thread of the group and read by those who sample.
+        self._changing = threading.Condition()
+        self._pushed: tuple[int, int] | None = None  # the number of what engines hold, and their own version of it
+        self._open = False  # whether engines are awake and keep what they hold
+        self._in_flight = 0
+        self._waiting: dict[int, list[_Prompt]] = {}  # by weights
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def changed(self, number: int | None = None) -> int:
+        """The weights in the ranks are others now, those of an earlier `number` or new ones; returns theirs."""
+        self._last += number is None
+        self.now = self._last if number is None else number
+        return self.now
+
+    def restarted(self, number: int | None = None) -> int:
+        """The same, where the ranks have ended with all that they kept."""
+        self._kept.clear()
+        return self.changed(number)
+
+    def keep(self) -> None:
+        """Keep a copy of the weights as they are. The one that was not used for longest goes, if there are too many."""
+        if self.now in self._kept:
+            self._kept[self.now] = self._kept.pop(self.now)
+            return
+        name = f"weights-{self.now}"
+        self._engines.group.snapshot(name).create().result()
+        self._kept[self.now] = name
+        others = [number for number in self._kept if number != START]
+        for number in others[: -self._keep]:
+            self._engines.group.snapshot(self._kept.pop(number)).drop().result()
+
+    def keep_start(self) -> None:
+        """Keep a copy of the weights that the ranks start with."""
+        if START not in self._kept:
+            name = f"weights-{START}"
+            self._engines.group.snapshot(name).load().result()
+            self._kept[START] = name
+
+    def has(self, number: int) -> bool:
+        """Whether a sampler of these weights can be answered anything."""
+        return number in (self.now, *self._kept, self._pushed and self._pushed[0])
+
+    def turn(self, stage: Literal["train", "forward", "save"]) -> None:
+        """Before ranks do such work. Where they share devices with engines, these finish what they are at and sleep."""
+        if self._engines.takes_turns:
+            self._close()
+        self._engines.turn(stage)
+
+    def push(self) -> None:
+        """Let engines hold the weights as they are."""
+        if self._open and self._pushed is not None and self._pushed[0] == self.now:
+            return
+        self._close()
+        version = self._engines.push()
+        with self._changing:
+            self._pushed, self._open = (self.now, version), True
+
+    def _close(self) -> None:
+        """Begin no samples, and wait for those in flight: they are of the weights that engines hold."""
+        with self._changing:
+            self._open = False
+            self._changing.wait_for(lambda: not self._in_flight, LONGEST_WAIT)
+
+    # ---- samplers ----------------------------------------------------------------------------------------------------
+
+    def add(self, number: int | None, name: str) -> str:
+        """The id of a new sampler of these weights."""
+        key = secrets.token_hex(8)  # in no other server's life, or a client of that would get other weights
+        self._samplers[key] = Sampler(number=len(self._samplers), weights=number, name=name)
+        return key
+
+    async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
+        """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
+        sampler = self._samplers.get(wanted.sampler)
+        if sampler is None:
+            raise Refused(f"there is no sampler {wanted.sampler}; the server may have started again since", status=404)
+        scores = None
+        if wanted.prompt_logprobs:
+            scores = await self._scored(sampler, _Prompt(wanted.prompt), in_turn)
+            if params.max_tokens == 1 and not self._serves(sampler):
+                # A prompt's log-probs are asked for with one token to sample, which nobody reads.
+                nothing = (np.zeros(0, np.int64),) * wanted.samples
+                empty = (np.zeros(0, np.float32),) * wanted.samples
+                return Drawn(tokens=nothing, logprobs=empty, stopped=(False,) * wanted.samples, prompt_logprobs=scores)
+        generation = await self._sampled(sampler, _request(wanted, params, sampler), in_turn)
+        parts = generation.offsets[1:-1]
+        return Drawn(
+            tokens=tuple(np.split(generation.tokens, parts)),
+            logprobs=tuple(np.split(generation.logprobs, parts)),
+            stopped=tuple(bool(each) for each in ~generation.truncated),
+            prompt_logprobs=scores,
+        )
+
+    def _serves(self, sampler: Sampler) -> bool:
+        """Whether engines can sample from its weights, if need be after another push."""
+        held = self._pushed and self._pushed[0]
+        return sampler.weights in (None, self.now, held)
+
+    async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
+        begun = self._begin(sampler, request) or await in_turn(lambda: self._begin_in_turn(sampler, request))
+        work, version = begun
+        try:
+            generation = await asyncio.wrap_future(work)
+        except EngineFailed:  # all have died, and others get what they held only by a push
+            work, version = await in_turn(lambda: self._begin_in_turn(sampler, request, again=True))
+            generation = await asyncio.wrap_future(work)
+        if sampler.weights is not None and (generation.versions != version).any():
+            raise Refused(f"the weights of {sampler.name} went while this was sampled; {self._instead(sampler)}")
+        return generation
+
+    def _begin(
+        self, sampler: Sampler, request: GenerateRequest
+    ) -> tuple[concurrent.futures.Future[Generation], int] | None:
+        """The samples, and the version that they are of; None if engines do not hold the sampler's weights."""
+        with self._changing:
+            if not self._open or self._pushed is None or sampler.weights not in (None, self._pushed[0]):
+                return None
+            self._in_flight += 1
+            version = self._pushed[1]
+        try:
+            work = self._engines.begin(request)
+        except BaseException:
+            self._ended()
+            raise
+        work.add_done_callback(self._ended)
+        return work, version
+
+    def _ended(self, work: object = None) -> None:
+        with self._changing:
+            self._in_flight -= 1
+            self._changing.notify_all()
+
+    def _begin_in_turn(
+        self, sampler: Sampler, request: GenerateRequest, *, again: bool = False
+    ) -> tuple[concurrent.futures.Future[Generation], int]:
+        """The same in the thread of the group, which can push: `again` if engines have died."""
+        if again:
+            self._close()
+        if sampler.weights in (None, self.now):
+            self.push()
+        begun = self._begin(sampler, request)
+        if begun is None:
+            raise Refused(f"{sampler.name} cannot be sampled from any more; {self._instead(sampler)}")
+        return begun
+
+    def _instead(self, sampler: Sampler) -> str:
+        held = "none" if self._pushed is None else f"those of version {self._pushed[0]}"
+        return (
+            f"its weights are version {sampler.weights}, engines hold {held}, and ranks version {self.now}: engines "
+            "serve one version at a time. Sample before others are published, or from a sampler of the newest weights; "
+            "log-probs of prompts (compute_logprobs) are served for earlier ones too"
+        )
+
+    # ---- log-probs of prompts ----------------------------------------------------------------------------------------
+
+    async def _scored(self, sampler: Sampler, prompt: _Prompt, in_turn: InTurn) -> FloatArray:
+        """[n] the prompt's log-probs, NaN at its first token."""
+        number = sampler.weights
+        if number is None:
+            number = self.now if self._pushed is None else self._pushed[0]
+        with self._changing:
+            self._waiting.setdefault(number, []).append(prompt)
+        return await in_turn(lambda: self._score(number, prompt, sampler))
+
+    def _score(self, number: int, prompt: _Prompt, sampler: Sampler) -> FloatArray:
+        """In one pass with all prompts that wait for the same weights by now."""
+        if prompt.logprobs is None:
+            with self._changing:
+                prompts = self._waiting.pop(number, [prompt])
+            if number != self.now and number not in self._kept:
+                raise Refused(
+                    f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and "
+                    f"copies of {', '.join(map(str, sorted(self._kept))) or 'none'}; copies of {self._keep} are kept "
+                    "(serve.snapshots), and all go when ranks restart for another model"
+                )
+            self.turn("forward")
+            for each, found in zip(prompts, self._pass([each.tokens for each in prompts], number), strict=True):
+                found[0] = np.nan
+                each.logprobs = found
+        assert prompt.logprobs is not None
+        return prompt.logprobs
+
+    def _pass(self, rows: Sequence[IntArray], number: int) -> list[FloatArray]:
+        offsets = offsets_of([len(row) for row in rows])
+        tokens = np.concatenate(rows)
+        mask = np.ones(len(tokens), np.bool_)
+        mask[offsets[:-1]] = False
+        samples = SampleBatch(tokens=tokens, offsets=offsets, columns={"loss_mask": mask})
+        if number in self._kept:
+            self._kept[number] = self._kept.pop(number)
+        weights = "" if number == self.now else self._kept[number]
+        found = self._engines.group.forward(samples, Output.LOGPROBS, weights=weights).result()[Output.LOGPROBS]
+        return [row.copy() for row in np.split(found, offsets[1:-1])]
+
+
+def _request(wanted: Draw, params: SamplingParams, sampler: Sampler) -> GenerateRequest:
+    """Rows whose noise follows from the seed or, without one, from the sampler and the request's number."""
+    origin = (sampler.number, wanted.key) if wanted.seed is None else (wanted.seed % 2**63,)
+    return GenerateRequest(
+        tokens=np.tile(wanted.prompt, wanted.samples),
+        offsets=offsets_of([len(wanted.prompt)] * wanted.samples),
+        noise_keys=np.array([hash_key(*origin, sample) for sample in range(wanted.samples)]),
+        params=params,
+    )

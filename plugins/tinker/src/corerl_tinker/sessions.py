@@ -1,0 +1,108 @@
+"""Who is there: sessions of clients, the model that one of them trains, and samplers; all end with their session."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+
+from attrs import define, field, frozen
+
+from corerl_tinker.order import Turns
+from corerl_tinker.requests import ModelMade, ModelWanted, Refused
+
+GONE = 410  # for which clients neither wait nor ask again
+
+
+@define(kw_only=True, eq=False)
+class Model:
+    """A model that a session trains."""
+
+    id: str
+    session: str
+    wanted: ModelWanted
+    turns: Turns
+    made: ModelMade | None = None  # None: not yet
+    incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
+
+
+@frozen(kw_only=True)
+class Sampler:
+    id: str
+    session: str
+    base_model: str
+    model_path: str | None = None
+
+
+@define(kw_only=True, eq=False)
+class Session:
+    id: str
+    seen: float  # by the clock
+    samplers: dict[str, Sampler] = field(factory=dict)
+
+
+class Sessions:
+    def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._idle, self._clock = idle_seconds, clock
+        self._open: dict[str, Session] = {}
+        self.model: Model | None = None  # the one that is trained
+
+    def begin(self) -> Session:
+        session = Session(id=f"session-{secrets.token_hex(8)}", seen=self._clock())
+        self._open[session.id] = session
+        return session
+
+    def seen(self, session_id: str) -> Session:
+        """The session, of which a request has just arrived. Raises Refused if it has ended."""
+        session = self._open.get(session_id)
+        if session is None:
+            raise Refused(
+                f"session {session_id!r} has ended, or is one of an earlier server; begin another, with a new "
+                "ServiceClient, and resume from a saved state",
+                status=GONE,
+            )
+        session.seen = self._clock()
+        return session
+
+    def end(self, session_id: str) -> None:
+        self._open.pop(session_id, None)
+        if self.model is not None and self.model.session == session_id:
+            self.model = None
+
+    def idle(self) -> list[str]:
+        """Sessions of which nothing was heard for long."""
+        return [session.id for session in self._open.values() if self._clock() > session.seen + self._idle]
+
+    def trained(self, model_id: str) -> Model:
+        """The model of this id, whose session is there."""
+        self.seen(model_id.partition(":")[0])
+        if self.model is None or self.model.id != model_id:
+            now = f"trains {self.model.id!r}" if self.model else "trains none"
+            raise Refused(f"model {model_id!r} is not trained here any more; this server {now}", status=404)
+        return self.model
+
+    def was_answered(self, owner: str, number: str) -> bool:
+        """Whether a request of this number was made of a model or sampler that is there. A sampler's numbers leave
+        gaps, and a client whose answer is forgotten asks again under another one."""
+        if self.model is not None and self.model.id == owner:
+            return number.isdecimal() and int(number) < self.model.turns.next
+        return any(owner in session.samplers for session in self._open.values())
+
+    def require_free(self, session: Session) -> None:
+        """Raise Refused if another session trains a model."""
+        if self.model is not None and self.model.session != session.id:
+            silent = self._clock() - self._open[self.model.session].seen
+            raise Refused(
+                f"session {self.model.session} trains {self.model.id!r}, and this server trains one model at a time; "
+                f"its last request was {silent:.0f} s ago; it ends when its client closes, or {self._idle:.0f} s later"
+            )
+
+    def sampler(self, sampler_id: str) -> Sampler:
+        for session in self._open.values():
+            if (sampler := session.samplers.get(sampler_id)) is not None:
+                session.seen = self._clock()
+                return sampler
+        raise Refused(
+            f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
+            status=404,
+        )

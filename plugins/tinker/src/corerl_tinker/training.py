@@ -1,0 +1,361 @@
+"""The trained model: what clients ask of it, as calls of a `TrainGroup`, in an order that a group takes.
+
+A wrong call would end the group, and with it what the client has trained. So what is wrong is refused here, before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from corerl import Output, Step
+from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
+from corerl.engines import SamplingParams, stops_of
+from corerl.errors import ConfigError, SaveFailed, UserError
+from corerl.models import end_tokens, load_tokenizer
+from corerl.types import FloatArray, TrainResult
+from corerl_tinker.checkpoints import FOLDERS, Checkpoints, Kind
+from corerl_tinker.losses import INFINITE, Rows, rows_of
+from corerl_tinker.options import ServeOptions
+from corerl_tinker.requests import (
+    Adam,
+    Draw,
+    Drawn,
+    InTurn,
+    ModelMade,
+    ModelWanted,
+    Pass,
+    PassDone,
+    Refused,
+    Run,
+    Saved,
+)
+from corerl_tinker.sampling import START, Engines, Samplers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
+# The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
+MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"})
+ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"})
+
+
+class ServedPolicy:
+    """The `Policy` over one group of ranks and its engines."""
+
+    def __init__(self, engines: Engines, options: ServeOptions) -> None:
+        """Raises ConfigError for a config with which the API's sums cannot be computed."""
+        plan = engines.group.plan
+        if plan.objective is None or plan.objective.aggregation != "token-mean":
+            raise ConfigError(
+                "algorithm.aggregation: the losses of this server are plain sums over tokens, which is 'token-mean' "
+                "with a scale of 1; remove the setting"
+            )
+        self._engines, self._options, self._plan = engines, options, plan
+        config = plan.assignments[0].config
+        self._model: ModelConfig = config.model
+        self._seed: int = config.seed
+        self._lora: LoraConfig | None = plan.cluster.lora
+        text = plan.cluster.model.get("text_config") or plan.cluster.model
+        self._vocabulary: int = config.model.vocabulary or text["vocab_size"]
+        self._longest = options.context_length or engines.context_length
+        keep = options.snapshots or (SNAPSHOTS if self._lora is None else LORA_SNAPSHOTS)
+        self._samplers = Samplers(engines, keep=keep)
+        self._checkpoints = Checkpoints(Path(options.directory))
+        self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
+        self._training = ""  # the model's id; "" if there is none
+        self._step = 0  # the optimizer step that comes next
+        self._gradients = False  # whether passes have left gradients that no step has taken
+        # What ranks are to load before they do anything else: "" is the model, None nothing.
+        self._reload: str | None = None
+
+    # ---- a model -----------------------------------------------------------------------------------------------------
+
+    def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
+        if self._training:
+            raise Refused(f"{self._training} is trained here, and one model at a time; end its session first")
+        self._require_served(wanted.base_model)
+        self._require_same(wanted)
+        self.discard()
+        if self._step or self._samplers.now != START:
+            self._reload = ""  # not yet: a checkpoint may be loaded next
+        made = ModelMade(
+            base_model=wanted.base_model,
+            tokenizer=self._options.name,
+            rank=self._lora.rank if self._lora is not None else None,
+        )
+        self._checkpoints.begin(model_id, made, wanted.user_metadata)
+        self._training = model_id
+        return made
+
+    def release(self) -> None:
+        self.discard()
+        self._training = ""
+
+    def _require_served(self, base_model: str) -> None:
+        names = (self._options.name, *self._options.aliases)
+        if base_model not in names:
+            raise Refused(f"base_model={base_model!r} is not served here; {', '.join(map(repr, names))} is")
+
+    def _require_same(self, wanted: ModelWanted) -> None:
+        """Raise Refused where this server would train something else than was asked for, and the client would not see
+        it. That all weights are trained, and no adapters, is in the answer; adapters of the head are in none."""
+        if wanted.optimizer != "adamw":
+            raise Refused(f"optimizer {wanted.optimizer!r} is not served here; 'adamw' is")
+        if wanted.seed is not None and wanted.seed != self._seed:
+            raise Refused(
+                f"seed={wanted.seed} of the adapters, but ranks here start with seed {self._seed}; leave it out, or "
+                f"start the server with run.seed={wanted.seed}"
+            )
+        parts = {"train_mlp": (wanted.train_mlp, MLP), "train_attn": (wanted.train_attn, ATTENTION)}
+        if self._lora is None:
+            for name, (asked, _) in parts.items():
+                if not asked:
+                    raise Refused(f"{name}=False, but this server trains all weights; give it a table [lora]")
+            return
+        if wanted.rank is not None and wanted.rank != self._lora.rank:
+            raise Refused(
+                f"rank={wanted.rank}, but adapters here have rank {self._lora.rank}; ask for that, or start the server "
+                f"with lora.rank={wanted.rank}"
+            )
+        targets = self._lora.targets or (ALL_LINEAR,)
+        for name, (asked, layers) in parts.items():
+            has = ALL_LINEAR in targets or any(target.rsplit(".", 1)[-1] in layers for target in targets)
+            if asked != has:
+                raise Refused(
+                    f"{name}={asked}, but adapters here are in {', '.join(targets)}; ask for {name}={has}, or start "
+                    "the server with other lora.targets"
+                )
+
+    def _require_model(self) -> None:
+        if not self._training:
+            raise Refused("no model is trained here; create one first", status=404)
+        self._load_what_is_due()
+
+    def _load_what_is_due(self) -> None:
+        """Restart the ranks if they hold other weights than the model begins with."""
+        if self._reload is None:
+            return
+        reload, self._reload = self._reload, None
+        self._restart(reload)
+        self._samplers.restarted(START)
+
+    def _restart(self, directory: str) -> None:
+        """Let other ranks go on from what `save` wrote, or from the model; what these have kept goes with them."""
+        self._samplers.turn("train")
+        self._gradients = False
+        self._step = self._engines.group.restart(directory).result().optimizer_step
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def run(self, wanted: Pass) -> PassDone:
+        self._require_model()
+        rows = rows_of(wanted, vocabulary=self._vocabulary, longest=self._longest)
+        if wanted.forward_only:
+            self._samplers.turn("forward")
+            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
+            loss = rows.value(logprobs)
+        else:
+            self._samplers.turn("train")
+            logprobs, loss = self._add_gradients(rows)
+        outputs = tuple({"logprobs": row} for row in rows.outputs(logprobs))
+        return PassDone(loss=wanted.loss, outputs=outputs, metrics={"loss:sum": loss})
+
+    def step(self, settings: Adam) -> Mapping[str, float]:
+        self._require_model()
+        if not self._gradients:
+            raise Refused("optim_step without gradients: no forward_backward has come since the last step")
+        self._require_adam(settings)
+        self._samplers.turn("train")
+        result = self._take_step(settings.lr)
+        if result.applied:
+            self._samplers.changed()
+        metrics = {name: metric.value for name, metric in result.metrics.items() if name != "loss"}
+        return {**metrics, "grad_norm": result.grad_norm, "applied": float(result.applied)}
+
+    def discard(self) -> None:
+        if self._gradients:
+            # No backend takes a step whose gradients are not finite, and none leaves gradients after one.
+            self._samplers.turn("train")
+            self._add_gradients(INFINITE)
+            self._take_step(0.0)
+
+    def _add_gradients(self, rows: Rows) -> tuple[FloatArray, float]:
+        """The log-probs [N], and the loss."""
+        plan, _ = self._engines.group.plan_part(rows.samples)  # with weights of 1, which leave the step no scale
+        self._gradients = True
+        work = self._engines.group.forward_backward(rows.samples, plan, rows.loss, outputs=Output.LOGPROBS)
+        result = work.result()
+        return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
+
+    def _take_step(self, lr: float) -> TrainResult:
+        step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr)
+        result = self._engines.group.optimizer_step(step).result()
+        self._step, self._gradients = self._step + 1, False
+        return result
+
+    def _require_adam(self, settings: Adam) -> None:
+        """Raise Refused for settings that this step cannot be given."""
+        if not (math.isfinite(settings.lr) and settings.lr >= 0):
+            raise Refused(f"learning_rate={settings.lr}; it has to be finite and at least 0")
+        own = self._plan.train.optimizer
+        pairs = {
+            "beta1": (settings.beta1, own.betas[0], f"betas=[{settings.beta1}, {settings.beta2}]"),
+            "beta2": (settings.beta2, own.betas[1], f"betas=[{settings.beta1}, {settings.beta2}]"),
+            "eps": (settings.eps, own.eps, f"eps={settings.eps}"),
+            "weight_decay": (settings.weight_decay, own.weight_decay, f"weight_decay={settings.weight_decay}"),
+            "grad_clip_norm": (settings.clip_norm, own.clip_norm, f"clip_norm={settings.clip_norm}"),
+        }
+        for name, (asked, has, setting) in pairs.items():
+            if asked != has:
+                raise Refused(
+                    f"{name}={asked}, but the optimizer of this server has {has}; ask for that, or start the server "
+                    f"with train.optimizer.{setting}"
+                )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, name: str, *, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]) -> Saved:
+        return self._save("training", name, ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
+
+    def _save(
+        self, kind: Kind, name: str, *, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]
+    ) -> Saved:
+        self._require_model()
+        if self._gradients:
+            raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
+        path = f"tinker://{self._training}/{FOLDERS[kind]}/{name}"
+
+        def write(directory: Path) -> int:
+            step = Step(optimizer_step=self._step, rollout_step=self._step, lr=0.0)
+            return self._engines.group.save(str(directory.absolute()), step).result()
+
+        self._samplers.turn("save")
+        try:
+            saved = self._checkpoints.save(path, write, ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
+        except (SaveFailed, OSError) as error:
+            raise Refused(f"{path} was not saved, and the model goes on: {error}") from error
+        self._weights_at[path] = self._samplers.now
+        return saved
+
+    def load(self, path: str, *, optimizer: bool) -> None:
+        if not self._training:
+            raise Refused("no model is trained here; create one first", status=404)
+        if self._gradients:
+            raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
+        state = self._checkpoints.state_of(path)
+        if not optimizer:
+            raise Refused(
+                "weights without the optimizer's state are not loaded here yet; create the training client with "
+                "create_training_client_from_state_with_optimizer"
+            )
+        self._go_on_from(path, state)
+
+    def _go_on_from(self, path: str, state: Path) -> None:
+        try:
+            self._restart(str(state.absolute()))
+        except UserError as error:
+            self._reload = ""  # the ranks have ended
+            raise Refused(f"{path} cannot be loaded: {error.message}") from error
+        self._reload = None
+        self._weights_at[path] = self._samplers.restarted(self._weights_at.get(path))
+
+    def runs(self) -> Sequence[Run]:
+        return self._checkpoints.runs()
+
+    def delete(self, path: str) -> None:
+        self._checkpoints.delete(path)
+
+    def expire(self, path: str, *, ttl: float | None) -> None:
+        self._checkpoints.expire(path, ttl=ttl)
+
+    # ---- sampling ----------------------------------------------------------------------------------------------------
+
+    def save_for_sampler(
+        self, name: str | None, *, ttl: float | None, inflight: bool, user_metadata: Mapping[str, str]
+    ) -> tuple[str, Saved | None]:
+        self._require_model()
+        if name is None:
+            self._samplers.push()
+            if not inflight:
+                self._samplers.keep()
+            number = self._samplers.now
+            called = f"the sampler of step {self._step}" if not inflight else "the inflight sampler"
+            return self._samplers.add(None if inflight else number, called), None
+        saved = self._save("sampler", name, ttl=ttl, overwrite=False, user_metadata=user_metadata)
+        self._samplers.keep()
+        return self._samplers.add(self._samplers.now, saved.path), saved
+
+    def sampler(self, model_path: str | None, base_model: str | None) -> str:
+        if model_path is None:
+            return self._sampler_of_start(base_model or "")
+        state = self._checkpoints.state_of(model_path)
+        number = self._weights_at.get(model_path)
+        if number is None or not self._samplers.has(number):
+            if self._training:
+                raise Refused(
+                    f"the weights of {model_path} are not in memory, and the ranks are training {self._training}; ask "
+                    "for this sampler before a model is created, or keep more copies (serve.snapshots)"
+                )
+            self._go_on_from(model_path, state)
+            number = self._samplers.now
+        if number == self._samplers.now and self._reload is None:
+            self._samplers.keep()
+            self._samplers.push()
+        return self._samplers.add(number, model_path)
+
+    def _sampler_of_start(self, base_model: str) -> str:
+        self._require_served(base_model)
+        if not self._training and self._samplers.now != START:
+            self._reload = ""
+        self._load_what_is_due()
+        self._samplers.keep_start()
+        if self._samplers.now == START:
+            self._samplers.push()
+        return self._samplers.add(START, base_model)
+
+    async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
+        if (wanted.prompt < 0).any() or (wanted.prompt >= self._vocabulary).any() or not len(wanted.prompt):
+            raise Refused(f"the prompt needs at least one token, and all below {self._vocabulary}")
+        return await self._samplers.draw(wanted, self._params(wanted), in_turn)
+
+    def _params(self, wanted: Draw) -> SamplingParams:
+        room = (self._longest or np.inf) - len(wanted.prompt)
+        most = min(room, self._plan.max_tokens) if wanted.max_tokens is None else wanted.max_tokens
+        if most > room or most < 1:
+            raise Refused(
+                f"a prompt of {len(wanted.prompt)} tokens and {most} more do not fit in the context length "
+                f"{self._longest}; shorten the prompt, or ask for fewer max_tokens"
+            )
+        stops, texts = list(wanted.stop_tokens or ()), list(wanted.stop_texts)
+        try:
+            if texts:
+                tokens, texts = stops_of(texts, self._tokenizer)
+                stops += tokens
+        except ValueError as error:
+            raise Refused(f"stop: {error}") from None
+        if wanted.stop_tokens is None:
+            stops += self._ends
+        return SamplingParams(
+            temperature=wanted.temperature or 1.0,
+            top_p=wanted.top_p,
+            top_k=wanted.top_k,
+            max_tokens=int(most),
+            stop_tokens=tuple(dict.fromkeys(stops)),
+            stop=tuple(texts),
+            greedy=wanted.temperature == 0.0,
+        )
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return end_tokens(self._tokenizer, self._model)

@@ -1,0 +1,191 @@
+"""Bodies in protobuf: passes as clients send them, and what passes and samples are answered. No other file knows it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as pb
+
+from corerl.types import Array, FloatArray, IntArray
+from corerl_tinker.futures import Answer
+from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
+
+PROTOBUF = "application/x-protobuf"
+LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may ask for
+MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed, and of its tensors, once they are dense
+PassMessage: TypeAlias = pb.ForwardBackwardRequest
+
+# As they are on the wire; bfloat16 as the upper halves of float32.
+DTYPES: Mapping[int, np.dtype] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+
+
+def decompressed(body: bytes, *, most: int = MOST_BYTES) -> bytes:
+    """A body compressed by zstd. Raises Refused if it is none, or has more than `most` bytes."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).stream_reader(body) as reader:
+            found = reader.read(most + 1)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise Refused(f"the body is not compressed by zstd: {error}") from error
+    if len(found) > most:
+        raise Refused(f"the body has more than {most} bytes when decompressed; send fewer datums at once", status=413)
+    return found
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+def parsed(body: bytes) -> PassMessage:
+    """The message of a `forward_backward`, of which `model_id` and `seq_id` can be read; `read_pass` reads the rest."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise Refused(f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
+    return message
+
+
+def read_pass(message: PassMessage, *, longest: int, most: int = MOST_BYTES) -> Pass:
+    """What a message asks for. Rows have at most `longest` tokens, and tensors, once they are dense, `most` bytes
+    together. Raises Refused, with the number of the datum, for what is not served or contradicts itself."""
+    if not message.data:
+        raise Refused("a pass without datums")
+    datums = []
+    for number, datum in enumerate(message.data):
+        try:
+            tokens = _tokens(datum.model_input, longest=longest)
+            inputs = {}
+            for name, tensor in datum.loss_fn_inputs.items():
+                inputs[name] = _array(tensor, name=name, rows=len(tokens), most=most)
+                most -= inputs[name].nbytes
+        except Refused as refused:
+            raise Refused(f"datum {number}: {refused.sentence}") from refused
+        datums.append(Datum(tokens=tokens, inputs=inputs))
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return Pass(datums=tuple(datums), loss=message.loss_fn, config=config, forward_only=message.forward_only)
+
+
+def _tokens(chunks: Iterable[pb.Chunk], *, longest: int) -> IntArray:
+    parts = []
+    for chunk in chunks:
+        if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
+            raise Refused(f"a chunk is {kind or 'empty'}; this server reads text only")
+        parts.append(_values(chunk.encoded_text.tokens, np.dtype("<i4"), what="tokens"))
+    return row_of(np.concatenate(parts) if parts else np.zeros(0), longest=longest)
+
+
+def row_of(tokens: Array, *, longest: int) -> IntArray:
+    """The tokens of one row, once they are checked."""
+    if not 0 < len(tokens) <= longest:
+        raise Refused(f"{len(tokens)} tokens, wanted 1 to {longest} (serve.tokens_per_row)")
+    if tokens.min() < 0:
+        raise Refused(f"token {tokens.min()}, wanted 0 or greater")
+    return tokens.astype(np.int64)
+
+
+def _array(tensor: pb.Tensor, *, name: str, rows: int, most: int) -> Array:
+    """[rows] or [rows, K]: float32 or int64."""
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise Refused(f"{name} has the dtype {tensor.dtype}, which is unknown here")
+    data = tensor.sparse_csr.values if tensor.HasField("sparse_csr") else tensor.dense
+    values = _values(data, dtype, what=name)
+    if tensor.dtype == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif tensor.dtype == pb.DTYPE_INT32:
+        values = values.astype(np.int64)
+    shape = tuple(tensor.shape) or (len(values),)
+    if len(shape) not in (1, 2) or shape[0] != rows or min(shape) < 0:
+        raise Refused(f"{name} has the shape {list(shape)}, wanted [{rows}] or [{rows}, K], a row for each token")
+    if math.prod(shape) * values.itemsize > most:
+        raise Refused(f"{name} has the shape {list(shape)}; with the datums before it that is too much at once")
+    if tensor.HasField("sparse_csr"):
+        return _dense(tensor.sparse_csr, values, shape, name=name)
+    if math.prod(shape) != len(values):
+        raise Refused(f"{name} has {len(values)} values and the shape {list(shape)}")
+    return values.reshape(shape)
+
+
+def _dense(csr: pb.SparseCsr, values: Array, shape: tuple[int, ...], *, name: str) -> Array:
+    """Zeros where nothing is listed."""
+    crow = _values(csr.crow_indices, np.dtype("<i8"), what=name)
+    columns = _values(csr.col_indices, np.dtype("<i8"), what=name)
+    counts = np.diff(crow)
+    whole = (
+        len(shape) == 2
+        and len(crow) == shape[0] + 1
+        and (crow[0], crow[-1]) == (0, len(values))
+        and (counts >= 0).all()
+        and len(columns) == len(values)
+        and ((columns >= 0) & (columns < shape[1])).all()
+    )
+    if not whole:
+        raise Refused(f"{name} is sparse, and its indices do not fit the shape {list(shape)} and {len(values)} values")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def _values(data: bytes, dtype: np.dtype, *, what: str) -> Array:
+    if len(data) % dtype.itemsize:
+        raise Refused(f"{what} has {len(data)} bytes, no multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def pass_answer(done: PassDone) -> Answer:
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
+    for _, group in itertools.groupby(done.outputs, key=_trailing):
+        message.loss_fn_outputs.append(_record(list(group)))
+    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
+
+
+def _trailing(outputs: Mapping[str, FloatArray]) -> list[tuple[str, tuple[int, ...]]]:
+    """What the datums of one record have in common: the names of outputs, and their shapes but for the tokens."""
+    return [(name, values.shape[1:]) for name, values in sorted(outputs.items())]
+
+
+def _record(rows: Sequence[Mapping[str, FloatArray]]) -> pb.ArrayRecord:
+    record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(rows))
+    for name, values in rows[0].items():
+        parts = [np.ascontiguousarray(row[name], "<f4").tobytes() for row in rows]
+        record.fields[name].CopyFrom(
+            pb.BatchedTensor(
+                data=b"".join(parts),
+                offsets=np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes(),  # in bytes
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=values.shape[1:],
+            )
+        )
+    return record
+
+
+def sample_answer(drawn: Drawn, *, last: int | None = None) -> Answer:
+    """`last`: how many of the prompt's log-probs were asked for; None: all."""
+    message = pb.SampleResponse()
+    for tokens, logprobs, stopped in zip(drawn.tokens, drawn.logprobs, drawn.stopped, strict=True):
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
+            tokens=tokens.astype("<i4").tobytes(),
+            logprobs=logprobs.astype("<f4").tobytes(),
+        )
+    if drawn.prompt_logprobs is not None:
+        wanted = drawn.prompt_logprobs.astype("<f4")
+        if last is not None:
+            wanted[: len(wanted) - last] = np.nan  # how a log-prob that is not there is written
+        message.prompt_logprobs = wanted.tobytes()
+    return Answer(body=message.SerializeToString(), media_type=PROTOBUF)

@@ -1,0 +1,107 @@
+"""A tiny model that is served: its ranks and its engine as objects of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from corerl import Engines
+from corerl.types import FloatArray
+from corerl_testing.models import tiny_fields
+from corerl_tinker.options import ServeOptions
+from corerl_tinker.requests import Adam, Datum, Draw, Drawn, ModelWanted, Pass
+from corerl_tinker.training import ServedPolicy
+from tests.in_process import without_ray
+
+T = TypeVar("T")
+VOCABULARY = 32
+MODEL = "tiny"
+ADAM = Adam(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, clip_norm=0.0)
+CONFIG: Mapping[str, Any] = {
+    "backend": {"name": "plain"},
+    "cluster": {"device": "cpu"},
+    "model": {
+        "config": {**tiny_fields("qwen3"), "vocab_size": VOCABULARY, "max_position_embeddings": 64},
+        "tokenizer": "characters:abcdefghijklmnopqrstuvwxyz ",
+    },
+    "rollout": {"engine": "transformers", "max_tokens": 6},
+    "train": {
+        "tokens_per_micro_batch": 24,
+        "optimizer": {"betas": [0.9, 0.95], "eps": 1e-12, "weight_decay": 0.0, "clip_norm": 0.0},
+    },
+    "weights": {"transport": "disk"},
+}
+LORA = {"lora": {"rank": 4}}
+
+
+@frozen
+class Served:
+    policy: ServedPolicy
+    engines: Engines
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """Of the one rank there is."""
+        model: torch.nn.Module = self.engines.group.processes._objects[0].backend.model  # type: ignore[attr-defined]
+        return model
+
+    def logprobs(self, sampler: str, prompt: Sequence[int]) -> FloatArray:
+        """As `compute_logprobs` asks for them."""
+        asked = Draw(sampler=sampler, prompt=np.array(prompt), max_tokens=1, prompt_logprobs=True)
+        found = self.draw(asked).prompt_logprobs
+        assert found is not None
+        return found
+
+    def draw(self, wanted: Draw) -> Drawn:
+        return asyncio.run(self.policy.draw(wanted, at_once))
+
+    def new_model(self, model_id: str, *, rank: int | None = None) -> None:
+        self.policy.release()
+        self.policy.create(ModelWanted(base_model=MODEL, rank=rank), model_id=model_id)
+
+
+async def at_once(work: Callable[[], T]) -> T:
+    """The turn of whoever asks, where nobody else does anything."""
+    return work()
+
+
+@contextlib.contextmanager
+def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Served]:
+    with without_ray(), Engines.start({**CONFIG, **(tables or {})}) as engines:
+        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(directory), **options))
+        yield Served(policy, engines)
+
+
+def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
+    """A row of these tokens, the last of which is only a target, with inputs for each target."""
+    row = np.array(tokens)
+    columns = {name: np.array(values, np.float32) for name, values in inputs.items()}
+    return Datum(tokens=row[:-1], inputs={"target_tokens": row[1:], **columns})
+
+
+def supervised(*rows: Sequence[int]) -> Pass:
+    """Every token but the first of each row is to become likelier."""
+    return Pass(loss="cross_entropy", datums=tuple(datum(row, weights=[1.0] * (len(row) - 1)) for row in rows))
+
+
+ROWS = ([1, 7, 8, 9, 4], [1, 4, 5], [1, 6, 6, 6, 6, 9, 20, 21])
+
+
+def train(policy: ServedPolicy, steps: int) -> list[float]:
+    """The loss before each step."""
+    losses = []
+    for _ in range(steps):
+        losses.append(policy.run(supervised(*ROWS)).metrics["loss:sum"])
+        policy.step(ADAM)
+    return losses
+
+
+def weights_of(served: Served) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in served.network.named_parameters()}

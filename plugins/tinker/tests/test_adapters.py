@@ -1,0 +1,55 @@
+"""A server whose model has adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from corerl_tinker.requests import ModelWanted, Refused
+from plugins.tinker.tests.served import LORA, MODEL, Served, serving, train, weights_of
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("adapters"), LORA) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        ({"base_model": "huge"}, "base_model='huge' is not served here; 'tiny' is"),
+        ({"rank": 32}, "rank=32, but adapters here have rank 4"),
+        ({"seed": 5}, "seed=5 of the adapters, but ranks here start with seed 0"),
+        ({"train_mlp": False}, "train_mlp=False, but adapters here are in all-linear; ask for train_mlp=True"),
+        ({"optimizer": "dimuon"}, "optimizer 'dimuon' is not served"),
+    ],
+)
+def test_a_model_that_would_differ_silently_is_refused(
+    wanted: Mapping[str, Any], sentence: str, served: Served
+) -> None:
+    served.policy.release()
+    with pytest.raises(Refused, match=sentence):
+        served.policy.create(ModelWanted(**{"base_model": MODEL, "rank": 4, **wanted}), model_id="d:train:0")
+
+
+def test_a_client_learns_the_rank(served: Served) -> None:
+    served.policy.release()
+    made = served.policy.create(ModelWanted(base_model=MODEL, rank=4), model_id="e:train:0")
+    assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, 4)
+
+
+def test_adapters_alone_are_trained_and_resumed(served: Served) -> None:
+    served.new_model("f:train:0", rank=4)
+    policy, before = served.policy, weights_of(served)
+    losses = train(policy, 2)
+    changed = {name for name, value in weights_of(served).items() if not torch.equal(value, before[name])}
+    assert changed and all("lora" in name for name in changed)
+    path = policy.save("two", ttl=None, overwrite=True, user_metadata={}).path
+    losses += train(policy, 2)
+    served.new_model("f:train:1", rank=4)
+    policy.load(path, optimizer=True)
+    assert losses[2:] == train(policy, 2)

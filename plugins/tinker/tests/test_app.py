@@ -1,0 +1,108 @@
+"""HTTP: who may come in, how large bodies may be, and that every refusal is a 4xx with a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import zstandard
+
+from corerl_tinker import wire
+from plugins.tinker.tests.clients import Bench, on_bench, pass_body
+from plugins.tinker.tests.conftest import KEY
+
+
+@on_bench()
+async def test_only_the_key_opens_every_route(bench: Bench) -> None:
+    for key in ("", KEY[:-1], KEY + "x", "ключ".encode().decode("latin-1")):
+        for path in ("healthz", "training_runs", "samplers/base"):
+            found = await bench.http.get(f"/api/v1/{path}", headers={"X-API-Key": key.encode("latin-1")})
+            assert found.status_code == 401 and "TINKER_API_KEY" in found.json()["error"]
+    assert (await bench.http.get("/api/v1/healthz")).json() == {"status": "ok"}
+
+
+@on_bench()
+async def test_a_name_that_is_not_the_servers_is_refused(bench: Bench) -> None:
+    hosts = {
+        "localhost:8420": 200,
+        "127.0.0.1:8420": 200,
+        "[::1]:8420": 200,
+        "10.0.0.7": 200,
+        "Here.Example:8420": 200,
+        "rebound.example": 403,
+        "localhost.rebound.example": 403,
+        "127.0.0.1.rebound.example:8420": 403,
+    }
+    for host, status in hosts.items():
+        found = await bench.http.get("/api/v1/healthz", headers={"Host": host})
+        assert found.status_code == status, host
+        assert not [name for name in found.headers if name.startswith("access-control")]
+    assert (await bench.http.options("/api/v1/healthz", headers={"Origin": "http://a.example"})).status_code == 405
+
+
+@on_bench()
+async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model, sampler = await client.model(session), await client.sampler(session)
+    image = {"chunks": [{"type": "image", "data": "AAAA", "format": "png"}]}
+    refused = [
+        (await client.post("copy_weights", {}), 404, "POST /api/v1/copy_weights is not served here"),
+        (await bench.http.get("/api/v1/create_session"), 405, "GET /api/v1/create_session is not served here"),
+        (await client.post("create_session", b"{nothing"), 400, "the body is not JSON: JSONDecodeError"),
+        (await client.post("create_session", b"[" * 10**5), 400, "the body is not JSON: RecursionError"),
+        (await client.post("create_session", b"[1]"), 400, "the body is a list in JSON, wanted an object"),
+        (await client.post("create_session", {}), 400, "tags: Field required, got {}"),
+        (await client.create(session, 1, new_field=3), 400, "new_field: Extra inputs are not permitted, got 3"),
+        (await client.post("forward_backward", b"\xff"), 400, "the body is no ForwardBackwardRequest in protobuf"),
+        (await client.post("forward_backward", b"x", **{"content-encoding": "br"}), 415, "encoded as 'br'; use zstd"),
+        (await client.post("optim_step", {"model_id": model, "seq_id": "1"}), 400, "the number seq_id"),
+        (await client.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
+        (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served"),
+        (await client.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
+        (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
+        (await client.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
+        (await client.sample("elsewhere", 1), 404, "sampler 'elsewhere' is not known"),
+        (await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),
+        (
+            await client.post("weights_info", {"tinker_path": "tinker://../weights/a"}),
+            400,
+            "wanted tinker://RUN/weights",
+        ),
+        (await client.post("weights_info", {"tinker_path": 7}), 400, "the path of a checkpoint is 7, wanted"),
+    ]
+    for found, status, sentence in refused:
+        assert found.status_code == status and sentence in found.json()["error"], found.text
+    assert (await client.create(session, 1, new_field=0)).status_code == 200  # of a later SDK, and not used
+
+
+@on_bench()
+async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench) -> None:
+    bench.policy.runs = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    with contextlib.redirect_stderr(io.StringIO()) as console:
+        found = await bench.http.get("/api/v1/training_runs")
+    assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
+    assert found.json()["error"].startswith("the server has failed: ZeroDivisionError")
+    assert "1 // 0" in console.getvalue()
+
+
+@on_bench()
+async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    tokens = 8_000_000  # of 8 bytes each, with their weight
+    large = pass_body(model, 1, tokens=tokens)
+    assert 0.9 * wire.MOST_BYTES < len(large) < wire.MOST_BYTES
+    answer = await client.get((await client.post("forward_backward", large)).json()["request_id"])
+    assert answer.json()["error"] == "datum 0: 8000000 tokens, wanted 1 to 100000 (serve.tokens_per_row)"
+    larger = pass_body(model, 2, tokens=tokens * 11 // 10)
+    for body, headers in (
+        (larger, {}),
+        (zstandard.ZstdCompressor().compress(larger), {"content-encoding": "zstd"}),
+    ):
+        found = await client.post("forward_backward", body, **headers)
+        assert found.status_code == 413 and "more than 67108864 bytes" in found.json()["error"]
+    text = json.dumps({"tags": ["x" * 17 * 2**20]}).encode()
+    assert (await client.post("create_session", text)).status_code == 413
+    assert bench.service.futures.get(f"{model}:2") is None

@@ -1,0 +1,122 @@
+"""Checkpoints on disk: published whole, listed, replaced, expired, deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from corerl_tinker import checkpoints
+from corerl_tinker.checkpoints import Checkpoints
+from corerl_tinker.requests import ModelMade, Refused, Saved
+
+MADE = ModelMade(base_model="tiny", tokenizer="tiny", rank=4)
+PATH = "tinker://a:train:0/weights/step-1"
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Checkpoints:
+    found = Checkpoints(tmp_path / "checkpoints")
+    found.begin("a:train:0", MADE, {"renderer": "role_colon"})
+    return found
+
+
+def save(kept: Checkpoints, path: str = PATH, *, text: str = "weights", ttl: float | None = None) -> Saved:
+    def write(directory: Path) -> int:
+        directory.mkdir()
+        return (directory / "rank-00000.json").write_text(text)
+
+    return kept.save(path, write, ttl=ttl, overwrite=True, user_metadata={"step": text})
+
+
+def text_at(kept: Checkpoints, path: str = PATH) -> str:
+    return (kept.state_of(path) / "rank-00000.json").read_text()
+
+
+def test_another_server_finds_what_was_saved(kept: Checkpoints, tmp_path: Path) -> None:
+    first = save(kept)
+    second = save(kept, "tinker://a:train:0/sampler_weights/step-1", text="others")
+    kept.begin("b:train:0", MADE, {})
+    later = Checkpoints(tmp_path / "checkpoints")
+    run, empty = later.runs()
+    assert (run.id, run.made, run.user_metadata) == ("a:train:0", MADE, {"renderer": "role_colon"})
+    assert run.checkpoints == (first, second) and (first.kind, second.kind) == ("training", "sampler")
+    assert (empty.id, empty.checkpoints) == ("b:train:0", ())
+    assert later.get(PATH) == first and later.run_of(PATH) == run
+    assert (text_at(later), text_at(later, second.path)) == ("weights", "others")
+    assert first.bytes == len("weights") and first.user_metadata == {"step": "weights"}
+
+
+def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
+    save(kept)
+
+    def fails(directory: Path) -> int:
+        directory.mkdir()
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        kept.save(PATH, fails, ttl=None, overwrite=True, user_metadata={})
+    assert text_at(kept) == "weights" and len(kept.runs()[0].checkpoints) == 1
+    save(kept, text="again")
+    assert text_at(kept) == "again" and len(kept.runs()[0].checkpoints) == 1
+
+
+def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(checkpoints.time, "time", lambda: now)
+    assert save(kept, ttl=60.0).expires == 1060.0
+    now = 1059.0
+    kept.expire(PATH, ttl=10.0)
+    assert kept.get(PATH).expires == 1069.0
+    state = kept.state_of(PATH)
+    now = 1069.0
+    assert kept.runs()[0].checkpoints == () and not state.exists()
+    save(kept, ttl=5.0)
+    kept.expire(PATH, ttl=None)
+    now = 1e9
+    assert text_at(kept) == "weights"
+
+
+def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
+    save(kept)
+    state = kept.state_of(PATH)
+    kept.delete(PATH)
+    assert not state.exists() and kept.runs()[0].checkpoints == ()
+    for call in (kept.get, kept.state_of, kept.run_of, kept.delete):
+        with pytest.raises(Refused, match="was deleted") as refused:
+            call(PATH)
+        assert refused.value.status == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://a:train:0/weights/../../run.json",
+        "tinker://../weights/x",
+        "tinker://a/weights/.hidden",
+        "tinker://a/other/x",
+        "a/weights/x",
+        "tinker://a/weights/x\n",
+    ],
+)
+def test_paths_lead_nowhere_else(path: str, kept: Checkpoints) -> None:
+    with pytest.raises(Refused, match="is no path of a checkpoint"):
+        kept.get(path)
+
+
+def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: Path) -> None:
+    save(kept)
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    (tmp_path / "checkpoints" / "a:train:0" / "weights" / "with a space").mkdir()
+    (run,) = kept.runs()
+    assert [saved.path for saved in run.checkpoints] == [PATH]
+
+
+def test_runs_are_in_the_order_of_their_use(kept: Checkpoints, tmp_path: Path) -> None:
+    kept.begin("b:train:0", MADE, {})
+    for run, seconds in (("a:train:0", 100.0), ("b:train:0", 50.0)):
+        os.utime(tmp_path / "checkpoints" / run / "run.json", (seconds, seconds))
+    assert [(run.id, run.used) for run in kept.runs()] == [("b:train:0", 50.0), ("a:train:0", 100.0)]
+    save(kept, "tinker://b:train:0/weights/x")
+    assert kept.runs()[-1].id == "b:train:0"

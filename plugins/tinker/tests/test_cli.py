@@ -1,0 +1,89 @@
+"""`corerl serve`: configs that are wrong, keys, addresses, and what is printed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from corerl.errors import ConfigError
+from corerl_tinker.cli import KEY_VARIABLE, key_of, listener, read_config, url_of
+from corerl_tinker.options import ServeOptions
+
+TOML = """
+[backend]
+name = "plain"
+
+[model]
+path = "somewhere/Qwen3-8B"
+
+[serve]
+aliases = ["Qwen/Qwen3-8B"]
+port = 0
+"""
+KEY = "tml-0123456789abcdef"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "server.toml"
+    path.write_text(TOML)
+    return str(path)
+
+
+def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
+    config, options = read_config(
+        file, ["serve.port=7", "model.tower=trained", 'serve.hosts=["a"]', "serve.key=" + KEY]
+    )
+    assert (config.model.path, config.model.tower) == ("somewhere/Qwen3-8B", "trained")
+    assert options == ServeOptions(name="somewhere/Qwen3-8B", aliases=("Qwen/Qwen3-8B",), port=7, hosts=("a",), key=KEY)
+    assert KEY not in repr(options)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "line"),
+    [
+        (TOML, ["serve.prot=7"], "serve.prot: unknown key; did you mean 'port'?"),
+        (TOML, ["serve.port=many"], "serve.port: expected integer, got string 'many'"),
+        (TOML, ["serve.address=localhost"], "serve.address: must be an IP address, such as 127.0.0.1 or 0.0.0.0"),
+        (TOML, ["serve.key=secret"], "serve.key: must begin with 'tml-', as clients demand"),
+        (TOML, ["model.pth=a"], "model.pth: unknown key; did you mean"),
+        ("serve = 3", [], "serve: expected a table, got 3"),
+        ("[serve", [], "is not valid TOML"),
+        ("[backend]\nname = 'plain'", [], "serve.name is empty, and there is no model.path"),
+    ],
+)
+def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, overrides: list[str], line: str) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as wrong:
+        key_of(read_config(str(path), overrides)[1])
+    assert line in wrong.value.message and "\n" not in wrong.value.message and "secret" not in wrong.value.message
+
+
+def test_other_machines_need_a_key_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, everywhere = ServeOptions(), ServeOptions(address="0.0.0.0")
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert key_of(here).startswith("tml-") and len(key_of(here)) > 30 and key_of(here) != key_of(here)
+    with pytest.raises(ConfigError, match="serve.address=0.0.0.0 may be reached by other machines; set serve.key or"):
+        key_of(everywhere)
+    assert key_of(evolve(everywhere, key=KEY)) == KEY
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    assert key_of(everywhere) == key_of(here) == KEY
+    monkeypatch.setenv(KEY_VARIABLE, "tml-short")
+    with pytest.raises(ConfigError, match="TINKER_API_KEY: must begin with 'tml-'"):
+        key_of(here)
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::1", "[::1]"), ("::", "[::1]")]
+)
+def test_the_url_leads_to_the_server(address: str, host: str) -> None:
+    with listener(ServeOptions(address=address, port=0)) as listening:
+        port = listening.getsockname()[1]
+        assert url_of(listening) == f"http://{host}:{port}"
+        socket.create_connection((host.strip("[]"), port)).close()
+        with pytest.raises(ConfigError, match=f"serve.port={port}: Address already in use; choose another port"):
+            listener(ServeOptions(address=address, port=port))

@@ -1,0 +1,93 @@
+"""Promises: long polls, memory, and what is forgotten when."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from corerl_tinker import service
+from corerl_tinker.futures import KEPT_SECONDS, LEAST_BYTES, Answer, Futures
+from corerl_tinker.requests import Refused
+from plugins.tinker.tests.clients import Bench, on_bench
+
+
+@on_bench()
+async def test_what_is_not_done_is_asked_for_again(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    bench.policy.hold.clear()
+    await client.run(model, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "POLL_SECONDS", 0.01)
+        assert (await client.get(f"{model}:1")).status_code == 408
+    bench.policy.hold.set()
+    found = await client.get(f"{model}:1")
+    assert (found.status_code, found.headers["content-type"]) == (200, "application/x-protobuf")
+
+
+@on_bench()
+async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model, sampler = await client.model(session), await client.sampler(session)
+    for number in (1, 2):
+        await client.step(model, number)
+    await client.sample(sampler, 0)
+    assert [(await client.get(name)).status_code for name in (f"{model}:1", f"{sampler}:0")] == [200, 200]
+    for _ in range(3):
+        bench.service.sweep()
+        assert (await client.get(f"{model}:1")).status_code == 200  # which does not prolong its life
+        bench.now += KEPT_SECONDS / 3
+    bench.service.sweep()
+    assert [(await client.get(name)).status_code for name in (f"{model}:1", f"{sampler}:0")] == [410, 410]
+    assert (await client.get(f"{model}:2")).status_code == 200
+    assert (await client.step(model, 1)).status_code == 410  # what is forgotten is not executed again
+    for name in (f"{model}:3", f"{model}:x", "session-0:train:0:1", "nobody"):
+        found = await client.get(name)
+        assert (
+            found.status_code == 404 and "its session has ended, or it was made of an earlier" in found.json()["error"]
+        )
+    assert bench.policy.calls.count("step") == 2
+
+
+@on_bench()
+async def test_two_thousand_futures_wait_in_bounded_memory(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    sampler = await client.sampler(session)
+    gate = asyncio.Event()
+    bench.policy.drawing = lambda wanted: gate.wait()
+    before = bench.service.futures.bytes
+    names = [(await client.sample(sampler, number)).json()["request_id"] for number in range(2000)]
+    assert bench.service.futures.bytes == before + 2000 * LEAST_BYTES
+    waiting = [asyncio.create_task(client.get(name)) for name in names]
+    await asyncio.sleep(0)
+    gate.set()
+    assert {(await each).status_code for each in waiting} == {200}
+    bench.now += KEPT_SECONDS
+    await client.post("session_heartbeat", {"session_id": session})
+    bench.service.sweep()
+    assert (len(bench.service.futures), bench.service.futures.bytes) == (0, 0)
+
+
+def test_more_than_fits_waits_in_the_client() -> None:
+    now = [0.0]
+    futures = Futures(most_bytes=10_000, clock=lambda: now[0])
+
+    async def play() -> None:
+        first = futures.open("first", owner="s", size=6000)
+        with pytest.raises(Refused, match="1 requests and results hold 0 MiB of serve.memory_mib") as refused:
+            futures.open("second", owner="s", size=6000)
+        assert refused.value.status == 429  # which the SDK repeats
+        futures.open("next in line", owner="s", size=6000, urgent=True)
+        futures.settle(first, Answer(body=bytes(3000)))
+        assert futures.bytes == 9000
+        futures.settle(first, Answer(body=bytes(9)))  # too late
+        assert await futures.wait(first, 1.0) == Answer(body=bytes(3000))
+        futures.open("third", owner="t", size=4000)  # in place of what was fetched
+        assert futures.bytes == 10_000 and futures.get("first") is None
+        futures.give_up("s", Answer(body=b"gone", error="gone"))
+        assert (len(futures), futures.bytes) == (1, 4000)
+
+    asyncio.run(play())

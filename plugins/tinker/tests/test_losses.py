@@ -1,0 +1,136 @@
+"""What clients send for a loss, as rows; what is wrong with it, as a sentence. Gradients are in test_training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl.algorithms import LossInputs
+from corerl_tinker.losses import LOSSES, rows_of
+from corerl_tinker.requests import Datum, Pass, Refused
+from plugins.tinker.tests.served import datum
+
+POLICY: Mapping[str, Sequence[float]] = {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.5, -1.0]}
+ROW = datum([5, 6, 7, 8], **POLICY)
+
+
+def rows(loss: str, *datums: Datum, **config: float | str) -> Any:
+    return rows_of(Pass(loss=loss, datums=datums, config=config), vocabulary=32, longest=16)
+
+
+def test_targets_are_the_next_tokens_of_a_row() -> None:
+    found = rows("importance_sampling", ROW, datum([1, 2], logprobs=[-1.0], advantages=[2.0]))
+    assert found.samples.tokens.tolist() == [5, 6, 7, 8, 1, 2] and found.samples.offsets.tolist() == [0, 4, 6]
+    columns = {name: column.tolist() for name, column in found.samples.columns.items()}
+    assert columns == {
+        "loss_mask": [False, False, True, True, False, True],
+        "old_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0, -1.0],
+        "advantages": [0.0, 0.0, 1.5, -1.0, 0.0, 2.0],
+    }
+    outputs = found.outputs(np.arange(6, dtype=np.float32))
+    assert [row.tolist() for row in outputs] == [[1.0, 2.0, 3.0], [5.0]]
+
+
+def test_targets_that_do_not_count_may_be_anything() -> None:
+    """As recipes write 0 at prompts; their log-probs are not known."""
+    inputs = {**ROW.inputs, "target_tokens": np.array([0, 7, 8])}
+    found = rows("importance_sampling", evolve(ROW, inputs=inputs))
+    (row,) = found.outputs(np.arange(4, dtype=np.float32))
+    assert np.isnan(row[0]) and row[1:].tolist() == [2.0, 3.0]
+    last = {**ROW.inputs, "target_tokens": np.array([6, 7, -100]), "advantages": np.array([1.0, 0.0, 0.0])}
+    found = rows("importance_sampling", evolve(ROW, inputs=last))
+    assert found.samples.tokens.tolist() == [5, 6, 7, 7] and found.known.tolist() == [False, True, True, False]
+
+
+def test_each_token_may_have_bounds_of_its_own() -> None:
+    bounds = {"clip_low_threshold": [0.5, 0.9, 0.9], "clip_high_threshold": [1.0, 1.0, 3.0]}
+    found = rows("ppo", datum([5, 6, 7, 8], **POLICY, **bounds), clip_high_threshold=1.1)
+    assert found.samples.columns["clip_high_threshold"].tolist() == [0.0, 0.0, 1.0, 3.0]
+    given = np.array([0.0, 0.0, 0.0, 0.0], np.float32)  # ratios e and e^2
+    assert found.value(given) == pytest.approx(-(1.0 * 1.5) + np.exp(2.0) * 1.0)
+    found = rows("ppo", ROW, clip_high_threshold=1.1)
+    assert found.value(given) == pytest.approx(-(1.1 * 1.5) + np.exp(2.0) * 1.0, rel=1e-5)
+
+
+def test_thresholds_are_those_of_the_api_unless_given() -> None:
+    wanted = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.9997, 1.0004)}
+    given = datum([5, 6, 7, 8], **POLICY, sequence_ratio_mask=[0.0, 1.0, 1.0])
+    for loss, (low, high) in wanted.items():
+        each = given if loss == "gspo" else ROW
+        columns = rows(loss, each).samples.columns
+        assert (columns["clip_low_threshold"][3], columns["clip_high_threshold"][3]) == pytest.approx((low, high))
+
+
+def test_a_token_far_from_its_old_policy_keeps_the_sum_finite() -> None:
+    found = rows("importance_sampling", datum([5, 6], logprobs=[-200.0], advantages=[-1.0]))
+    logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
+    columns = {name: torch.tensor(column) for name, column in found.samples.columns.items()}
+    inputs = LossInputs(logprobs=logprobs, columns={**columns, "weights": columns["loss_mask"].float()})
+    loss = LOSSES["importance_sampling"].function(inputs).loss
+    loss.backward()
+    assert torch.isfinite(loss) and loss.item() == pytest.approx(np.exp(20.0))
+    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
+
+
+INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advantages": np.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs", "config", "sentence"),
+    [
+        ("custom", {}, {}, "loss_fn='custom' is not served: .*forward_backward_custom"),
+        ("stable_reinforce", {}, {}, "loss_fn='stable_reinforce' is not served: .*loss_fn=importance_sampling"),
+        ("reinforce", {}, {}, "unknown loss_fn='reinforce'; there are cross_entropy, .*, dro"),
+        ("ppo", {}, {"clip": 0.2}, "ppo has no 'clip'; its settings: clip_low_threshold, clip_high_threshold"),
+        ("importance_sampling", {}, {"beta": 0.1}, "has no 'beta'; its settings: none"),
+        ("dro", {}, {}, "dro needs 'beta', a finite number; got None"),
+        ("ppo", {}, {"clip_low_threshold": "low"}, "needs 'clip_low_threshold', a finite number; got 'low'"),
+        ("ppo", {}, {"clip_low_threshold": 2.0}, "datum 0: clip_low_threshold is above clip_high_threshold"),
+        ("cross_entropy", {}, {}, "has no 'weights', which cross_entropy needs; it has advantages, logprobs, target"),
+        ("ppo", {"mask": np.ones(3)}, {}, "has 'mask', which ppo does not take; it takes advantages, clip_high"),
+        ("ppo", {"weights": np.array([1, 1, 2])}, {}, "ppo has no weights other than 1; multiply the advantages"),
+        ("ppo", {"advantages": np.ones(2)}, {}, r"advantages has shape \[2\] for 3 tokens"),
+        ("ppo", {"target_tokens": np.ones((3, 2))}, {}, r"target_tokens has shape \[3, 2\] .*not several targets"),
+        ("ppo", {"advantages": np.array([1, np.nan, 1])}, {}, "advantages has values that are not finite"),
+        ("ppo", {"target_tokens": np.array([6, 9, 8])}, {}, "target 1 is 9 where token 2 of its input is 7"),
+        ("ppo", {"target_tokens": np.array([6, 7, 32])}, {}, "target 2 is 32 where ids are below 32"),
+        ("gspo", {"sequence_ratio_mask": np.zeros(3)}, {}, "sequence_ratio_mask is 0 everywhere"),
+    ],
+)
+def test_what_would_be_another_loss_is_refused(
+    loss: str, inputs: Mapping[str, Any], config: Mapping[str, Any], sentence: str
+) -> None:
+    with pytest.raises(Refused, match=sentence):
+        rows(loss, Datum(tokens=np.array([5, 6, 7]), inputs={**INPUTS, **inputs}), **config)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([], "datum 1: it has no tokens"),
+        ([32], "datum 1: token 32 is not in the vocabulary of 32 tokens"),
+        ([-1], "datum 1: token -1 is not in the vocabulary"),
+        ([1] * 16, "datum 1: 16 tokens and a last target are more than the context length 16"),
+    ],
+)
+def test_a_row_that_no_model_could_read_is_refused(tokens: list[int], sentence: str) -> None:
+    inputs = {"target_tokens": np.array(tokens[1:] + tokens[:1], np.int64), "weights": np.ones(len(tokens))}
+    good = datum([5, 6], weights=[1.0])
+    with pytest.raises(Refused, match=sentence):
+        rows("cross_entropy", good, Datum(tokens=np.array(tokens, np.int64), inputs=inputs))
+    with pytest.raises(Refused, match="the pass has no data"):
+        rows("cross_entropy")
+
+
+def test_weights_of_one_change_nothing() -> None:
+    """Some clients mark what is sampled besides giving it advantages."""
+    marked = evolve(ROW, inputs={**ROW.inputs, "weights": np.array([0.0, 1.0, 1.0])})
+    plain, found = rows("ppo", ROW).samples.columns, rows("ppo", marked).samples.columns
+    assert {name: column.tolist() for name, column in found.items()} == {
+        name: column.tolist() for name, column in plain.items()
+    }

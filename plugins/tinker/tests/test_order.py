@@ -1,0 +1,138 @@
+"""Requests in whatever order they arrive, retried, missing, refused, and after a fatal error."""
+
+from __future__ import annotations
+
+import asyncio
+
+from corerl.errors import WorkerDied
+from corerl_tinker.order import GAP_SECONDS
+from plugins.tinker.tests.clients import Bench, on_bench
+
+PASSES = ["create", "pass 1", "pass 2", "pass 3", "step"]
+
+
+@on_bench()
+async def test_the_first_chunk_may_come_last(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    for number in (4, 2, 3):
+        await (client.step(model, 4) if number == 4 else client.run(model, number, first=number))
+    assert bench.policy.calls == ["create"]
+    names = [(await client.run(model, 1, first=1)).json()["request_id"], f"{model}:4"]
+    assert [(await client.get(name)).status_code for name in names] == [200, 200]
+    assert bench.policy.calls == PASSES and bench.policy.w == 6 * 1e-4  # three passes of two tokens, at the default lr
+
+
+@on_bench()
+async def test_a_repeated_request_is_the_same_promise(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model = await client.model(session)
+    assert (await client.create(session)).json()["request_id"] == f"{model}:0"
+    bench.policy.hold.clear()
+    names = {(await client.run(model, 1)).json()["request_id"] for _ in range(3)}
+    bench.policy.hold.set()
+    (name,) = names
+    answers = {(await client.get(name)).content for _ in range(2)}
+    assert len(answers) == 1 and (await client.run(model, 1)).json()["request_id"] == name
+    assert (await client.get((await client.step(model, 2)).json()["request_id"])).json() == {
+        "metrics": {"grad_norm": 2.0}
+    }
+    assert bench.policy.calls == ["create", "pass 1", "step"]
+
+
+@on_bench()
+async def test_a_gap_that_nobody_fills_ends(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    bench.now += 2 * GAP_SECONDS  # while nothing waits
+    await client.step(model, 3)
+    bench.service.sweep()
+    assert not bench.service.futures.get(f"{model}:3").settled.is_set()  # type: ignore[union-attr]
+    for _ in range(2):  # the session has heartbeats meanwhile
+        bench.now += GAP_SECONDS / 2
+        await client.post("get_info", {"model_id": model})
+        bench.service.sweep()
+    answer = (await client.get(f"{model}:3")).json()
+    assert (
+        answer["error"].startswith("request 1 of this model has not arrived in 600 s") and answer["category"] == "user"
+    )
+    answer = (await client.get((await client.step(model, 4)).json()["request_id"])).json()
+    assert answer["error"].startswith("the step was not taken, and its gradients are dropped; request 1 of this model")
+    assert (await client.get((await client.step(model, 5)).json()["request_id"])).json()["metrics"] == {
+        "grad_norm": 0.0
+    }
+
+
+@on_bench()
+async def test_a_step_without_all_of_its_passes_is_not_taken(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    await client.run(model, 1)
+    await client.run(model, 2, loss="unheard")
+    await client.run(model, 3)
+    await client.step(model, 4)
+    assert (await client.get(f"{model}:2")).json() == {
+        "error": "the loss 'unheard' is not served; use cross_entropy",
+        "category": "user",
+    }
+    assert (await client.get(f"{model}:4")).json()["error"] == (
+        "the step was not taken, and its gradients are dropped; request 2 of this model, a pass of this step, was "
+        "refused: the loss 'unheard' is not served; use cross_entropy"
+    )
+    await client.run(model, 5)
+    await client.step(model, 6)
+    assert (await client.get(f"{model}:6")).json()["metrics"] == {"grad_norm": 2.0}
+    assert bench.policy.calls[-3:] == ["discard", "pass 1", "step"]
+
+
+@on_bench()
+async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    await client.step(model, 1, adam_params={"learning_rate": "fast"})
+    other = {"model_id": model, "seq_id": 2, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}
+    await client.post("optim_step", other)
+    await client.post("save_weights", {"model_id": model, "seq_id": 3, "path": "../../etc"})
+    await client.step(model, 4)
+    errors = [(await client.get(f"{model}:{number}")).json().get("error", "") for number in (1, 2, 3, 4)]
+    assert errors[0].startswith("adam_params.") and errors[0].endswith("got 'fast'")
+    assert errors[1] == "the optimizer 'dimuon' is not served; use AdamParams"
+    assert errors[2].startswith("the name of a checkpoint is '../../etc', wanted") and errors[3] == ""
+
+
+@on_bench()
+async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model = await client.model(session)
+    sampler = await client.sampler(session)
+    never = asyncio.Event()
+    bench.policy.drawing = lambda wanted: never.wait()
+    bench.policy.hold.clear()
+    bench.policy.dies = WorkerDied("rank 1 (pid 7) was killed by SIGKILL in forward_backward")
+    names = [(await client.run(model, 1)).json()["request_id"]]
+    waiting = asyncio.create_task(client.get(names[0]))
+    names += [(await client.step(model, number)).json()["request_id"] for number in (2, 9)]  # and one behind a gap
+    names.append((await client.sample(sampler, 0)).json()["request_id"])
+    bench.policy.hold.set()
+    await waiting
+    names.append((await client.step(model, 3)).json()["request_id"])
+    names.append((await client.sample(sampler, 1)).json()["request_id"])
+    names.append((await client.create(session, 1)).json()["request_id"])
+    for name in names:
+        answer = (await client.get(name)).json()
+        assert answer["category"] == "server", name
+        assert answer["error"] == (
+            "the model is lost: rank 1 (pid 7) was killed by SIGKILL in forward_backward; restart `corerl serve`, and "
+            "resume from the last saved state"
+        )
+    assert bench.notices == [answer["error"]]
+    fields = {"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}
+    assert (await client.post("create_session", fields)).json()["error_message"] == answer["error"]
+    assert (
+        await client.post(
+            "create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1, "base_model": "other/name"}
+        )
+    ).json()["error"] == answer["error"]
+    assert bench.policy.calls == ["create", "sampler", "pass 1"]

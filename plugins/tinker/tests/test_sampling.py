@@ -1,0 +1,268 @@
+"""Samplers of a tiny model: each answers with the weights that it was made of, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl_tinker.requests import Draw, Refused
+from plugins.tinker.tests.served import MODEL, ROWS, Served, at_once, serving, train
+
+NOTHING: Mapping[str, str] = {}
+PROMPT = [1, 7, 8, 9, 4]
+
+
+@pytest.fixture(scope="module")
+def serving_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("sampled"), snapshots=2) as found:
+        yield found
+
+
+@pytest.fixture
+def served(serving_one: Served) -> Served:
+    """With a new model."""
+    serving_one.new_model("a:train:0")
+    return serving_one
+
+
+def publish(served: Served, *, inflight: bool = False) -> str:
+    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)[0]
+
+
+def asked(sampler: str, **more: Any) -> Draw:
+    return Draw(**{"sampler": sampler, "prompt": np.array(PROMPT), "max_tokens": 6, "stop_tokens": (), **more})
+
+
+def test_sampled_tokens_have_the_logprobs_of_the_weights(served: Served) -> None:
+    for _ in range(2):
+        sampler = publish(served)
+        drawn = served.draw(asked(sampler, samples=3))
+        assert [len(row) for row in drawn.tokens] == [6, 6, 6] and drawn.stopped == (False, False, False)
+        for tokens, logprobs in zip(drawn.tokens, drawn.logprobs, strict=True):
+            scored = served.logprobs(sampler, [*PROMPT, *tokens])
+            np.testing.assert_allclose(logprobs, scored[len(PROMPT) :], atol=1e-5)
+        train(served.policy, 2)
+
+
+def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served) -> None:
+    frozen = publish(served)
+    before = served.logprobs(frozen, PROMPT)
+    assert np.isnan(before[0]) and np.isfinite(before[1:]).all()
+    for _ in range(5):
+        train(served.policy, 2)
+        newest = publish(served)
+        assert served.logprobs(frozen, PROMPT).tobytes() == before.tobytes()
+        assert np.abs(served.logprobs(newest, PROMPT) - before)[1:].max() > 0.01
+
+
+def test_a_sampler_of_earlier_weights_is_refused_by_name(served: Served) -> None:
+    old = publish(served)
+    first = served.draw(asked(old, seed=3))
+    train(served.policy, 1)
+    assert served.draw(asked(old, seed=3)).tokens[0].tolist() == first.tokens[0].tolist()  # engines still hold them
+    new = publish(served)
+    with pytest.raises(Refused, match=r"weights are version \d+, engines hold those of version \d+, and ranks version"):
+        served.draw(asked(old, seed=3))
+    assert served.draw(asked(new, seed=3)).logprobs[0].tolist() != first.logprobs[0].tolist()
+    scored = served.draw(asked(old, max_tokens=1, prompt_logprobs=True))
+    assert [len(row) for row in scored.tokens] == [0] and scored.prompt_logprobs is not None
+    with pytest.raises(Refused, match="cannot be sampled from any more"):
+        served.draw(asked(old, max_tokens=2, prompt_logprobs=True))
+
+
+def test_the_copy_that_was_not_used_for_longest_goes(served: Served) -> None:
+    train(served.policy, 1)  # those at the start are not counted
+    first, second = (_published_and_trained(served) for _ in range(2))
+    expected = served.logprobs(first, PROMPT)
+    third = _published_and_trained(served)
+    assert served.logprobs(first, PROMPT).tobytes() == expected.tobytes()
+    assert np.isfinite(served.logprobs(third, PROMPT)[1:]).all()
+    with pytest.raises(Refused, match=r"are gone: .*copies of 2 are kept \(serve.snapshots\)"):
+        served.logprobs(second, PROMPT)
+
+
+def _published_and_trained(served: Served) -> str:
+    sampler = publish(served)
+    train(served.policy, 1)
+    return sampler
+
+
+def test_an_inflight_sampler_follows_the_newest_weights(served: Served) -> None:
+    inflight = publish(served, inflight=True)
+    before = served.draw(asked(inflight, seed=1))
+    train(served.policy, 2)
+    assert served.draw(asked(inflight, seed=1)).logprobs[0].tolist() == before.logprobs[0].tolist()
+    newest = publish(served)
+    found, expected = (served.draw(asked(each, seed=1)) for each in (inflight, newest))
+    assert found.tokens[0].tolist() == expected.tokens[0].tolist()
+    assert found.logprobs[0].tolist() != before.logprobs[0].tolist()
+
+
+def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
+    base = served.policy.sampler(None, MODEL)
+    before = served.logprobs(base, PROMPT)
+    sampled = served.draw(asked(base, seed=2))
+    train(served.policy, 3)
+    assert served.logprobs(base, PROMPT).tobytes() == before.tobytes()
+    later = served.policy.sampler(None, MODEL)
+    assert served.logprobs(later, PROMPT).tobytes() == before.tobytes()
+    publish(served)
+    with pytest.raises(Refused, match="tiny cannot be sampled from any more"):
+        served.draw(asked(later))
+    served.policy.release()
+    again = served.policy.sampler(None, MODEL)
+    assert served.draw(asked(again, seed=2)).tokens[0].tolist() == sampled.tokens[0].tolist()
+    with pytest.raises(Refused, match="base_model='other' is not served here"):
+        served.policy.sampler(None, "other")
+
+
+def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
+    policy = served.policy
+    train(policy, 2)
+    _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata=NOTHING)
+    assert saved is not None and saved.path == "tinker://a:train:0/sampler_weights/two"
+    of_file = policy.sampler(saved.path, None)
+    drawn = served.draw(asked(of_file, seed=4))
+    scored = served.logprobs(of_file, PROMPT)
+    for _ in range(3):  # its copy goes
+        train(policy, 1)
+        publish(served)
+    with pytest.raises(Refused, match="are not in memory, and the ranks are training a:train:0"):
+        policy.sampler(saved.path, None)
+    policy.release()
+    later = policy.sampler(saved.path, None)
+    assert served.logprobs(later, PROMPT).tobytes() == scored.tobytes()
+    again = served.draw(asked(later, seed=4))
+    assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
+    assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist()
+    policy.delete(saved.path)
+    with pytest.raises(Refused, match="was deleted") as refused:
+        policy.sampler(saved.path, None)
+    assert refused.value.status == 404
+
+
+def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
+    sampler = publish(served)
+
+    def tokens(**more: Any) -> list[list[int]]:
+        return [row.tolist() for row in served.draw(asked(sampler, samples=2, **more)).tokens]
+
+    seeded = tokens(seed=7)
+    assert seeded == tokens(seed=7, key=5) != tokens(seed=8) and seeded[0] != seeded[1]
+    assert tokens(key=1) == tokens(key=1) != tokens(key=2)
+    first, second = tokens(temperature=0.0)
+    assert first == second
+
+
+def test_samples_end_at_tokens_and_texts(served: Served) -> None:
+    sampler = publish(served)
+    whole = served.draw(asked(sampler, seed=7)).tokens[0].tolist()
+    at_token = served.draw(asked(sampler, seed=7, stop_tokens=(whole[2],)))
+    assert at_token.tokens[0].tolist() == whole[:3] and at_token.stopped == (True,)
+    text = served.policy._tokenizer.decode(whole[1:3])
+    at_text = served.draw(asked(sampler, seed=7, stop_texts=(text,), stop_tokens=None))
+    assert at_text.tokens[0].tolist() == whole[:3] and at_text.stopped == (True,)
+    with pytest.raises(Refused, match="stop: '' is an empty text"):
+        served.draw(asked(sampler, stop_texts=("",)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"sampler": "of an earlier server"}, "there is no sampler of an earlier server"),
+        ({"prompt": np.array([], np.int64)}, "the prompt needs at least one token"),
+        ({"prompt": np.array([1, 32])}, "all below 32"),
+        ({"prompt": np.full(60, 1)}, "a prompt of 60 tokens and 6 more do not fit in the context length 64"),
+        ({"prompt": np.full(64, 1), "max_tokens": None}, "do not fit"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(wrong: Mapping[str, Any], sentence: str, served: Served) -> None:
+    with pytest.raises(Refused, match=sentence):
+        served.draw(evolve(asked(publish(served)), **wrong))
+
+
+def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = publish(served)
+    one_by_one = [served.logprobs(sampler, row) for row in ROWS]
+    passes, forward = [], served.engines.group.forward
+
+    def counted(samples: Any, *args: Any, **named: Any) -> Any:
+        passes.append(len(samples))
+        return forward(samples, *args, **named)
+
+    monkeypatch.setattr(served.engines.group, "forward", counted)
+    ready = asyncio.Event()
+
+    async def later(work: Any) -> Any:
+        await ready.wait()
+        return work()
+
+    async def all_of_them() -> list[Any]:
+        wanted = [asked(sampler, prompt=np.array(row), max_tokens=1, prompt_logprobs=True) for row in ROWS]
+        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
+        await asyncio.sleep(0)
+        ready.set()
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(all_of_them())
+    assert passes == [3]
+    for each, expected in zip(found, one_by_one, strict=True):
+        np.testing.assert_allclose(each.prompt_logprobs, expected, atol=1e-6)
+
+
+def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is asked for meanwhile is answered from its own weights, or refused."""
+    old = publish(served)
+    expected = served.draw(asked(old, seed=5))
+    train(served.policy, 1)
+    held: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    begin = served.engines.begin
+    monkeypatch.setattr(type(served.engines), "begin", lambda self, request: held)
+    pushing = threading.Thread(target=publish, args=(served,))
+
+    async def sampling() -> None:
+        first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
+        await asyncio.sleep(0)
+        pushing.start()
+        await asyncio.sleep(0.2)
+        assert pushing.is_alive() and not first.done()  # the push waits for it
+        monkeypatch.undo()
+        request = asked(old, seed=5)
+        result = await asyncio.wrap_future(begin(_as_engines_get(served, request)))
+        held.set_result(result)
+        drawn = await first
+        assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
+        await asyncio.to_thread(pushing.join, 60.0)
+        with pytest.raises(Refused, match="cannot be sampled from any more"):
+            await served.policy.draw(request, at_once)
+
+    asyncio.run(sampling())
+
+
+def _as_engines_get(served: Served, wanted: Draw) -> Any:
+    from corerl_tinker.sampling import _request
+
+    samplers = served.policy._samplers
+    return _request(wanted, served.policy._params(wanted), samplers._samplers[wanted.sampler])
+
+
+def test_samples_of_other_weights_than_asked_for_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should engines answer with them after all."""
+    sampler, begin = publish(served), type(served.engines).begin
+
+    def of_the_next_version(self: Any, request: Any) -> Any:
+        work = begin(self, request).result()
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        answer.set_result(evolve(work, versions=work.versions + 1))
+        return answer
+
+    monkeypatch.setattr(type(served.engines), "begin", of_the_next_version)
+    with pytest.raises(Refused, match="went while this was sampled"):
+        served.draw(asked(sampler))

@@ -1,0 +1,89 @@
+"""Sessions: one trains at a time, silent ones end, and what was theirs is given up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from plugins.tinker.tests.clients import Bench, on_bench
+
+
+@on_bench(idle_minutes=1.0)
+async def test_one_session_trains_at_a_time(bench: Bench) -> None:
+    client = bench.client
+    first, second = await client.begin(), await client.begin()
+    model = await client.model(first)
+    bench.now += 7
+    refused = await client.create(second)
+    assert refused.status_code == 400 and refused.json() == {
+        "error": f"session {first} trains {model!r}, and this server trains one model at a time; its last request "
+        "was 7 s ago; it ends when its client closes, or 60 s later",
+        "category": "user",
+    }
+    assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
+    assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
+    await client.model(second)
+    assert bench.policy.calls == ["create", "release", "create"]
+
+
+@on_bench(idle_minutes=1.0)
+async def test_a_client_that_vanishes_costs_nothing(bench: Bench) -> None:
+    client = bench.client
+    gone, there = await client.begin(), await client.begin()
+    model, sampler = await client.model(gone), await client.sampler(gone)
+    never = asyncio.Event()
+    bench.policy.drawing = lambda wanted: never.wait()
+    await client.sample(sampler, 0)
+    for number in (1, 2, 5):
+        await client.run(model, number)
+    waiting = [asyncio.create_task(client.get(name)) for name in (f"{model}:5", f"{sampler}:0")]
+    await client.get(f"{model}:2")
+    bench.now += 40
+    await client.post("session_heartbeat", {"session_id": there})
+    bench.now += 40
+    bench.service.sweep()
+    assert bench.notices == [f"session {gone} has ended: no heartbeat for 1 minutes"]
+    sentence = {"error": f"session {gone} has ended", "category": "user"}
+    assert [(await each).json() for each in waiting] == [sentence] * 2
+    await asyncio.sleep(0)
+    assert (len(bench.service.futures), bench.service.futures.bytes) == (0, 0)
+    statuses = [
+        (await client.post("session_heartbeat", {"session_id": gone})).status_code,
+        (await client.step(model, 6)).status_code,
+        (await client.sample(sampler, 1)).status_code,
+        (await client.get(f"{model}:1")).status_code,
+        (await client.create(gone, 1)).status_code,
+    ]
+    assert statuses == [410, 410, 404, 404, 410]
+    await client.model(there)
+    assert bench.policy.calls == ["create", "sampler", "pass 1", "pass 1", "release", "create"]
+
+
+@on_bench()
+async def test_a_second_model_of_a_session_replaces_the_first(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    first = await client.model(session)
+    await client.step(first, 2)  # waits for 1
+    second = await client.model(session, 1)
+    given_up = f"model {first!r} is given up: its session has created {second!r}"
+    assert (await client.get(f"{first}:2")).json() == {"error": given_up, "category": "user"}
+    late = await client.step(first, 1)
+    assert late.status_code == 404
+    assert late.json()["error"] == f"model {first!r} is not trained here any more; this server trains {second!r}"
+    assert bench.policy.calls == ["create", "release", "create"]
+
+
+@on_bench()
+async def test_work_of_a_session_that_ended_is_not_begun(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model = await client.model(session)
+    bench.policy.hold.clear()
+    bench.policy.started.clear()
+    for number in range(1, 5):
+        await client.run(model, number, first=number)
+    await asyncio.to_thread(bench.policy.started.wait)
+    await client.post(f"sessions/{session}/finish", {})
+    bench.policy.hold.set()
+    await client.model(await client.begin())
+    assert bench.policy.calls == ["create", "pass 1", "release", "create"]

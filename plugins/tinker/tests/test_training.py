@@ -1,0 +1,287 @@
+"""What clients ask of the trained model, on a tiny one, against plain torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import evolve
+
+from corerl_tinker.requests import Datum, ModelWanted, Pass, Policy, Refused
+from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, datum, serving, supervised, train, weights_of
+
+NOTHING: Mapping[str, str] = {}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served")) as found:
+        yield found
+
+
+@pytest.fixture
+def policy(served: Served) -> Policy:
+    """With a new model."""
+    served.new_model("a:train:0")
+    return served.policy
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _ratio(logprobs: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    return torch.exp(logprobs - inputs["logprobs"])
+
+
+def _clipped(ratio: torch.Tensor, inputs: Tensors, low: Any, high: Any) -> torch.Tensor:
+    bounded = torch.clamp(ratio, low, high)
+    return -torch.min(ratio * inputs["advantages"], bounded * inputs["advantages"]).sum()
+
+
+def _gspo(logprobs: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    inside = inputs["sequence_ratio_mask"] != 0
+    mean = (logprobs.detach() - inputs["logprobs"])[inside].mean()
+    return _clipped(torch.exp(mean + logprobs - logprobs.detach()), inputs, 0.9, 1.05)
+
+
+def _cispo(logprobs: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    weight = torch.clamp(_ratio(logprobs, inputs), 0.0, 1.1).detach()
+    return -(weight * logprobs * inputs["advantages"]).sum()
+
+
+def _dro(logprobs: torch.Tensor, inputs: Tensors) -> torch.Tensor:
+    quadratic = (logprobs - inputs["logprobs"]) ** 2
+    return -(logprobs * inputs["advantages"] - 0.5 * 0.3 * quadratic).sum()
+
+
+# loss -> (its config, what it is for one row in the words of its documentation)
+WRITTEN_OUT: Mapping[str, tuple[Mapping[str, float], Callable[[torch.Tensor, Tensors], torch.Tensor]]] = {
+    "cross_entropy": ({}, lambda logprobs, inputs: -(logprobs * inputs["weights"]).sum()),
+    "importance_sampling": ({}, lambda logprobs, inputs: -(_ratio(logprobs, inputs) * inputs["advantages"]).sum()),
+    "ppo": ({}, lambda logprobs, inputs: _clipped(_ratio(logprobs, inputs), inputs, 0.8, 1.2)),
+    "cispo": ({"clip_high_threshold": 1.1}, _cispo),
+    "gspo": ({"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}, _gspo),
+    "dro": ({"beta": 0.3}, _dro),
+}
+PROMPT = 2  # targets of each row that are not sampled
+
+
+def pass_of(loss: str) -> Pass:
+    """Ratios on both sides of all bounds, and advantages of both signs; prompts without any."""
+    rng, datums = np.random.default_rng(3), []
+    for row in ROWS:
+        count = len(row) - 1
+        sampled = np.arange(count) >= min(PROMPT, count - 1)
+        inputs = {
+            "logprobs": np.where(sampled, -3.45 + 0.5 * rng.standard_normal(count), 0.0),
+            "advantages": np.where(sampled, rng.standard_normal(count), 0.0),
+        }
+        if loss == "cross_entropy":
+            inputs = {"weights": np.where(sampled, rng.standard_normal(count), 0.0)}
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = sampled
+        datums.append(datum(row, **inputs))
+    return Pass(loss=loss, datums=tuple(datums), config=WRITTEN_OUT[loss][0])
+
+
+def logprobs_of(network: torch.nn.Module, row: Datum) -> torch.Tensor:
+    """[n] by transformers' own forward."""
+    logits = network(input_ids=torch.tensor(row.tokens)[None]).logits[0].float()
+    targets = torch.tensor(row.inputs["target_tokens"])
+    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def in_torch(network: torch.nn.Module, wanted: Pass) -> tuple[float, list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The loss, the log-probs of each row, and the gradients by the parameters' names."""
+    network = copy.deepcopy(network)
+    network.zero_grad()
+    rows = [logprobs_of(network, row) for row in wanted.datums]
+    _, formula = WRITTEN_OUT[wanted.loss]
+    inputs = [{name: torch.tensor(column) for name, column in row.inputs.items()} for row in wanted.datums]
+    loss = torch.stack([formula(*each) for each in zip(rows, inputs, strict=True)]).sum()
+    loss.backward()
+    return float(loss.detach()), [row.detach() for row in rows], gradients_of(network)
+
+
+def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.grad.clone() for name, param in network.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize("loss", WRITTEN_OUT)
+def test_losses_gradients_and_logprobs_are_those_of_torch(loss: str, served: Served, policy: Policy) -> None:
+    wanted = pass_of(loss)
+    value, logprobs, gradients = in_torch(served.network, wanted)
+    without = policy.run(evolve(wanted, forward_only=True))
+    done = policy.run(wanted)
+    for found in (done, without):
+        assert found.metrics == {"loss:sum": pytest.approx(value, rel=1e-5)}
+        for row, expected in zip(found.outputs, logprobs, strict=True):
+            np.testing.assert_allclose(row["logprobs"], expected, atol=1e-5)
+    torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-4, atol=1e-5)
+    assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
+
+
+@pytest.mark.parametrize("loss", WRITTEN_OUT)
+def test_three_calls_add_the_gradients_of_one(loss: str, served: Served, policy: Policy) -> None:
+    wanted = pass_of(loss)
+    whole = policy.run(wanted)
+    together = gradients_of(served.network)
+    policy.discard()
+    parts = [policy.run(evolve(wanted, datums=(each,))) for each in wanted.datums]
+    torch.testing.assert_close(gradients_of(served.network), together, rtol=1e-5, atol=1e-6)
+    assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(whole.metrics["loss:sum"], abs=1e-5)
+
+
+def test_a_step_is_that_of_torchs_adam(served: Served, policy: Policy) -> None:
+    network = copy.deepcopy(served.network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = -torch.stack([logprobs_of(network, row).sum() for row in supervised(*ROWS).datums]).sum()
+        loss.backward()
+        optimizer.step()
+        policy.run(supervised(*ROWS))
+        metrics = policy.step(ADAM)
+        norm = math.sqrt(sum(float((each**2).sum()) for each in gradients_of(network).values()))
+        assert metrics == {"grad_norm": pytest.approx(norm, rel=1e-4), "applied": 1.0}
+    wanted = [logprobs_of(network, row).detach().numpy() for row in supervised(*ROWS).datums]
+    found = policy.run(evolve(supervised(*ROWS), forward_only=True))
+    for row, expected in zip(found.outputs, wanted, strict=True):
+        np.testing.assert_allclose(row["logprobs"], expected, atol=2e-3)
+
+
+def test_a_client_differentiates_a_loss_of_its_own(served: Served, policy: Policy) -> None:
+    """As the SDK does: log-probs without gradients, then their derivatives, negated, as weights."""
+    rows = supervised(*ROWS).datums
+
+    def difference(logprobs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return -torch.nn.functional.logsigmoid(logprobs[0].sum() - logprobs[1].sum()) + (logprobs[2] ** 2).mean()
+
+    nothing = tuple(evolve(row, inputs={**row.inputs, "weights": np.zeros(len(row.tokens))}) for row in rows)
+    forward = policy.run(Pass(loss="cross_entropy", datums=nothing, forward_only=True))
+    logprobs = [torch.tensor(row["logprobs"], requires_grad=True) for row in forward.outputs]
+    difference(logprobs).backward()
+    slopes = [-each.grad.numpy() for each in logprobs if each.grad is not None]
+    weighted = (evolve(row, inputs={**row.inputs, "weights": slope}) for row, slope in zip(rows, slopes, strict=True))
+    policy.run(Pass(loss="cross_entropy", datums=tuple(weighted)))
+
+    network = copy.deepcopy(served.network)
+    network.zero_grad()
+    difference([logprobs_of(network, row) for row in rows]).backward()
+    torch.testing.assert_close(gradients_of(served.network), gradients_of(network), rtol=1e-4, atol=1e-5)
+
+
+# ---- the model's states ----------------------------------------------------------------------------------------------
+
+
+WRONG: Mapping[str, tuple[Callable[[Policy], Any], str]] = {
+    "a step without gradients": (lambda policy: policy.step(ADAM), "no forward_backward has come since the last step"),
+    "another beta": (
+        lambda policy: (policy.run(supervised(*ROWS)), policy.step(evolve(ADAM, beta2=0.999))),
+        r"beta2=0.999, but the optimizer of this server has 0.95; .*train.optimizer.betas=\[0.9, 0.999\]",
+    ),
+    "another clip norm": (
+        lambda policy: (policy.run(supervised(*ROWS)), policy.step(evolve(ADAM, clip_norm=1.0))),
+        "grad_clip_norm=1.0, but .* has 0.0",
+    ),
+    "a learning rate that is none": (
+        lambda policy: (policy.run(supervised(*ROWS)), policy.step(evolve(ADAM, lr=math.nan))),
+        "learning_rate=nan",
+    ),
+    "a save between passes and step": (
+        lambda policy: (
+            policy.run(supervised(*ROWS)),
+            policy.save("x", ttl=None, overwrite=False, user_metadata=NOTHING),
+        ),
+        "save after optim_step",
+    ),
+    "a load between passes and step": (
+        lambda policy: (policy.run(supervised(*ROWS)), policy.load("tinker://a:train:0/weights/x", optimizer=True)),
+        "take optim_step first",
+    ),
+    "a checkpoint that is not there": (
+        lambda policy: policy.load("tinker://a:train:0/weights/never", optimizer=True),
+        "there is no checkpoint tinker://a:train:0/weights/never",
+    ),
+    "a token that no model has": (lambda policy: policy.run(supervised([1, 99, 2])), "token 99 is not in the vocab"),
+    "a row that is too long": (lambda policy: policy.run(supervised([1] * 80)), "more than the context length 64"),
+    "a loss that the server does not know": (
+        lambda policy: policy.run(evolve(supervised(*ROWS), loss="stable_reinforce")),
+        "loss_fn=importance_sampling",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_refused_calls_leave_the_model_as_it_is(wrong: str, served: Served, policy: Policy) -> None:
+    expected = train(policy, 3)
+    served.new_model("a:train:1")
+    losses = train(policy, 1)
+    call, sentence = WRONG[wrong]
+    with pytest.raises(Refused, match=sentence) as refused:
+        call(policy)
+    assert 400 <= refused.value.status < 500 and refused.value.status not in (408, 409, 429)
+    policy.discard()
+    assert losses + train(policy, 2) == expected
+
+
+def test_gradients_that_are_dropped_leave_nothing(served: Served, policy: Policy) -> None:
+    expected = train(policy, 3)
+    served.new_model("a:train:1")
+    losses = train(policy, 1)
+    before = weights_of(served)
+    policy.run(supervised([1, 2, 3, 4]))
+    policy.discard()
+    torch.testing.assert_close(weights_of(served), before, rtol=0, atol=0)
+    assert losses + train(policy, 2) == expected
+
+
+def test_another_model_begins_where_the_first_one_began(served: Served, policy: Policy) -> None:
+    first = train(policy, 2)
+    with pytest.raises(Refused, match="a:train:0 is trained here, and one model at a time"):
+        policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:0")
+    served.new_model("b:train:0")
+    assert train(policy, 2) == first
+
+
+def test_a_resumed_model_goes_on_as_if_nothing_had_happened(served: Served, policy: Policy) -> None:
+    expected = train(policy, 4)
+    served.new_model("c:train:0")
+    losses = train(policy, 2)
+    path = policy.save("two", ttl=None, overwrite=True, user_metadata={"note": "half"}).path
+    served.new_model("c:train:1")
+    policy.load(path, optimizer=True)
+    assert losses + train(policy, 2) == expected
+    (run,) = [run for run in policy.runs() if run.id == "c:train:0"]
+    assert [(saved.path, saved.user_metadata) for saved in run.checkpoints] == [(path, {"note": "half"})]
+
+
+def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(policy: Policy) -> None:
+    saved = policy.save("again", ttl=60.0, overwrite=False, user_metadata=NOTHING)
+    assert saved.expires == pytest.approx(saved.created + 60.0) and saved.bytes > 10_000
+    with pytest.raises(Refused, match="weights/again exists"):
+        policy.save("again", ttl=None, overwrite=False, user_metadata=NOTHING)
+    assert policy.save("again", ttl=None, overwrite=True, user_metadata=NOTHING).expires is None
+
+
+def test_weights_without_moments_are_refused_by_name(policy: Policy) -> None:
+    path = policy.save("moments", ttl=None, overwrite=True, user_metadata=NOTHING).path
+    with pytest.raises(Refused, match="create_training_client_from_state_with_optimizer"):
+        policy.load(path, optimizer=False)
+
+
+def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:
+    wanted = ModelWanted(base_model=MODEL, rank=32)
+    served.policy.release()
+    made = served.policy.create(wanted, model_id="e:train:0")
+    assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, None)
+    served.policy.release()
+    with pytest.raises(Refused, match="train_attn=False, but this server trains all weights"):
+        served.policy.create(evolve(wanted, train_attn=False), model_id="e:train:1")

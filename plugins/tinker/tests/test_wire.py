@@ -1,0 +1,173 @@
+"""Protobuf against the SDK's own encoders and decoders, and bodies that are cut, forged or bombs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from corerl_tinker import wire
+from corerl_tinker.requests import Drawn, PassDone, Refused
+
+FLOATS = st.floats(width=32, allow_nan=False)
+
+
+def request(data: list[types.Datum], **config: float | str) -> types.ForwardBackwardRequest:
+    given = types.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config=config or None)
+    return types.ForwardBackwardRequest(forward_backward_input=given, model_id="session-1:train:0", seq_id=3)
+
+
+def encoded(data: list[types.Datum], **config: float | str) -> pb.ForwardBackwardRequest:
+    return forward_backward_request_to_proto(request(data, **config))
+
+
+@st.composite
+def datums(draw: st.DrawFn) -> types.Datum:
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6))
+    cut = draw(st.integers(0, len(tokens)))
+    chunks = [types.EncodedTextChunk(tokens=part) for part in (tokens[:cut], tokens[cut:])]
+    n, k = len(tokens), draw(st.integers(1, 3))
+    inputs = {
+        "target_tokens": types.TensorData(data=tokens, dtype="int64"),
+        "weights": types.TensorData(data=draw(st.lists(FLOATS, min_size=n, max_size=n)), dtype="float32"),
+        "table": types.TensorData.from_torch_sparse(torch.eye(n, k) * draw(FLOATS)),
+    }
+    return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(datums(), min_size=1, max_size=4), st.dictionaries(st.text(max_size=4), FLOATS | st.text(max_size=4)))
+def test_a_pass_is_read_as_the_sdk_meant_it(data: list[types.Datum], config: dict[str, float | str]) -> None:
+    message = wire.parsed(encoded(data, **config).SerializeToString())
+    found = wire.read_pass(message, longest=6)
+    assert (message.model_id, message.seq_id, found.loss, dict(found.config)) == ("session-1:train:0", 3, "ppo", config)
+    for mine, theirs in zip(found.datums, data, strict=True):
+        assert mine.tokens.tolist() == theirs.model_input.to_ints()
+        for name, tensor in theirs.loss_fn_inputs.items():
+            np.testing.assert_array_equal(mine.inputs[name], tensor.to_numpy())
+            assert mine.inputs[name].dtype == tensor.to_numpy().dtype
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=5), st.randoms(use_true_random=False))
+def test_the_sdk_reads_what_a_pass_returned(shapes: list[tuple[int, int]], random: np.random.Generator) -> None:
+    """With trailing axes that differ from datum to datum."""
+    outputs = [
+        {
+            "logprobs": np.array([random.random() for _ in range(n)], np.float32),
+            "table": np.array([random.random() for _ in range(n * k)], np.float32).reshape(n, k),
+        }
+        for n, k in shapes
+    ]
+    answer = wire.pass_answer(PassDone(loss="ppo", outputs=tuple(outputs), metrics={"loss:sum": 0.5}))
+    found = deserialize_forward_backward_output(answer.body)
+    assert found.metrics == {"loss:sum": 0.5} and len(found.loss_fn_outputs) == len(outputs)
+    for theirs, mine in zip(found.loss_fn_outputs, outputs, strict=True):
+        assert theirs["logprobs"].data == mine["logprobs"].tolist()
+        assert theirs["table"].data == mine["table"].flatten().tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5), st.booleans()), max_size=4))
+def test_the_sdk_reads_what_was_sampled(sequences: list[tuple[list[int], bool]]) -> None:
+    drawn = Drawn(
+        tokens=tuple(np.array(tokens) for tokens, _ in sequences),
+        logprobs=tuple(-np.arange(len(tokens)).astype(np.float32) for tokens, _ in sequences),
+        stopped=tuple(stopped for _, stopped in sequences),
+        prompt_logprobs=np.array([np.nan, -1.0, -2.0], np.float32),
+    )
+    found = deserialize_sample_response(wire.sample_answer(drawn, last=1).body)
+    assert [(each.tokens, each.stop_reason == "stop") for each in found.sequences] == sequences
+    assert [each.logprobs for each in found.sequences] == [list(range(0, -len(tokens), -1)) for tokens, _ in sequences]
+    assert found.prompt_logprobs == [None, None, -2.0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_bodies_that_are_cut_or_forged_are_refused_or_read(data: st.DataObject) -> None:
+    body = bytearray(encoded([data.draw(datums())]).SerializeToString())
+    for _ in range(data.draw(st.integers(0, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    body = body[: data.draw(st.integers(0, len(body)))]
+    with contextlib.suppress(Refused):  # and nothing else
+        found = wire.read_pass(wire.parsed(bytes(body)), longest=6)
+        assert all(each.inputs[name].shape[0] == len(each.tokens) for each in found.datums for name in each.inputs)
+
+
+def forged(**fields: object) -> pb.ForwardBackwardRequest:
+    """A pass of two tokens whose input `weights` has these fields."""
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
+    datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(**fields))  # type: ignore[arg-type]
+    return message
+
+
+def csr(shape: list[int], rows: list[int], columns: list[int], values: list[float]) -> dict[str, object]:
+    parts = {"crow_indices": np.array(rows).tobytes(), "col_indices": np.array(columns).tobytes()}
+    sparse = pb.SparseCsr(values=np.array(values, np.float32).tobytes(), **parts)
+    return {"dtype": pb.DTYPE_FLOAT32, "shape": shape, "sparse_csr": sparse}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"dtype": 0, "dense": b"1234"}, "datum 0: weights has the dtype 0, which is unknown here"),
+        ({"dtype": 77, "dense": b"1234"}, "datum 0: weights has the dtype 77, which is unknown here"),
+        ({"dtype": 1, "dense": b"12345"}, "datum 0: weights has 5 bytes, no multiple of 4"),
+        ({"dtype": 1, "dense": b"1234"}, r"shape \[1\], wanted \[2\] or \[2, K\], a row for each token"),
+        ({"dtype": 1, "dense": b"12345678", "shape": [2, -1]}, r"shape \[2, -1\], wanted"),
+        ({"dtype": 1, "dense": b"12345678", "shape": [2, 1, 1]}, r"shape \[2, 1, 1\], wanted"),
+        ({"dtype": 1, "dense": b"12345678", "shape": [2, 2]}, r"weights has 2 values and the shape \[2, 2\]"),
+        (csr([2, 2**40], [0, 0, 0], [], []), "that is too much at once"),
+        (csr([2, 3], [0, 1, 2], [0, 3], [1.0, 1.0]), "its indices do not fit"),
+        (csr([2, 3], [0, 2, 1], [0, 1], [1.0, 1.0]), "its indices do not fit"),
+        (csr([2, 3], [0, 1], [0], [1.0]), "its indices do not fit"),
+        (csr([2], [0, 1, 1], [0], [1.0]), "its indices do not fit"),
+    ],
+)
+def test_tensors_that_contradict_themselves_are_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(Refused, match=sentence):
+        wire.read_pass(forged(**fields), longest=10)
+
+
+def test_small_formats_are_widened_exactly() -> None:
+    values = torch.tensor([1.5, -3.0])
+    halves = values.bfloat16().view(torch.int16).numpy().tobytes()
+    (datum,) = wire.read_pass(forged(dtype=pb.DTYPE_BFLOAT16, dense=halves), longest=2).datums
+    assert datum.inputs["weights"].tolist() == [1.5, -3.0] and datum.inputs["weights"].dtype == np.float32
+    whole = np.array([7, -8], np.int32).tobytes()
+    (datum,) = wire.read_pass(forged(dtype=pb.DTYPE_INT32, dense=whole), longest=2).datums
+    assert datum.inputs["weights"].tolist() == [7, -8] and datum.inputs["weights"].dtype == np.int64
+
+
+def test_rows_that_are_too_long_empty_or_no_text_are_refused() -> None:
+    message = forged(dtype=1, dense=b"12345678")
+    with pytest.raises(Refused, match="datum 0: 2 tokens, wanted 1 to 1"):
+        wire.read_pass(message, longest=1)
+    message.data[0].model_input.add().image.format = "png"
+    with pytest.raises(Refused, match="datum 0: a chunk is image; this server reads text only"):
+        wire.read_pass(message, longest=9)
+    del message.data[0].model_input[:]
+    with pytest.raises(Refused, match="datum 0: 0 tokens"):
+        wire.read_pass(message, longest=9)
+
+
+def test_a_bomb_is_refused_before_it_is_large() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(200 * 2**20))
+    assert len(bomb) < 2**16
+    with pytest.raises(Refused, match="more than 67108864 bytes when decompressed") as refused:
+        wire.decompressed(bomb)
+    assert refused.value.status == 413
+    with pytest.raises(Refused, match="not compressed by zstd"):
+        wire.decompressed(b"no frame")
+    assert wire.decompressed(zstandard.ZstdCompressor().compress(b"a" * 2**20)) == b"a" * 2**20
