@@ -13,7 +13,7 @@ import pytest
 from attrs import evolve
 
 from corerl_tinker.requests import Draw, Refused
-from plugins.tinker.tests.served import MODEL, ROWS, Served, at_once, serving, train
+from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, at_once, serving, supervised, train
 
 NOTHING: Mapping[str, str] = {}
 PROMPT = [1, 7, 8, 9, 4]
@@ -266,3 +266,31 @@ def test_samples_of_other_weights_than_asked_for_are_refused(served: Served, mon
     monkeypatch.setattr(type(served.engines), "begin", of_the_next_version)
     with pytest.raises(Refused, match="went while this was sampled"):
         served.draw(asked(sampler))
+
+
+def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks and engines share devices; but not once the weights are others."""
+    engines, push, slept = served.engines, type(served.engines).push, []
+
+    def turn(self: Any, stage: str) -> None:
+        slept.append(stage)
+        self.fleet.sleep()
+
+    def wakes(self: Any) -> int:
+        self.fleet.wake_up()
+        return push(self)
+
+    monkeypatch.setattr(type(engines), "takes_turns", True)
+    monkeypatch.setattr(type(engines), "turn", turn)
+    monkeypatch.setattr(type(engines), "push", wakes)
+    sampler = publish(served)
+    drawn = served.draw(asked(sampler, seed=6, prompt_logprobs=True))
+    assert slept == ["forward"]  # by the log-probs of the prompt, before which nobody had sampled
+    passed = served.policy.run(supervised(*ROWS))
+    again = served.draw(asked(sampler, seed=6))
+    assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist() and slept == ["forward", "train"]
+    served.policy.step(ADAM)
+    with pytest.raises(Refused, match="cannot be sampled from any more"):
+        served.draw(asked(sampler, seed=6))
+    np.testing.assert_array_equal(served.logprobs(sampler, PROMPT), drawn.prompt_logprobs)
+    assert passed.metrics["loss:sum"] > served.policy.run(supervised(*ROWS)).metrics["loss:sum"]

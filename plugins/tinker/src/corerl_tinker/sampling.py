@@ -148,27 +148,21 @@ class Samplers:
         sampler = self._samplers.get(wanted.sampler)
         if sampler is None:
             raise Refused(f"there is no sampler {wanted.sampler}; the server may have started again since", status=404)
-        scores = None
-        if wanted.prompt_logprobs:
-            scores = await self._scored(sampler, _Prompt(wanted.prompt), in_turn)
-            if params.max_tokens == 1 and not self._serves(sampler):
-                # A prompt's log-probs are asked for with one token to sample, which nobody reads.
-                nothing = (np.zeros(0, np.int64),) * wanted.samples
-                empty = (np.zeros(0, np.float32),) * wanted.samples
-                return Drawn(tokens=nothing, logprobs=empty, stopped=(False,) * wanted.samples, prompt_logprobs=scores)
-        generation = await self._sampled(sampler, _request(wanted, params, sampler), in_turn)
-        parts = generation.offsets[1:-1]
+        scores = await self._scored(sampler, wanted.prompt, in_turn) if wanted.prompt_logprobs else None
+        try:
+            found = await self._sampled(sampler, _request(wanted, params, sampler), in_turn)
+        except Refused:
+            if scores is None or params.max_tokens > 1:
+                raise
+            # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
+            found = Generation.nothing(_request(wanted, params, sampler))
+        parts = found.offsets[1:-1]
         return Drawn(
-            tokens=tuple(np.split(generation.tokens, parts)),
-            logprobs=tuple(np.split(generation.logprobs, parts)),
-            stopped=tuple(bool(each) for each in ~generation.truncated),
+            tokens=tuple(np.split(found.tokens, parts)),
+            logprobs=tuple(np.split(found.logprobs, parts)),
+            stopped=tuple(bool(each) for each in ~(found.truncated | found.unfinished)),
             prompt_logprobs=scores,
         )
-
-    def _serves(self, sampler: Sampler) -> bool:
-        """Whether engines can sample from its weights, if need be after another push."""
-        held = self._pushed and self._pushed[0]
-        return sampler.weights in (None, self.now, held)
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
         begun = self._begin(sampler, request) or await in_turn(lambda: self._begin_in_turn(sampler, request))
@@ -227,9 +221,9 @@ class Samplers:
 
     # ---- log-probs of prompts ----------------------------------------------------------------------------------------
 
-    async def _scored(self, sampler: Sampler, prompt: _Prompt, in_turn: InTurn) -> FloatArray:
-        """[n] the prompt's log-probs, NaN at its first token."""
-        number = sampler.weights
+    async def _scored(self, sampler: Sampler, tokens: IntArray, in_turn: InTurn) -> FloatArray:
+        """[n] the log-probs of a prompt's tokens, NaN at the first."""
+        prompt, number = _Prompt(tokens), sampler.weights
         if number is None:
             number = self.now if self._pushed is None else self._pushed[0]
         with self._changing:

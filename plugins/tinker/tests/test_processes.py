@@ -1,0 +1,48 @@
+"""The same with ranks and engines as processes of Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl import Engines
+from corerl_tinker.options import ServeOptions
+from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.training import ServedPolicy
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, train
+
+
+@pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
+def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: None, tmp_path: Path) -> None:
+    ranks = {"roles": {"actor": {"ranks": 2}}} if backend["name"] == "fsdp" else {}
+    with Engines.start({**CONFIG, **LORA, **ranks, "backend": backend}) as engines:
+        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)))
+        served = Served(policy, engines)
+        served.new_model("a:train:0", rank=4)
+        reference = policy.sampler(None, MODEL)
+        before = served.logprobs(reference, [1, 2, 3])
+        losses = train(policy, 2)
+        _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
+        assert saved is not None
+        wanted = Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
+        drawn = served.draw(wanted)
+        losses += train(policy, 2)
+        assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()
+
+        served.new_model("a:train:1", rank=4)
+        policy.load(saved.path, optimizer=True)
+        np.testing.assert_allclose(train(policy, 2), losses[2:], rtol=1e-6)
+        newest = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata={})[0]
+        assert len(served.draw(evolve(wanted, sampler=newest)).tokens[0]) == 6
+        with pytest.raises(Refused, match="cannot be sampled from any more"):
+            served.draw(wanted)
+        policy.release()
+        again = served.draw(
+            Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
+        )
+        assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
+        np.testing.assert_allclose(again.logprobs[0], drawn.logprobs[0], atol=1e-6)
