@@ -90,7 +90,12 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         },
         Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
-        Kind.COMMANDS: {"doctor": "doctor", "elastic": "scale", "testing": "models new-backend verify", "tinker": "serve"},
+        Kind.COMMANDS: {
+            "doctor": "doctor",
+            "elastic": "scale",
+            "testing": "models new-backend verify",
+            "tinker": "serve",
+        },
         Kind.TRANSPORTS: {"delta": "delta"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()
@@ -153,6 +158,11 @@ def scan(kind: Kind) -> Sequence[Entry]:
 def installed_names(kind: Kind) -> list[str]:
     """The names of the installed plugins, from metadata alone: no plugin is imported."""
     return sorted({entry.name for entry in scan(kind)})
+
+
+def known_names(kind: Kind) -> list[str]:
+    """The names of the plugins of this kind that are installed, and of CoreRL's own that can be."""
+    return [*installed_names(kind), *INSTALL_HINTS[kind]]
 
 
 def kinds_of(name: str) -> list[Kind]:

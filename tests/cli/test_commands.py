@@ -135,6 +135,7 @@ def test_a_command_of_a_missing_wheel_names_its_extra(
         "models": "testing",
         "new-backend": "testing",
         "scale": "elastic",
+        "serve": "tinker",
         "verify": "testing",
     }
     assert INSTALL_HINTS[Kind.COMMANDS] == {name: f"pip install 'corerl[{extras[name]}]'" for name in extras}

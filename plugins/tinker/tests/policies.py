@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from attrs import evolve
 
+from corerl.types import FloatArray, IntArray
 from corerl_tinker.requests import (
     Adam,
     Draw,
@@ -51,6 +52,8 @@ class OneNumber:
 
     def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
         self._called("create")
+        if wanted.base_model not in (NAME, "other/name"):
+            raise Refused(f"base model {wanted.base_model!r} is not served here")
         self.model = model_id
         self.models[model_id] = wanted
         self.w = self.gradient = self.moment = 0.0
@@ -139,10 +142,12 @@ class OneNumber:
             tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(wanted.samples)),
             logprobs=(np.full(length, self.samplers[wanted.sampler], np.float32),) * wanted.samples,
             stopped=(wanted.max_tokens is None,) * wanted.samples,
-            prompt_logprobs=np.array([np.nan, *(-np.arange(1, len(wanted.prompt)))], np.float32)
-            if wanted.prompt_logprobs
-            else None,
+            prompt_logprobs=await in_turn(lambda: self._scored(wanted.prompt)) if wanted.prompt_logprobs else None,
         )
+
+    def _scored(self, prompt: IntArray) -> FloatArray:
+        self._called("score")
+        return np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32)
 
     def runs(self) -> Sequence[Run]:
         return [

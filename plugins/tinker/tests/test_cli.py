@@ -13,6 +13,9 @@ from corerl_tinker.cli import KEY_VARIABLE, key_of, listener, read_config, url_o
 from corerl_tinker.options import ServeOptions
 
 TOML = """
+[backend]
+name = "plain"
+
 [model]
 path = "somewhere/Qwen3-8B"
 
@@ -32,9 +35,9 @@ def file(tmp_path: Path) -> str:
 
 def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
     config, options = read_config(
-        file, ["serve.port=7", "model.attention=sdpa", 'serve.hosts=["a"]', "serve.key=" + KEY]
+        file, ["serve.port=7", "model.tower=trained", 'serve.hosts=["a"]', "serve.key=" + KEY]
     )
-    assert (config.model.path, config.model.attention) == ("somewhere/Qwen3-8B", "sdpa")
+    assert (config.model.path, config.model.tower) == ("somewhere/Qwen3-8B", "trained")
     assert options == ServeOptions(name="somewhere/Qwen3-8B", aliases=("Qwen/Qwen3-8B",), port=7, hosts=("a",), key=KEY)
     assert KEY not in repr(options)
 
@@ -43,13 +46,13 @@ def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
     ("text", "overrides", "line"),
     [
         (TOML, ["serve.prot=7"], "serve.prot: unknown key; did you mean 'port'?"),
-        (TOML, ["serve.port=many"], "serve.port: expected an integer, got 'many'"),
+        (TOML, ["serve.port=many"], "serve.port: expected integer, got string 'many'"),
         (TOML, ["serve.address=localhost"], "serve.address: must be an IP address, such as 127.0.0.1 or 0.0.0.0"),
         (TOML, ["serve.key=secret"], "serve.key: must begin with 'tml-', as clients demand"),
         (TOML, ["model.pth=a"], "model.pth: unknown key; did you mean"),
         ("serve = 3", [], "serve: expected a table, got 3"),
         ("[serve", [], "is not valid TOML"),
-        ("[serve]", [], "serve.name is empty, and there is no model.path"),
+        ("[backend]\nname = 'plain'", [], "serve.name is empty, and there is no model.path"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, overrides: list[str], line: str) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import tinker
+import torch
 from tinker import types
 
+from corerl.errors import WorkerDied
 from plugins.tinker.tests.conftest import KEY, Served
 from plugins.tinker.tests.policies import NAME
 
@@ -61,3 +63,127 @@ def test_a_loop_trains_saves_samples_and_resumes(client: tinker.ServiceClient, s
     assert (served.policy.w, served.policy.moment) == (1.75, 3.5)
     assert resumed.forward([datum(1, [1.0])], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data == [1.75]
     assert served.policy.threads == {"group"}
+
+
+def test_chunks_of_one_pass_arrive_in_parallel_and_add_up(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client("other/name").result()
+    data = [datum(number, [1.0]) for number in range(2500)]  # three chunks, of which the SDK sends the first one last
+    done = training.forward_backward(data, "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=1.0))
+    assert step.result().metrics == {"grad_norm": 2500.0}
+    assert len(done.result().loss_fn_outputs) == 2500 and served.policy.calls[1:] == [
+        *("pass 0", "pass 1024", "pass 2048", "step")
+    ]
+
+
+def test_a_custom_loss_runs_in_the_client(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client(NAME).result()
+
+    def squared(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return sum((each**2).sum() for each in logprobs), {"rows:sum": float(len(data))}  # type: ignore[return-value]
+
+    done = training.forward_backward_custom([datum(3, [0.0, 0.0, 0.0])], squared)
+    training.optim_step(types.AdamParams(learning_rate=0.5)).result()
+    assert done.result().metrics["loss:sum"] == 5.0  # of log-probs 0, -1, -2
+    assert served.policy.calls == ["create", "forward", "pass 3", "step"]
+    assert served.policy.w == 0.5 * 6.0  # minus the sum of 2 log p
+
+
+def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client(NAME).result()
+    refused = training.forward_backward([datum(1, [1.0])], "stable_reinforce")
+    step = training.optim_step(types.AdamParams())
+    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not served; use cross_entropy") as error:
+        refused.result()
+    assert error.value.category is types.RequestErrorCategory.User
+    with pytest.raises(tinker.RequestFailedError, match="the step was not taken, and its gradients are dropped"):
+        step.result()
+    training.forward_backward([datum(1, [1.0])], "cross_entropy").result()
+    assert training.optim_step(types.AdamParams(learning_rate=2.0)).result().metrics == {"grad_norm": 1.0}
+    with pytest.raises(tinker.RequestFailedError, match="base model 'nobody/nothing' is not served here"):
+        client.create_lora_training_client("nobody/nothing").result()
+
+
+def test_an_error_of_a_rank_reaches_the_caller_as_a_sentence(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client(NAME).result()
+    served.policy.dies = WorkerDied("rank 1 (pid 7) was killed by SIGKILL in forward_backward")
+    results = [training.forward_backward([datum(1, [1.0])], "cross_entropy"), training.optim_step(types.AdamParams())]
+    for result in results:
+        with pytest.raises(
+            tinker.RequestFailedError, match=r"rank 1 \(pid 7\) was killed by SIGKILL in forward_backwa"
+        ):
+            result.result()  # type: ignore[attr-defined]
+    assert len(served.notices) == 1 and "rank 1 (pid 7) was killed" in served.notices[0]
+
+
+def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Served) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    params = types.SamplingParams(max_tokens=1, temperature=0.5, top_k=3, top_p=0.9, stop=["a", "b"])
+    prompts = [types.ModelInput.from_ints([number]) for number in range(512)]
+    found = [future.result() for future in [sampler.sample(prompt, 1, params) for prompt in prompts]]
+    assert [each.sequences[0].tokens for each in found] == [[number] for number in range(512)]
+    assert len({each.sequences[0].sequence_id for each in found}) == 512
+    assert sorted(wanted.key for wanted in served.policy.drawn) == list(range(512))
+    wanted = served.policy.drawn[0]
+    assert (wanted.temperature, wanted.top_k, wanted.top_p, wanted.stop_texts) == (0.5, 3, 0.9, ("a", "b"))
+
+
+def test_stops_are_told_apart(client: tinker.ServiceClient, served: Served) -> None:
+    sampler = client.create_sampling_client(base_model=NAME).result()
+    stops: list[list[int] | list[str] | str | None] = [None, [], [5, 6], "x", ["x", "y"]]
+    for stop in stops:
+        sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(stop=stop)).result()
+    assert [(wanted.stop_tokens, wanted.stop_texts) for wanted in served.policy.drawn] == [
+        (None, ()),
+        ((), ()),
+        ((5, 6), ()),
+        (None, ("x",)),
+        (None, ("x", "y")),
+    ]
+
+
+def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client(NAME).result()
+    first = training.save_weights_for_sampler("first").result()
+    training.forward_backward([datum(1, [1.0])], "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=4.0))
+    second = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    samplers = [training.create_sampling_client(first.path).result(), second]
+    prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
+    found = [sampler.sample(prompt, 1, params).result().sequences[0].logprobs for sampler in samplers]
+    assert found == [[0.0], [4.0]]
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint 'tinker://"):
+        training.create_sampling_client(first.path + "-not").result()
+
+
+def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.ServiceClient, served: Served) -> None:
+    training = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result()
+    saved = training.save_state("one", user_metadata={"step": "1"}).result()
+    training.save_weights_for_sampler("two", ttl_seconds=3600).result()
+    with pytest.raises(tinker.RequestFailedError, match="choose another name, or overwrite=True"):
+        training.save_state("one").result()
+    with pytest.warns(FutureWarning, match="create_rest_client"):  # one of its own would stay open
+        rest = client.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(saved.path).result()
+    assert (run.training_run_id, run.base_model, run.lora_rank) == (training.model_id, NAME, 4)
+    assert run.user_metadata == {"renderer_name": "role_colon"}
+    assert run.last_checkpoint and (run.last_checkpoint.tinker_path, run.last_checkpoint.expires_at) == (
+        saved.path,
+        None,
+    )
+    assert run.last_sampler_checkpoint and run.last_sampler_checkpoint.expires_at
+    listed = rest.list_checkpoints(training.model_id).result().checkpoints
+    assert [(each.checkpoint_id, each.checkpoint_type) for each in listed] == [
+        ("weights/one", "training"),
+        ("sampler_weights/two", "sampler"),
+    ]
+    info = rest.get_weights_info_by_tinker_path(saved.path).result()
+    assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 4)
+    rest.set_checkpoint_ttl_from_tinker_path(saved.path, 7200).result()
+    assert served.policy.saved[saved.path][0].expires
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    assert [path.rpartition("/")[2] for path in served.policy.saved] == ["two"]
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
+        client.create_training_client_from_state(saved.path).result()
+    models = rest.get_server_capabilities().result().supported_models
+    assert [(each.model_name, each.max_context_length) for each in models] == [(NAME, 4096), ("other/name", 4096)]

@@ -107,9 +107,10 @@ def listener(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.address, options.port), family=family, backlog=WAITING)
     except OSError as error:
+        what = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"serve.address={options.address}, serve.port={options.port}: {error.strerror}; choose another port, "
-            "or 0 for one that is free"
+            f"serve.address={options.address}, serve.port={options.port}: {what}; choose another port, or 0 for any "
+            "that is free"
         ) from error
 
 

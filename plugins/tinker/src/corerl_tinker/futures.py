@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.messages import message_of
 from corerl_tinker.requests import Category, Refused
 
 JSON = "application/json"
@@ -36,6 +37,18 @@ def failure(sentence: str, category: Category) -> Answer:
     return Answer(body=json.dumps({"error": sentence, "category": category}).encode(), error=sentence)
 
 
+def answer_of(work: asyncio.Future[Answer]) -> Answer:
+    if work.cancelled():
+        return failure("the request was given up", "server")
+    match work.exception():
+        case None:
+            return work.result()
+        case Refused() as refused:
+            return failure(refused.sentence, "user")
+        case error:
+            return failure(message_of(error), "server")
+
+
 class Promise:
     """The answer to one request, once it is there."""
 
@@ -44,6 +57,7 @@ class Promise:
         self.size = max(size, LEAST_BYTES)  # of the request, then of the answer
         self.answer: Answer | None = None
         self.settled = asyncio.Event()
+        self.work: asyncio.Future[Answer] | None = None  # of which the answer will come
 
 
 class Futures:
@@ -76,14 +90,20 @@ class Futures:
         self.bytes += promise.size
         return promise
 
+    def fill(self, promise: Promise, work: asyncio.Future[Answer]) -> None:
+        """Settle the promise with what `work` returns or raises; it is cancelled if the promise is given up before."""
+        promise.work = work
+        work.add_done_callback(lambda work: self.settle(promise, answer_of(work)))
+
     def settle(self, promise: Promise, answer: Answer) -> None:
-        """The first answer counts: a promise may have been given up while it was computed."""
+        """The first answer counts."""
         if promise.answer is None:
             size = max(len(answer.body), LEAST_BYTES)
-            if self._promises.get(promise.name) is promise:
-                self.bytes += size - promise.size
+            self.bytes += size - promise.size
             promise.size, promise.answer = size, answer
             promise.settled.set()
+            if promise.work is not None:
+                promise.work.cancel()
 
     async def wait(self, promise: Promise, seconds: float) -> Answer | None:
         """The answer, or None if it is not there after `seconds`."""

@@ -4,22 +4,26 @@ in whatever order they arrive."""
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import time
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from corerl.errors import CorerlError
-from corerl.messages import one_line
+from corerl.messages import message_of
 from corerl.rollout import EventLoop
-from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
+from corerl_tinker.futures import Answer, Futures, Promise, failure
 from corerl_tinker.requests import Refused
 
 T = TypeVar("T")
 Call = Callable[[], Answer]  # in the group's thread; may raise Refused
+T = TypeVar("T")
 
 GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
+
+
+class ModelLost(CorerlError):
+    """Nothing is computed any more."""
 
 
 class Order:
@@ -27,60 +31,50 @@ class Order:
 
     def __init__(self, loop: EventLoop, futures: Futures, *, notify: Callable[[str], None]) -> None:
         self._loop, self._futures, self._notify = loop, futures, notify
-        self._calls: asyncio.Queue[tuple[Promise | None, Call]] = asyncio.Queue()
+        self._calls: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
         self.lost = ""  # why nothing is computed any more; empty: all is well
 
-    def add(self, call: Call, promise: Promise | None = None) -> None:
-        """Let `call` be executed after all that were added before."""
-        if not self.lost:
-            self._calls.put_nowait((promise, call))
-        elif promise is not None:
-            self._futures.settle(promise, failure(self.lost, "server"))
-
-    async def in_turn(self, work: Callable[[], T]) -> T:
-        """What `work` returns, executed after all that was added before."""
+    def begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Execute `call` after all that was begun before, unless the future is cancelled by then."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
         if self.lost:
-            raise CorerlError(self.lost)
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def call() -> Answer:
-            if done.set_running_or_notify_cancel():
-                try:
-                    done.set_result(work())
-                except Exception as error:
-                    done.set_exception(error)
-                    raise
-            return answered({})
-
-        self.add(call)
-        return await asyncio.wrap_future(done)
+            done.set_exception(ModelLost(self.lost))
+        else:
+            self._calls.put_nowait((call, done))
+        return done
 
     async def work(self) -> None:
-        """Execute what is added, until this task is cancelled."""
+        """Execute what is begun, until this task is cancelled."""
         while True:
-            promise, call = await self._calls.get()
-            if promise is not None and promise.answer is not None:
-                continue  # given up meanwhile
-            try:
-                answer = await self._loop.in_caller(call)
-            except Refused as refused:
-                answer = failure(refused.sentence, "user")
-            except Exception as error:
-                self._lose(error)
+            call, done = await self._calls.get()
+            if done.done():
                 continue
-            if promise is not None:
-                self._futures.settle(promise, answer)
+            try:
+                found = await self._loop.in_caller(call)
+            except Exception as error:
+                lost = error if isinstance(error, Refused) else self._lose(error)
+                if not done.done():
+                    done.set_exception(lost)
+            else:
+                if not done.done():
+                    done.set_result(found)
 
-    def _lose(self, error: Exception) -> None:
+    def _lose(self, error: Exception) -> ModelLost:
         """The ranks are in an unknown state, or gone: all that wait, and all that come, get their error."""
         if not isinstance(error, CorerlError):
             traceback.print_exception(error)  # a fault of the server's own
-        what = error.message if isinstance(error, CorerlError) else one_line(error)
-        self.lost = f"the model is lost: {what}; restart `corerl serve`, and resume from the last saved state"
+        self.lost = (
+            f"the model is lost: {message_of(error)}; restart `corerl serve`, and resume from the last saved state"
+        )
         self._notify(self.lost)
-        while not self._calls.empty():
-            self._calls.get_nowait()
+        lost = ModelLost(self.lost)
         self._futures.fail_all(failure(self.lost, "server"))
+        while not self._calls.empty():
+            _, done = self._calls.get_nowait()
+            if not done.done():
+                done.set_exception(lost)
+        return lost
 
 
 class Turns:
@@ -98,7 +92,7 @@ class Turns:
         self._waiting[number] = promise, call
         while self.next in self._waiting:
             promise, call = self._waiting.pop(self.next)
-            self._order.add(call, promise)
+            self._futures.fill(promise, self._order.begin(call))
             self.next += 1
             self._moved = self._clock()
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -14,12 +14,12 @@ import numpy as np
 import pydantic
 from tinker import types as sdk
 
-from corerl.messages import did_you_mean, one_line, shorten
+from corerl.messages import message_of, shorten
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.options import ServeOptions, is_loopback
-from corerl_tinker.order import Order, Turns
+from corerl_tinker.order import ModelLost, Order, Turns
 from corerl_tinker.requests import Adam, Draw, ModelWanted, Policy, Refused, Run, Saved
 from corerl_tinker.sessions import GONE, Model, Sampler, Sessions
 
@@ -51,7 +51,6 @@ class Service:
         self.futures = Futures(most_bytes=options.memory_mib << 20, clock=clock)
         self.sessions = Sessions(idle_seconds=options.idle_minutes * 60, clock=clock)
         self._order = Order(loop, self.futures, notify=notify)
-        self._drawing: dict[asyncio.Task[None], str] = {}  # -> session
 
     async def work(self) -> None:
         """Execute what is asked for, and give up who has gone, until this task is cancelled."""
@@ -92,11 +91,8 @@ class Service:
         model = self.sessions.model
         self.sessions.end(session)
         if model is not None and model.session == session:
-            self._order.add(self._released)
+            self._order.begin(self._policy.release)
         self.futures.give_up(session, failure(f"session {session} has ended", "user"))
-        for task, owner in self._drawing.items():
-            if owner == session:
-                task.cancel()
 
     async def _sweep(self) -> None:
         while True:
@@ -118,7 +114,7 @@ class Service:
         request = read(sdk.CreateModelRequest, fields)
         lora = request.lora_config
         wanted = ModelWanted(
-            base_model=self._served(request.base_model),
+            base_model=request.base_model,
             rank=lora.rank if lora else None,
             seed=lora.seed if lora else None,
             train_mlp=lora.train_mlp if lora else True,
@@ -141,7 +137,7 @@ class Service:
             promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
             if (before := self.sessions.model) is not None:
                 before.turns.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
-                self._order.add(self._released)
+                self._order.begin(self._policy.release)
             turns = Turns(self._order, self.futures, clock=self._clock)
             model = Model(id=model_id, session=session.id, wanted=wanted, turns=turns)
             self.sessions.model = model
@@ -153,12 +149,8 @@ class Service:
                 self._policy.load(path, optimizer=moments)
                 return answered({"path": path, "model_id": model_id, "type": "load_weights"})
 
-            self._order.add(create, promise)
+            self.futures.fill(promise, self._order.begin(create))
         return {"request_id": promise.name, "model_id": model_id}
-
-    def _released(self) -> Answer:
-        self._policy.release()
-        return answered({})
 
     async def get_info(self, fields: Fields) -> Fields:
         model = self.sessions.trained(read(sdk.GetInfoRequest, fields).model_id)
@@ -249,7 +241,7 @@ class Service:
             raise Refused("load_weights with a session_id needs a model_seq_id")
         run, _ = await self._found(checked_path(request.path))
         wanted = ModelWanted(
-            base_model=self._served(request.base_model or run.made.base_model),
+            base_model=request.base_model or run.made.base_model,
             rank=run.made.rank,
             optimizer=request.optimizer_config.type if request.optimizer_config else "adamw",
             user_metadata=texts(request.user_metadata),
@@ -297,7 +289,7 @@ class Service:
             run, _ = await self._found(path)
             base_model = run.made.base_model
         else:
-            base_model = self._served(request.base_model or "")
+            base_model = request.base_model or ""
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
         if (promise := self.futures.get(name)) is None:
             promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
@@ -307,7 +299,7 @@ class Service:
                 self._know(sampler, session.id, base_model=base_model, path=path)
                 return answered({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
-            self._order.add(create, promise)
+            self.futures.fill(promise, self._order.begin(create))
         answer = await self._wait(promise)
         if answer.error:
             raise Refused(answer.error)
@@ -332,13 +324,8 @@ class Service:
         if (promise := self.futures.get(name)) is None:
             size = 4 * len(wanted.prompt) + 8 * wanted.samples * (wanted.max_tokens or 0)
             promise = self.futures.open(name, owner=sampler.session, size=size)
-            if self._order.lost:
-                self.futures.settle(promise, failure(self._order.lost, "server"))
-            else:
-                last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
-                task = asyncio.create_task(self._drawn(promise, self._policy.draw(wanted, self._order.in_turn), last))
-                self._drawing[task] = sampler.session
-                task.add_done_callback(lambda task: self._drawing.pop(task, None))
+            last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
+            self.futures.fill(promise, asyncio.create_task(self._drawn(wanted, last)))
         return {
             "request_id": promise.name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
@@ -378,6 +365,7 @@ class Service:
                 raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
         listed = [stop] if isinstance(stop, str) else list(stop or ())
         stop_texts = tuple(each for each in listed if isinstance(each, str))
+        stop_tokens = tuple(each for each in listed if isinstance(each, int))
         return Draw(
             sampler=request.sampling_session_id or "",
             prompt=prompt,
@@ -386,23 +374,23 @@ class Service:
             seed=params.seed,
             key=request.seq_id or 0,
             stop_texts=stop_texts,
-            stop_tokens=None if stop is None or stop_texts else tuple(int(each) for each in listed),
+            stop_tokens=None if stop is None or stop_texts else stop_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=max(params.top_k, 0),
             prompt_logprobs=bool(request.prompt_logprobs),
         )
 
-    async def _drawn(self, promise: Promise, drawing: Coroutine[Any, Any, Any], last: int | None) -> None:
+    async def _drawn(self, wanted: Draw, last: int | None) -> Answer:
+        if self._order.lost:
+            raise ModelLost(self._order.lost)
         try:
-            answer = wire.sample_answer(await drawing, last=last)
-        except Refused as refused:
-            answer = failure(refused.sentence, "user")
+            return wire.sample_answer(await self._policy.draw(wanted, self._order.begin), last=last)
+        except (Refused, ModelLost):
+            raise
         except Exception as error:
-            what = shorten(one_line(error), 1000)
-            self._notify(f"sampling has failed: {what}")
-            answer = failure(f"sampling has failed: {what}", "server")
-        self.futures.settle(promise, answer)
+            self._notify(f"sampling has failed: {message_of(error)}")
+            raise
 
     # ---- promises ----------------------------------------------------------------------------------------------------
 
@@ -485,14 +473,6 @@ class Service:
     async def telemetry(self, fields: Fields) -> Fields:
         """Clients send stack traces and headers of failed requests. They are not kept."""
         return {"status": "accepted"}
-
-    def _served(self, base_model: str) -> str:
-        if base_model not in self._names:
-            raise Refused(
-                f"base model {shorten(base_model, 200)!r} is not served here; this server has {', '.join(self._names)}"
-                f"{did_you_mean(base_model, self._names)} (serve.name, serve.aliases)"
-            )
-        return base_model
 
 
 # ---- requests and answers in JSON ------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed, and of its tensor
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
 # As they are on the wire; bfloat16 as the upper halves of float32.
-DTYPES = {
+DTYPES: Mapping[int, np.dtype] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
     pb.DTYPE_INT64: np.dtype("<i8"),
     pb.DTYPE_INT32: np.dtype("<i4"),
