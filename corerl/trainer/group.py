@@ -26,6 +26,7 @@ from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
+from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
@@ -222,8 +223,9 @@ class TrainGroup:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
         samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
-        the step was applied or on the gradient norm."""
-        self._require_trained("train")
+        the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
+        is set and the backend does not have the capability `adam`."""
+        self._require_step("train", step)
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
@@ -254,7 +256,7 @@ class TrainGroup:
         """The second half of a step: multiply the gradients by `scale`, which is 1 / denominator where the plans'
         weights do not hold it, clip them, and take the step. The result is as of `train`, of all samples of the step;
         metrics that are sums with the loss's token weights are multiplied too."""
-        self._require_trained("optimizer_step")
+        self._require_step("optimizer_step", step)
         pending = self._start("optimizer_step", step, scale, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 
@@ -361,6 +363,13 @@ class TrainGroup:
         if self.plan.objective is None:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
         return self.plan.objective
+
+    def _require_step(self, verb: str, step: Step) -> None:
+        """The same, and if the backend cannot take such a step."""
+        self._require_trained(verb)
+        if step.adam is not None:
+            backend = self.plan.backend
+            check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

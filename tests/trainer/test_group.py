@@ -33,6 +33,7 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer import group as group_module
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import (
+    AdamSettings,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -224,6 +225,11 @@ def test_ranks_that_disagree_on_a_step_are_an_error(results: list[TrainResult], 
 
 BATCH = batch_of(3)
 FROZEN = "on the actor was refused: the role is frozen"
+OWN = evolve(STEP, adam=AdamSettings(clip_norm=0.5))
+NO_SETTINGS = (
+    f"with Step.adam requires 'adam', which the backend {PLAN.backend.name!r} does not support yet: its spec does not "
+    "declare it"
+)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +238,8 @@ FROZEN = "on the actor was refused: the role is frozen"
         (lambda group: frozen(group).train(BATCH, training_plan(BATCH), LOSS, STEP), f"train {FROZEN}"),
         (lambda group: frozen(group).forward_backward(BATCH, PART, LOSS), f"forward_backward {FROZEN}"),
         (lambda group: frozen(group).optimizer_step(STEP), f"optimizer_step {FROZEN}"),
+        (lambda group: group.train(BATCH, training_plan(BATCH), LOSS, OWN), f"train {NO_SETTINGS}"),
+        (lambda group: group.optimizer_step(OWN), f"optimizer_step {NO_SETTINGS}"),
         (lambda group: frozen(group).save("p", STEP), f"save {FROZEN}"),
         (lambda group: frozen(group).update_weights(ADDRESS, 1), f"update_weights {FROZEN}"),
         (lambda group: frozen(group).plan_steps(BATCH, seed=0), f"plan_steps {FROZEN}"),

@@ -99,6 +99,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "0 means clip to nothing, not no clip",
         "a norm of 0 is divided by",
     ),
+    "C79": (
+        "step.adam is ignored, or only some of its fields",
+        "what one step sets holds in the next one too",
+        "weight decay is set for norms and biases too, or stays 0 where the config's is",
+    ),
     "C63": ("padding takes part in attention", "positions count padding", "rows are cut at the longest of the rank"),
     "C76": ("aux_loss_coef is ignored", "it is counted by micro-batch, not by tokens", "padding counts as tokens"),
     "C77": (

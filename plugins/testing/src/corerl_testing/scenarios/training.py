@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 from corerl.backend import StateKey
 from corerl.trainer.worker import Worker
 from corerl.types import (
+    AdamSettings,
     Array,
     ForwardResult,
     InitResult,
@@ -88,6 +89,17 @@ def taken(worker: Worker, init: InitResult, numbers: Sequence[int], take: Callab
     )
     worker.shutdown("the check is done")
     return report
+
+
+def train_with(setup: Setup, settings: Sequence[AdamSettings | None]) -> Trained:
+    """Train a step with each of these settings of Adam and of clipping."""
+    worker, init = start(setup)
+
+    def take(number: int) -> TrainResult:
+        batch = packed_for_training(worker, setup, samples_at(number))
+        return worker.train_on(batch, setup.loss, evolve(step_at(number), adam=settings[number]))
+
+    return taken(worker, init, range(len(settings)), take)
 
 
 def first_step(setup: Setup, samples: SampleBatch) -> Trained:
