@@ -561,9 +561,11 @@ class Starting(Answers):
     """Ranks that note what they resume from."""
 
     resumed: Sequence[str] = ()
+    moments: Sequence[bool] = ()
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         self.resumed = [assignment.config.resume for (assignment,) in arguments]
+        self.moments = [assignment.config.resume_moments for (assignment,) in arguments]
         return super().construct(arguments)
 
 
@@ -590,6 +592,22 @@ def test_a_restart_ends_the_ranks_and_loads_by_another_plan(started: list[tuple[
     assert started[2][2].resumed == ["a part"] * 2 and started[2][1] is SLOTS
     group.restart("").result()
     assert started[3][2].resumed == [""] * 2
+
+
+def test_a_restart_without_moments_holds_until_the_next_directory(
+    started: list[tuple[RolePlan, Any, Starting]],
+) -> None:
+    group = TrainGroup.launch(PLAN, SLOTS)
+    for again in ({"resume": "a part", "moments": False}, {}, {"resume": "other"}, {"moments": False}):
+        group.restart(**again).result()  # type: ignore[arg-type]  # of several types
+    found = [(new.resumed[0], new.moments) for *_, new in started[1:]]
+    weights_alone, all_of_it = [False] * 2, [True] * 2
+    assert found == [
+        ("a part", weights_alone),
+        ("a part", weights_alone),
+        ("other", all_of_it),
+        ("other", weights_alone),
+    ]
 
 
 def test_a_resize_plans_before_it_ends_a_rank(
@@ -662,6 +680,8 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
                     each.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() for each in (one, again)
                 ]
             assert both[0] == both[1] != first.tolist()
+            with TrainGroup.start(ALONE, resume=str(tmp_path / "part"), moments=False) as anew:
+                assert anew.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() == both[0]
             with pytest.raises(ContractError, match="returned a Tensor, wanted a corerl.algorithms.LossResult"):
                 one.train(batch, plan, LossSpec(name="tests.trainer.fakes:no_result"), after).result()
             with pytest.raises(WorkerDied, match=r"have ended \(.*wanted a corerl.algorithms.LossResult"):

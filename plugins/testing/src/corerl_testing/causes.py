@@ -130,6 +130,10 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "after_load is not called for, or ignores, masters, so that parameters stay as they were",
         "the optimizer keeps its own learning rate or state of its schedule",
     ),
+    "C80": (
+        "after_load without adam_step leaves a count of steps",
+        "working copies are not refreshed from masters where moments are not loaded",
+    ),
     "C19": ("the index is written before the files that it lists", "the save before is removed first"),
     "C20": ("state is read in the background thread, not before save returns", "a failure is kept, and raised twice"),
     "C30": ("chunks have the offsets of the rank's part", "padding of shards is saved", "replicas are saved twice"),

@@ -88,6 +88,7 @@ class Setup:
     value_head: bool = False  # whether it is a critic
     frozen: bool = False  # whether it is never trained
     lora: LoraConfig | None = None  # the adapters that it trains, settled
+    moments: bool = True  # whether a resume loads them; else a new optimizer begins
     lifted: bool = False  # let the backend try what it declares that it lacks
 
     @property
@@ -181,6 +182,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         lora=setup.lora,
         frozen=setup.frozen,
         resume=resume,
+        resume_moments=setup.moments,
     )
 
 

@@ -134,6 +134,7 @@ FORGETS_OTHER_PAIRS = evolve(
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------
 
 FORGETS_OPTIMIZER = broken("ForgetsOptimizer", "moments are zeros after a resume", seen_by="C18")
+LOADS_MOMENTS_ANYWAY = broken("LoadsMomentsAnyway", "moments are loaded where weights alone are to be", seen_by="C80")
 PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before the files it lists", seen_by="C19")
 STAGES_TOO_LATE = broken("StagesTooLate", "a background save reads the state while it writes", seen_by="C20")
 STALE_WEIGHTS = broken("StaleWeights", "engines are sent the initial weights", seen_by="C21")

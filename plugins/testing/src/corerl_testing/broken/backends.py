@@ -471,6 +471,11 @@ class RoundsBuffers(PlainBackend):
         return {}
 
 
+class LoadsMomentsAnyway(PlainBackend):
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        return super().init(evolve(config, resume_moments=True), context)
+
+
 class SkipsTiedParameter(PlainBackend):
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         result = super().init(config, context)
