@@ -102,8 +102,8 @@ def measure(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         config = config_of(fields, args, f"{directory}/run")
         with launch(partial(make_plan, config)) as run:
-            assert isinstance(run.sampling.sampler, PromptSampler) and run.updates is not None
-            sampler, fleet = run.sampling.sampler, run.updates.fleet
+            assert isinstance(run.sampling.sampler, PromptSampler) and run.engines is not None
+            sampler, fleet = run.sampling.sampler, run.engines.fleet
             with run.using_ranks():
                 run.push_weights()
             other = other_side(config, Path(directory), args)

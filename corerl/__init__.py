@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from corerl.calls import wait_all as wait_all
     from corerl.config.load import load_config as load_config
     from corerl.config.schema import Config as Config
+    from corerl.driver.engines import Engines as Engines
     from corerl.driver.run import Summary as Summary
     from corerl.errors import CorerlError as CorerlError
     from corerl.kinds import MemoryKind as MemoryKind

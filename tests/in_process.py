@@ -18,7 +18,7 @@ from corerl.cluster.arrangement import Placement
 from corerl.cluster.placement import Bundle, Slot
 from corerl.config.load import load_config
 from corerl.config.schema import Config
-from corerl.driver import launch
+from corerl.driver import processes
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
 from corerl.loop import train
@@ -111,8 +111,9 @@ def small(directory: Path, *overrides: str) -> Config:
     return load_config(write_small(directory), [*HERE, f"run.dir={directory}/run", *overrides])
 
 
-def execute_here(config: Config) -> Summary:
-    """What `corerl train` does with this config, without Ray."""
+@contextlib.contextmanager
+def without_ray() -> Iterator[None]:
+    """A context in which ranks and engines are objects of this process."""
 
     @contextlib.contextmanager
     def nothing(**_: Any) -> Iterator[None]:
@@ -127,16 +128,22 @@ def execute_here(config: Config) -> Summary:
         }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "ray_session", nothing)
-        patch.setattr(launch, "reserved", reserved)
-        patch.setattr(launch, "RayGroup", Objects)
+        patch.setattr(processes, "ray_session", nothing)
+        patch.setattr(processes, "reserved", reserved)
+        patch.setattr(processes, "RayGroup", Objects)
         patch.setattr(group, "RayGroup", Objects)
         patch.setattr(group, "put", lambda value: value)
         before = set(threading.enumerate())
         try:
-            return train(config)
+            yield
         finally:
             left = set(threading.enumerate()) - before
-            assert not [thread.name for thread in left if thread.name.startswith("rollout")]
+            assert not [thread.name for thread in left if thread.name in ("rollout", "engines")]
             if dist.is_initialized():  # by a rank of a run that failed: a process would have ended
                 dist.destroy_process_group()
+
+
+def execute_here(config: Config) -> Summary:
+    """What `corerl train` does with this config, without Ray."""
+    with without_ray():
+        return train(config)

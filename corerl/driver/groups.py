@@ -12,6 +12,7 @@ from attrs import Factory, define, evolve, field
 from corerl.calls import wait_all
 from corerl.cluster import nodes
 from corerl.cluster.placement import Bundle, ResourcePool, Slot
+from corerl.config.schema import ClusterConfig
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
@@ -55,19 +56,7 @@ class Groups:
     def update_address(self) -> Address:
         """The address of weight updates from these ranks to these engines, without a rendezvous."""
         assert self.fleet is not None
-        processes, cluster = self._placed, self.plan.cluster
-        # Two processes on one GPU cannot share an NCCL group.
-        own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
-        return Address(
-            transport=processes.transport,
-            engines=self.fleet.receivers,
-            path=str(self.plan.start.run_dir / "weights"),
-            senders=processes.senders,
-            device=processes.device if own_devices else "cpu",
-            # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
-            timeout=cluster.timeout / 2,
-            options=processes.transport_options,
-        )
+        return update_address(self._placed, self.plan.cluster, self.fleet, self.plan.start.run_dir)
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 
@@ -231,6 +220,23 @@ def _with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> Pr
             "choose other sizes"
         )
     return evolve(after, senders=found)
+
+
+def update_address(processes: ProcessPlan, cluster: ClusterConfig, fleet: EngineFleet, directory: Path) -> Address:
+    """The address of weight updates from the actor's ranks to the engines, without a rendezvous; transports that write
+    files do so in `directory`."""
+    # Two processes on one GPU cannot share an NCCL group.
+    own_devices = transport_named(processes.transport).one_device or cluster.placement == "disaggregated"
+    return Address(
+        transport=processes.transport,
+        engines=fleet.receivers,
+        path=str(directory / "weights"),
+        senders=processes.senders,
+        device=processes.device if own_devices else "cpu",
+        # Less than the ranks' own: gathering ranks must not give up while the sender waits for an engine.
+        timeout=cluster.timeout / 2,
+        options=processes.transport_options,
+    )
 
 
 def with_devices(plan: EnginePlan, slots: Sequence[Slot]) -> list[EngineAssignment]:

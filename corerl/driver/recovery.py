@@ -12,7 +12,7 @@ from attrs import define, evolve, field, frozen
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Saves
 from corerl.driver.control import Control
-from corerl.driver.updates import WeightUpdates
+from corerl.driver.engines import Engines
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -43,7 +43,7 @@ class Recovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
     control: Control
-    updates: WeightUpdates | None
+    engines: Engines | None
     saves: Saves
     start: Start
 
@@ -88,8 +88,8 @@ class Recovery:
     def _restart(self, error: WorkerDied) -> RestartPoint:
         groups, progress = self.control.groups, self.control.progress
         with progress.phase("restart"):
-            if self.updates is not None:
-                self.updates.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
+            if self.engines is not None:
+                self.engines.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
             self.control.failed(error.message, ranks=True)
             point = self._newest()  # not before: ranks on other machines cannot read what is in memory here

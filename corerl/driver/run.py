@@ -18,6 +18,7 @@ from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.control import Control
 from corerl.driver.earlier_policies import EarlierPolicies
+from corerl.driver.engines import Engines
 from corerl.driver.evaluations import Evaluations
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
@@ -29,7 +30,6 @@ from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Sampling
 from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
-from corerl.driver.updates import WeightUpdates
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import WorkerDied
 from corerl.pictures import PICTURES
@@ -64,7 +64,7 @@ class Run:
     progress: Progress
     reports: StepReports
     roles: Mapping[str, Role]
-    updates: WeightUpdates | None  # of the engines' weights; None if nothing is sampled
+    engines: Engines | None  # None if nothing is sampled
     earlier: EarlierPolicies
     logprob_check: LogprobCheck | None  # None if it is off
     residency: Residency
@@ -148,9 +148,9 @@ class Run:
 
     def _served(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for work that may need engines; if none is left, new ones are started."""
-        if self.updates is None:
+        if self.engines is None:
             return self.sampling.loop.run(work)
-        fleet, future = self.updates.fleet, self.sampling.loop.begin(work)
+        fleet, future = self.engines.fleet, self.sampling.loop.begin(work)
         try:
             while not fleet.wait(future):
                 with fleet.replacing():
@@ -204,8 +204,8 @@ class Run:
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
-        if self.updates is not None:
-            batch = evolve(batch, metrics={**staleness_metrics(samples, self.updates.policies), **batch.metrics})
+        if self.engines is not None:
+            batch = evolve(batch, metrics={**staleness_metrics(samples, self.engines.policies), **batch.metrics})
         self._adapt_kl(batch.kl, episodes=len(samples.episodes[0]))
         return batch
 
@@ -339,9 +339,9 @@ class Run:
         self.earlier.begin(resumed=bool(point.state))
         self.kl_coef = self._kl_coef_in(point.state)
         self.sampling.restart(point.state, point.checkpoint)
-        if self.updates is not None:
-            self.sampling.source.renumber(self.updates.policies.version + 1 - point.version)
-            self.sampling.loop.run(self.updates.fleet.reset())
+        if self.engines is not None:
+            self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
+            self.sampling.loop.run(self.engines.fleet.reset())
         self.ensure_serving(force=True)
         self.evaluate()
 
@@ -356,8 +356,8 @@ class Run:
             self.residency.enter(ACTOR_WEIGHTS)
             self.earlier.begin(resumed=True)
             self.earlier.updated()
-        if changed and self.updates is not None:
-            self.updates.new_rendezvous()
+        if changed and self.engines is not None:
+            self.engines.new_rendezvous()
             self.push_weights()
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
@@ -366,20 +366,20 @@ class Run:
         """Update all engines to the actor's weights. Raises WeightUpdateError if an engine cannot be updated.
 
         Does nothing if engines already hold these weights, or in steps that weights.every skips."""
-        if self.updates is None or not self._push_due(self.updates.fleet):
+        if self.engines is None or not self._push_due(self.engines.fleet):
             return
         new = self._pushed_at != self.actor.next_optimizer_step
-        self.updates.push(self.sampling.source, new=new)
+        self.engines.update(self.sampling.source, new=new)
         if new:
             self.earlier.updated()
         if self.logprob_check is not None:
-            self.logprob_check.pushed(self.updates.policies.version, new=new)
+            self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step
 
     def ensure_serving(self, *, force: bool = False) -> None:
         """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
         also where none has died."""
-        if force or (self.updates is not None and self.updates.fleet.dead):
+        if force or (self.engines is not None and self.engines.fleet.dead):
             with self.using_ranks():
                 self.push_weights()
 
@@ -405,8 +405,8 @@ class Run:
     ) -> None:
         """Report one rollout step; `batch` is None if it was not for training."""
         require_there(self.run_dir)
-        if self.updates is not None:
-            self.updates.fleet.step_completed()
+        if self.engines is not None:
+            self.engines.fleet.step_completed()
         self.recovery.step_done()
         self.reports.report(scored, batch, results)
 

@@ -1,4 +1,4 @@
-"""Plan the ranks of one role, for a training loop other than CoreRL's."""
+"""Plan the ranks of one role, alone or with engines, for a training loop other than CoreRL's."""
 
 from __future__ import annotations
 
@@ -8,54 +8,85 @@ from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
 from corerl.config.problems import Problems
-from corerl.config.schema import AlgorithmConfig, CheckpointConfig, ClusterConfig, Config, RolloutConfig, RunConfig
+from corerl.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    RolesConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.check import contradictions_of_a_group
 from corerl.plan.make import resolve_config
-from corerl.plan.models import build_models, check_files, load_configs, notices_of, unpacked
+from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
 from corerl.plan.plan import GroupPlan
+from corerl.plan.processes import ProcessPlan, plan_processes
 from corerl.plan.residency import has_bfloat16, resolve_device
 from corerl.plan.resolve import ROLES, ignored_tables
 from corerl.plan.roles import plan_role, process_environment
 from corerl.plan.settle import notices_of_choices, with_absolute_paths, with_choices
 
 
-def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
-    """Resolve and check what a config says of a role alone, for a loop other than CoreRL's: of a run without samples.
-    `resume` is what a `save` has written; "" starts from the model. Raises as `make_plan`."""
+def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | None = None) -> GroupPlan:
+    """Resolve and check what a config says of a role alone, for a loop other than CoreRL's: of a run without samples,
+    or, for the actor, of its engines too, which write into the directory `engines_in`. `resume` is what a `save` has
+    written; "" starts from the model. Raises as `make_plan`."""
     if role not in ROLES:
         raise ConfigError(f"unknown role {role!r}; there are {', '.join(ROLES)}")
-    config = _of_a_group(config)
+    config = _of_a_group(config, engines=engines_in is not None)
     if role not in config.chosen_roles:
         raise ConfigError(f"roles.{role}: missing; add it, such as roles.{role}.ranks=1, to start this role")
     config, plugins = resolve_config(config, contradictions_of_a_group)
     device = resolve_device(config.cluster.device, address=config.cluster.address)
     absolute = with_absolute_paths(config)
     config = with_choices(absolute, plugins, device, bfloat16=has_bfloat16(config.cluster, device))
-    models = build_models(config, plugins, load_configs(config, [role]))
+    configs = load_configs(config, [role])
+    models = build_models(config, plugins, configs)
     checkpoint = _checkpoint_of(resume, role, frozen=plugins.is_frozen(role))
     problems = Problems()
     about_files = list(check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems))
     problems.raise_all()
-    plan = plan_role(
-        role,
-        config,
-        plugins,
-        device=device,
-        resume=resume,
-        model=models[role],
-        common=process_environment(config.cluster, device=device, transport=plugins.transport),
-    )
-    return GroupPlan(
-        role=evolve(plan, objective=plan_algorithm(config, plugins).objectives.get(role)),
-        placement=arrange(
+    objective = plan_algorithm(config, plugins).objectives.get(role)
+    processes: ProcessPlan | None = None
+    context = longest_sample(config, configs[role])
+    if engines_in is not None:
+        processes = plan_processes(
+            evolve(config, roles=RolesConfig(actor=config.roles.actor)),
+            plugins,
+            device=device,
+            models=models,
+            run_dir=engines_in,
+            resume={role: resume},
+            context_length=context,
+        )
+        plan, placement = processes.roles[role], processes.placement
+    else:
+        plan = plan_role(
+            role,
+            config,
+            plugins,
+            device=device,
+            resume=resume,
+            model=models[role],
+            common=process_environment(config.cluster, device=device, transport=plugins.transport),
+        )
+        placement = arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,
             gpus=plan.resources.gpus,
             resources=config.cluster.resources,
-        ),
+        )
+    return GroupPlan(
+        role=evolve(plan, objective=objective),
+        placement=placement,
+        processes=processes,
         cluster=config.cluster,
+        weights=config.weights,
+        rollout=config.rollout,
+        context_length=context,
         notices=(
             *ignored_tables(config),
             *about_files,
@@ -70,17 +101,22 @@ def plan_group(config: Config, role: str, *, resume: str) -> GroupPlan:
 RUN_SETTINGS = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling", "dynamic_sampling_on")
 
 
-def _of_a_group(config: Config) -> Config:
-    """The config without what only a whole run has: engines and taking turns with them, prompts, extensions, a run
-    directory."""
+OF_ENGINES = ("engine", "replicas", "max_tokens", "context_length", "restarts")  # settings of [rollout]
+
+
+def _of_a_group(config: Config, *, engines: bool) -> Config:
+    """The config without what only a whole run has: prompts, a schedule, extensions, a run directory; and, without
+    `engines`, what is about these and taking turns with them."""
     algorithm, cluster = AlgorithmConfig(), ClusterConfig()
-    turns = ("placement", "offload", "offload_kinds")
+    kept = OF_ENGINES if engines else ("max_tokens",)
+    turns = () if engines else ("placement", "offload", "offload_kinds")
     return evolve(
         config,
-        run=RunConfig(mode="train-only", seed=config.run.seed),
+        run=RunConfig(mode="train" if engines else "train-only", seed=config.run.seed),
         cluster=evolve(config.cluster, **{name: getattr(cluster, name) for name in turns}),
         algorithm=evolve(config.algorithm, **{name: getattr(algorithm, name) for name in RUN_SETTINGS}),
-        rollout=RolloutConfig(max_tokens=config.rollout.max_tokens),
+        rollout=RolloutConfig(**{name: getattr(config.rollout, name) for name in kept}),
+        weights=evolve(config.weights, every=1),
         checkpoint=CheckpointConfig(every=0),
         extensions=(),
     )

@@ -22,7 +22,7 @@ from corerl.plan.algorithm import (
     notices_of_sampling,
     plan_algorithm,
 )
-from corerl.plan.check import contradictions, require_no_code_of_a_model
+from corerl.plan.check import contradictions, require_even, require_no_code_of_a_model
 from corerl.plan.data import (
     RolloutPlan,
     load_eval_sets,
@@ -174,10 +174,15 @@ def _plan_run(
         device=device,
         models=models,
         run_dir=start.run_dir,
-        resume=start.resume,
+        resume={role: str(start.resume / role) for role in final.chosen_roles} if start.resume else {},
         context_length=context,
         algorithm=algorithm,
     )
+    for role, ranks in processes.roles.items():
+        if not plugins.is_frozen(role):
+            with problems.stage(f"roles.{role}"):
+                require_even(role, final, data_parallel=ranks.data_parallel)
+    problems.raise_all()
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))

@@ -16,6 +16,7 @@ from corerl.config.schema import (
     Config,
     EvalConfig,
     ExtensionChoice,
+    RolloutConfig,
     RunConfig,
     WeightsConfig,
 )
@@ -61,11 +62,15 @@ class Plan:
 
 @frozen(kw_only=True)
 class GroupPlan:
-    """The ranks of one role alone."""
+    """The ranks of one role, alone or with engines."""
 
     role: RolePlan
     placement: Placement
+    processes: ProcessPlan | None  # of the role and its engines; None without these
     cluster: ClusterConfig
+    weights: WeightsConfig
+    rollout: RolloutConfig
+    context_length: int  # the most tokens of a sample; 0: unlimited
     notices: tuple[str, ...]  # a line each
 
 

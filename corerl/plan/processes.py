@@ -17,7 +17,6 @@ from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import AlgorithmPlan
-from corerl.plan.check import require_even
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, check_spec
@@ -64,11 +63,12 @@ def plan_processes(
     device: str,
     models: Mapping[str, RoleModel],
     run_dir: Path,
-    resume: Path | None,
+    resume: Mapping[str, str],
     context_length: int,
-    algorithm: AlgorithmPlan,
+    algorithm: AlgorithmPlan | None = None,
 ) -> ProcessPlan:
-    """Plan the processes of a resolved config; `context_length`: most tokens of a sample, or 0. Raises all problems."""
+    """Plan the processes of a resolved config. `resume`: role -> its directory in a checkpoint; `context_length`: most
+    tokens of a sample, or 0. Raises all problems."""
     problems = Problems()
     engine = plugins.engine
     actor = cluster_of(ACTOR, config, plugins, device=device, model=models[ACTOR])
@@ -104,13 +104,11 @@ def plan_processes(
                 plugins,
                 device=device,
                 run_dir=str(run_dir),
-                resume=str(resume / role) if resume else "",
+                resume=resume.get(role, ""),
                 model=models[role],
                 algorithm=algorithm,
                 common=common,
             )
-            if not plugins.is_frozen(role):
-                require_even(role, config, data_parallel=roles[role].data_parallel)
     problems.raise_all()
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]

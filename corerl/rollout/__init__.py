@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from corerl.rollout.sampler import Rollout as Rollout
     from corerl.rollout.sampler import Sampler as Sampler
     from corerl.rollout.sampler import SamplerContext as SamplerContext
+    from corerl.rollout.sampler import assemble as assemble
     from corerl.rollout.sampler import rows_of as rows_of
     from corerl.rollout.sampler import sampling_params as sampling_params
     from corerl.rollout.scored import ScoredRollout as ScoredRollout

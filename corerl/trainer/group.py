@@ -99,6 +99,7 @@ class TrainGroup:
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
+        self.changes = 0  # verbs that have changed the weights, or may have
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
     @classmethod
@@ -213,6 +214,7 @@ class TrainGroup:
         if self._join_at is None:
             self.construct()
         assert self._join_at is not None
+        self.changes += 1
         host, port, listening = self._join_at
         token = secrets.token_hex(16)
         meeting = [(host, port, listening if rank == 0 else None, token) for rank in range(len(self.processes))]
@@ -235,6 +237,7 @@ class TrainGroup:
         the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
         is set and the backend does not have the capability `adam`."""
         self._require_step("train", step)
+        self.changes += 1
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
@@ -266,6 +269,7 @@ class TrainGroup:
         weights do not hold it, clip them, and take the step. The result is as of `train`, of all samples of the step;
         metrics that are sums with the loss's token weights are multiplied too."""
         self._require_step("optimizer_step", step)
+        self.changes += 1
         pending = self._start("optimizer_step", step, scale, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 

@@ -17,10 +17,10 @@ from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain
 from corerl.data.packing import StepPlan
 from corerl.data.prompts import SortDigits
+from corerl.driver.engines import Engines
 from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
-from corerl.driver.updates import WeightUpdates
 from corerl.engines.base import Received
 from corerl.errors import CorerlError, WorkerDied
 from corerl.plan.algorithm import plan_algorithm
@@ -61,6 +61,7 @@ class Group:
         self.losses: list[LossSpec] = []
         self.passes: list[tuple[tuple[Output, ...], str, bool]] = []  # outputs, weights, whether experts are replayed
         self.processes = self
+        self.changes = 0
         self.ended = False
         self.failure: Exception | None = None
         self.dead = False
@@ -279,13 +280,13 @@ def sharing(groups: Mapping[str, Group], *, passed: Sequence[str] = (), fleet: G
     )
 
 
-def make_updates(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> WeightUpdates:
+def make_engines(config: Config, actor: Group, fleet: Group, ears: Ears | None = None, **parts: Any) -> Engines:
     given = {
         "address_of": lambda: Address(transport="ipc", engines=fleet.names),
         "policies": Policies(version=parts.pop("version", 0) - 1),
         "residency": staying(),
-        "control": SimpleNamespace(failed=lambda message, ranks: None),
+        "on_death": lambda reasons: None,
         "progress": progress(ears),
         **parts,
     }
-    return WeightUpdates(config=config.weights, group=actor, fleet=fleet, **given)  # type: ignore[arg-type]
+    return Engines(config=config.weights, group=actor, fleet=fleet, **given)  # type: ignore[arg-type]

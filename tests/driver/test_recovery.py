@@ -100,7 +100,7 @@ def make(
     control: Any = SimpleNamespace(
         groups=groups, failed=asked, progress=progress(ears), step=done, stop=SimpleNamespace(requested=requested)
     )
-    return Case(Recovery(control=control, updates=groups, start=start, saves=saves), groups, ears)
+    return Case(Recovery(control=control, engines=groups, start=start, saves=saves), groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:

@@ -43,7 +43,7 @@ from tests.driver.fakes import (
     Ears,
     Group,
     Source,
-    make_updates,
+    make_engines,
     plan_of,
     progress,
     role,
@@ -332,7 +332,7 @@ def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) ->
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
     roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
-    run = make_run(make_config(), roles=roles, updates=make_updates(make_config(), actor, fleet, version=3))
+    run = make_run(make_config(), roles=roles, engines=make_engines(make_config(), actor, fleet, version=3))
     run.push_weights()
     trained_on = run.prepare(scored())
     for run.progress.steps_done in range(4):
@@ -398,8 +398,8 @@ def test_saved_batches_are_not_postprocessed(
 
 def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., Run], engines: Engines) -> None:
     actor, ears, source = Group(), Ears(), sampling.source(engines, steps=1)
-    updates = make_updates(make_config(), actor, engines.fleet, ears)
-    run = make_run(make_config(), actor=actor, updates=updates, loop=engines.fleet.loop, source=source)
+    updates = make_engines(make_config(), actor, engines.fleet, ears)
+    run = make_run(make_config(), actor=actor, engines=updates, loop=engines.fleet.loop, source=source)
     run.push_weights()
     engines.die()
     (batch,) = run.batches()
@@ -413,7 +413,7 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
 
 
 def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[..., Run]) -> None:
-    run = make_run(make_config(), updates=make_updates(make_config(), Group(), Group(), version=5))  # they hold 4
+    run = make_run(make_config(), engines=make_engines(make_config(), Group(), Group(), version=5))  # they hold 4
     metrics = run.prepare(scored()).metrics
     assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
     read = make_run(make_config())  # nothing is sampled: versions are another run's
@@ -422,7 +422,7 @@ def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[.
 
 def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
     fleet = Group()
-    run = make_run(make_config(), updates=make_updates(make_config(), Group(), fleet, version=3))
+    run = make_run(make_config(), engines=make_engines(make_config(), Group(), fleet, version=3))
     run.push_weights()  # 3
     fleet.dead = True
     run.ensure_serving()  # 4 sends the same to the engine that replaces a dead one
@@ -437,8 +437,8 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
     for eval_sets, expected in (([a_set(every=4)], [1, 3, 4, 6, 7]), ([], [1, 3, 6])):
-        updates = make_updates(config, actor, Group())
-        run = make_run(config, actor=actor, updates=updates, rollout_step=1, eval_sets=eval_sets)  # empty engines
+        updates = make_engines(config, actor, Group())
+        run = make_run(config, actor=actor, engines=updates, rollout_step=1, eval_sets=eval_sets)  # empty engines
         pushed = []
         for run.progress.steps_done in range(1, 8):
             before = len(actor.log)
@@ -450,7 +450,7 @@ def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Calla
 
 def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
+    run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
     run.ensure_serving()
@@ -465,7 +465,7 @@ def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], mon
     kept: list[int] = []
     monkeypatch.setattr(EarlierPolicies, "updated", lambda policies: kept.append(len(kept)))
     actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, updates=make_updates(make_config(), actor, fleet))
+    run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     run.push_weights()
     assert (fleet.log, kept) == (["receive 0"], [0])
@@ -478,10 +478,10 @@ def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., R
     both = Group()  # one log of ranks and engines, so that the order between the two shows
     config = make_config(algorithm={"old_logprobs": "recompute"}, checkpoint={"every": 1})
     residency = sharing({"actor": both}, passed=["actor"], fleet=both)
-    updates = make_updates(config, both, both, residency=residency, version=4)
+    updates = make_engines(config, both, both, residency=residency, version=4)
     saves = Files(-1)
     run = make_run(
-        config, actor=both, updates=updates, residency=residency, checkpoints=saves, source=Source(), run_dir=Path()
+        config, actor=both, engines=updates, residency=residency, checkpoints=saves, source=Source(), run_dir=Path()
     )
     residency.enter(SAMPLE)
     both.log.clear()
@@ -748,8 +748,8 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
-    updates = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
-    run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), updates=updates)
+    engines = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
+    run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), engines=engines)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.steps_done = step
         run.between_steps()

@@ -1,31 +1,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.driver.updates import WeightUpdates
-from corerl.engines.base import Received
-from corerl.errors import InsufficientResources, WeightUpdateError, WorkerDied
+from corerl.driver.engines import Engines
+from corerl.engines.base import GenerateRequest, Generation, Received, SamplingParams
+from corerl.errors import EngineFailed, InsufficientResources, UserError, WeightUpdateError, WorkerDied
 from corerl.plan.residency import SAMPLE
+from corerl.rollout.sampler import assemble
 from corerl.rollout.source import Policies
+from corerl.types import LossSpec, Output, SampleBatch, Step, offsets_of
 from corerl.weights.manifest import build_manifest
 from corerl.weights.transport import Address
-from tests.driver.fakes import Ears, Group, Source, make_updates, sharing, told
+from corerl_testing.models import tiny_fields
+from tests.driver.fakes import Ears, Group, Source, make_engines, sharing, told
 from tests.driver.saved import make_config
+from tests.in_process import without_ray
+from tests.rollout.engines import Engines as Fleet
 
 
-def push(updates: WeightUpdates, source: Any = None) -> None:
-    updates.push(source or Source())
-
-
-def asking(places: Callable[[str], None]) -> Any:
-    return SimpleNamespace(failed=lambda message, ranks: places(message))
+def push(engines: Engines, source: Any = None) -> None:
+    engines.update(source or Source())
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
@@ -33,38 +33,38 @@ def asking(places: Callable[[str], None]) -> Any:
 
 def test_each_push_has_a_version_of_its_own() -> None:
     actor, fleet = Group(), Group()
-    updates = make_updates(make_config(), actor, fleet, version=7)
-    push(updates)
-    push(updates)
-    assert (actor.log, fleet.log, updates.policies.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 8)
+    engines = make_engines(make_config(), actor, fleet, version=7)
+    push(engines)
+    push(engines)
+    assert (actor.log, fleet.log, engines.policies.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 8)
 
 
 def test_weights_that_are_sent_again_do_not_count_as_new() -> None:
-    updates, *_ = after_one({"engine-1": DEAD})  # version 0 arrived; 1 did not everywhere; 2 is the same
-    push(updates)
-    push(updates)
-    updates.push(Source(), new=False)  # 4, to an engine that was added
-    assert updates.policies.version == 4
-    assert updates.policies.of(np.arange(5)).tolist() == [0, 1, 1, 2, 2]
+    engines, *_ = after_one({"engine-1": DEAD})  # version 0 arrived; 1 did not everywhere; 2 is the same
+    push(engines)
+    push(engines)
+    engines.update(Source(), new=False)  # 4, to an engine that was added
+    assert engines.policies.version == 4
+    assert engines.policies.of(np.arange(5)).tolist() == [0, 1, 1, 2, 2]
 
 
 def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
     whole, alone = (build_manifest([(name, (1,))], dtype="float32", bucket_bytes=8) for name in ("w", "a"))
     actor, fleet = Group(), Group()
     actor.manifests = whole, alone
-    updates = make_updates(make_config(), actor, fleet, separate_adapters=True, version=7)
+    engines = make_engines(make_config(), actor, fleet, separate_adapters=True, version=7)
     offered = []
     for _ in range(3):
-        push(updates)
+        push(engines)
         offered.append(fleet.offered)
     assert offered == [whole, alone, alone]
     fleet.dead = True  # it is replaced by one without weights
-    push(updates)
+    push(engines)
     fleet.hold_all = False  # they have slept
-    push(updates)
-    push(updates)
+    push(engines)
+    push(engines)
     fleet.fared["engine-1"] = FAILED
-    push(updates)
+    push(engines)
     ways = ["send 7", "send 8 of adapters", "send 9 of adapters", "send 10", "send 11", "send 12 of adapters"]
     assert actor.log == [*ways, "send 13 of adapters", "send 14"]
 
@@ -76,18 +76,18 @@ FAILED = Received(version=0, bytes=0, error="bucket 3 did not arrive")
 SILENT = None
 
 
-def after_one(*fared: dict[str, Received | None], **parts: Any) -> tuple[WeightUpdates, Group, Group, Ears]:
+def after_one(*fared: dict[str, Received | None], **parts: Any) -> tuple[Engines, Group, Group, Ears]:
     """A run whose engines fare so, update after update; each has taken the first one."""
     actor, fleet, ears = Group(), Group(), Ears()
-    updates = make_updates(make_config(), actor, fleet, ears, **parts)
-    push(updates)
+    engines = make_engines(make_config(), actor, fleet, ears, **parts)
+    push(engines)
     well = {name: Received(version=0, bytes=8) for name in fleet.names}
     fleet.fared, *fleet.later = [
         {name: each for name, each in {**well, **changed}.items() if each is not None} for changed in fared
     ]
     for group in (actor, fleet):
         group.log.clear()
-    return updates, actor, fleet, ears
+    return engines, actor, fleet, ears
 
 
 FAILURE = "WeightUpdateError: engine-1: bucket 3 did not arrive"
@@ -109,8 +109,8 @@ SILENCE = "no answer within 600 s after the update's end"
     ],
 )
 def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | None], replaced: dict[str, str]) -> None:
-    updates, actor, fleet, ears = after_one(fared)
-    push(updates)
+    engines, actor, fleet, ears = after_one(fared)
+    push(engines)
     assert fleet.log == [
         "receive 1",
         *(f"leave out {name}" for name in replaced),
@@ -124,12 +124,12 @@ def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | No
 
 def test_engines_have_as_long_as_a_sender_waits() -> None:  # over a disk they only begin to read after the ranks
     address = Address(transport="disk", engines=Group().names, timeout=7.0)
-    push(make_updates(make_config(), Group(), fleet := Group(), address_of=lambda: address))
+    push(make_engines(make_config(), Group(), fleet := Group(), address_of=lambda: address))
     assert fleet.waited == 7.0
 
 
 def test_the_first_engine_to_fail_is_the_cause() -> None:
-    updates, actor, fleet, _ = after_one({"engine-1": FAILED})
+    engines, actor, fleet, _ = after_one({"engine-1": FAILED})
     polls = iter([False, False, True])
     report = actor.engine_failed
     actor.ready = lambda timeout: next(polls, True)  # type: ignore[method-assign]
@@ -139,7 +139,7 @@ def test_the_first_engine_to_fail_is_the_cause() -> None:
         fleet.fared["engine-0"] = Received(version=0, bytes=0, error="the trainer closed the connection")
 
     actor.engine_failed = spread  # type: ignore[method-assign]
-    push(updates)
+    push(engines)
     assert actor.log == [
         "send 1",
         "report engine-1: bucket 3 did not arrive",
@@ -161,14 +161,14 @@ def test_an_engine_that_fails_its_first_update_ends_the_run(sender: str, error: 
     fleet.fared["engine-1"] = FAILED
     actor.sent = evolve(actor.sent, engines={"engine-0": "", "engine-1": sender})
     with pytest.raises(WeightUpdateError) as caught:
-        push(make_updates(make_config(), actor, fleet, version=7))
+        push(make_engines(make_config(), actor, fleet, version=7))
     assert caught.value.message == f"weights version 7 did not reach every engine: engine-1: {error}"
 
 
 def test_a_second_failure_ends_the_run() -> None:
-    updates, *_ = after_one({"engine-1": FAILED}, {"engine-1": FAILED})
+    engines, *_ = after_one({"engine-1": FAILED}, {"engine-1": FAILED})
     with pytest.raises(WeightUpdateError, match="^weights version 2 did not reach every engine: engine-1: bucket 3 "):
-        push(updates)
+        push(engines)
 
 
 @pytest.mark.parametrize("fared", [DEAD, SILENT])
@@ -177,26 +177,26 @@ def test_an_engine_lost_in_its_first_update_is_replaced(fared: Received | None) 
     fleet.fared.pop("engine-1")
     if fared is not None:
         fleet.fared["engine-1"] = fared
-    push(make_updates(make_config(), actor, fleet))
+    push(make_engines(make_config(), actor, fleet))
     assert [line.partition(":")[0] for line in fleet.log] == [
         "receive 0", "leave out engine-1", "replace engine-1", "receive 1"
     ]  # fmt: skip
 
 
 def test_an_engine_that_died_too_often_ends_the_run() -> None:
-    updates, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
+    engines, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
     fleet.allowed = 2
     with pytest.raises(WorkerDied, match="^its process died$"):
-        push(updates)
+        push(engines)
     assert [line for line in fleet.log if line.startswith("receive")] == ["receive 1", "receive 2", "receive 3"]
 
 
 def test_an_engines_own_answer_overrules_its_senders() -> None:
-    updates, actor, fleet, _ = after_one({})
+    engines, actor, fleet, _ = after_one({})
     actor.sent = evolve(actor.sent, engines={"engine-1": "the connection broke"})
-    push(updates)
+    push(engines)
     assert fleet.log == ["receive 1"]
-    push(updates)
+    push(engines)
     assert fleet.address.token == "meeting 2"
 
 
@@ -205,7 +205,7 @@ def test_a_dead_rank_ends_the_push_at_once() -> None:
     actor.failure = WorkerDied("its process died")
     fleet.answers = False
     with pytest.raises(WorkerDied, match="^its process died$"):
-        push(make_updates(make_config(), actor, fleet, version=7))
+        push(make_engines(make_config(), actor, fleet, version=7))
 
 
 def test_engines_without_a_device_are_not_replaced() -> None:
@@ -213,8 +213,8 @@ def test_engines_without_a_device_are_not_replaced() -> None:
         assert message == "its process died"
         fleet.names = ("engine-0",)
 
-    updates, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD}, control=asking(fewer))
-    push(updates)
+    engines, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD}, on_death=fewer)
+    push(engines)
     assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
     assert fleet.address.engines == ("engine-0",)
     assert told(ears) == ["engine-1 is replaced: its process died"]
@@ -224,9 +224,9 @@ def test_without_a_device_the_engines_death_is_the_error() -> None:
     def refuse(message: str) -> None:
         raise InsufficientResources("rollout.replicas: devices are left for 0 of 2")
 
-    updates, *_ = after_one({"engine-1": DEAD}, control=asking(refuse))
+    engines, *_ = after_one({"engine-1": DEAD}, on_death=refuse)
     with pytest.raises(WorkerDied) as caught:
-        push(updates)
+        push(engines)
     assert caught.value.message == (
         "its process died; a machine is gone, and its processes have no other places: "
         "rollout.replicas: devices are left for 0 of 2"
@@ -241,11 +241,11 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
     manifest = build_manifest([("a", (1,)), ("b", (1,))], dtype="float32", bucket_bytes=8)
     config = make_config(weights={"verify_every": 2})
     actor.manifests = manifest, None
-    updates = make_updates(config, actor, fleet, ears, version=7)  # of a resumed run
+    engines = make_engines(config, actor, fleet, ears, version=7)  # of a resumed run
     actor.sent = evolve(actor.sent, sums={"a": 5, "b": 6})
     fleet.sums = {"engine-0": {"a": 5}, "engine-1": None}  # it does not report b
     for _ in range(4):
-        push(updates)
+        push(engines)
     assert actor.verified == [True, False, True, False]
     line = "engine-1 cannot report what it has loaded (Engine.weight_sums), so it is not compared with what was sent; "
     assert told(ears) == [f"{line}set weights.verify_every=0 to stop checking"]
@@ -254,21 +254,21 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
         WeightUpdateError,
         match="^engine-1 holds different weights than it was sent as version 11: 'b', whose bits sum to 0x7 ",
     ):
-        push(updates)
+        push(engines)
 
 
 def test_an_update_that_some_missed_is_not_compared() -> None:
     actor, fleet = Group(), Group()
     manifest = build_manifest([("a", (1,))], dtype="float32", bucket_bytes=8)
     actor.manifests = manifest, None
-    updates = make_updates(make_config(weights={"verify_every": 1}), actor, fleet)
+    engines = make_engines(make_config(weights={"verify_every": 1}), actor, fleet)
     right = {"engine-0": {"a": 5}, "engine-1": {"a": 5}}
     actor.sent, fleet.sums = evolve(actor.sent, sums={"a": 5}), right
-    push(updates)
+    push(engines)
     replace = fleet.replace
     fleet.replace = lambda failed: (replace(failed), setattr(fleet, "sums", right))[0]  # type: ignore[method-assign]
     fleet.fared["engine-1"], fleet.sums = FAILED, {**right, "engine-1": {"a": 4}}  # it holds what it held before
-    push(updates)
+    push(engines)
     assert fleet.log[-1] == "receive 2" and actor.verified == [True] * 3
 
 
@@ -292,12 +292,12 @@ class Overlapping(Source):
 
 def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
     together, ears = Group(), Ears()
-    updates, source = make_updates(make_config(), together, together, ears, version=7), Overlapping(together.log)
-    push(updates, source)
+    engines, source = make_engines(make_config(), together, together, ears, version=7), Overlapping(together.log)
+    push(engines, source)
     assert together.log == ["hold for 7", "send 7", "receive 7", "go on"]
     together.log.clear()
     together.dead = True
-    push(updates, source)
+    push(engines, source)
     assert together.log == [
         "hold for 8",
         "go on",
@@ -313,7 +313,7 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
 def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
     together = Group()
     together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
-    push(make_updates(make_config(), together, together), Overlapping(together.log))
+    push(make_engines(make_config(), together, together), Overlapping(together.log))
     assert [line.partition(":")[0] for line in together.log] == [
         *("hold for 0", "send 0", "receive 0", "leave out engine-1", "go on"),
         *("replace engine-1", "hold for 1", "send 1", "receive 1", "go on"),
@@ -323,11 +323,11 @@ def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
 def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
     residency = sharing({"actor": both}, fleet=both)
-    updates = make_updates(make_config(), both, both, residency=residency)
+    engines = make_engines(make_config(), both, both, residency=residency)
     residency.enter(SAMPLE)
     both.dead = True
     both.log.clear()
-    push(updates)
+    push(engines)
     # It took caches too, which sleep before the ranks' parameters come.
     assert both.log == [
         "sleep",
@@ -343,13 +343,118 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
 def test_other_ranks_or_engines_meet_anew_with_their_manifest() -> None:
     actor, fleet = Group(), Group()
     actor.manifests = "of the start", None
-    updates = make_updates(make_config(), actor, fleet)
-    push(updates)
+    engines = make_engines(make_config(), actor, fleet)
+    push(engines)
     assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
     actor.manifests = "of now", None
-    push(updates)
+    push(engines)
     assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
     fleet.names = ("engine-0",)
-    updates.new_rendezvous()
-    push(updates)
+    engines.new_rendezvous()
+    push(engines)
     assert (fleet.offered, fleet.address.token, fleet.address.engines) == ("of now", "meeting 2", ("engine-0",))
+
+
+# ---- for a loop of one's own -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engines() -> Iterator[Fleet]:
+    made = Fleet(2)
+    yield made
+    made.close()
+
+
+OWN = {
+    "backend": {"name": "plain"},
+    "cluster": {"device": "cpu"},
+    "model": {"config": {**tiny_fields("qwen3"), "vocab_size": 32}},
+    "rollout": {"engine": "transformers", "max_tokens": 6},
+    "weights": {"transport": "disk"},
+}
+
+
+def prompts(*rows: list[int]) -> GenerateRequest:
+    return GenerateRequest(
+        tokens=np.concatenate([np.array(row) for row in rows]),
+        offsets=offsets_of([len(row) for row in rows]),
+        noise_keys=np.arange(len(rows)),
+        params=SamplingParams(max_tokens=6),
+    )
+
+
+def answered(request: GenerateRequest, generation: Generation) -> SampleBatch:
+    """The rows, with what was sampled as what is to become likelier."""
+    return assemble(request, generation).with_row_columns(group=np.arange(len(request)))
+
+
+def step(engines: Engines, samples: SampleBatch, number: int) -> None:
+    """Make what was sampled likelier."""
+    samples = samples.with_columns(logprob_weights=-samples.columns["loss_mask"].astype(np.float32))
+    (plan,) = engines.group.plan_steps(samples, seed=number)
+    at = Step(optimizer_step=number, rollout_step=number, lr=0.01)
+    engines.group.train(samples, plan, LossSpec(name="weighted_logprobs"), at).result()
+
+
+def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
+    request, found = prompts([3, 4, 5], [7, 8]), []
+    with without_ray(), Engines.start(OWN) as engines:
+        assert engines.version == -1
+        for number in range(3):
+            assert engines.push() == number
+            samples = answered(request, engines.generate(request))
+            mask = samples.columns["loss_mask"]
+            assert set(samples.columns["versions"][mask]) == {number}
+            wanted = engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
+            np.testing.assert_allclose(samples.columns["rollout_logprobs"][mask], wanted[mask], atol=1e-5)
+            found.append(samples.columns["rollout_logprobs"][mask].mean())
+            step(engines, samples, number)
+    assert found[0] < found[1] < found[2]
+
+
+def test_weights_that_have_not_changed_are_the_same_policy_when_they_are_pushed_again() -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        engines.push()
+        engines.push()
+        step(engines, answered(prompts([3]), engines.generate(prompts([3]))), 0)
+        engines.push()
+        assert engines.policies.of(np.arange(3)).tolist() == [0, 0, 1]
+
+
+def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        waiting = engines.begin(prompts([3, 4]))
+        assert not waiting.done()
+        engines.push()
+        assert set(waiting.result(60.0).versions) == {0}
+
+
+def test_engines_that_have_all_died_are_replaced_before_rows_are_generated(engines: Fleet) -> None:
+    actor, ears = Group(), Ears()
+    own = make_engines(make_config(), actor, engines.fleet, ears)
+    own.push()
+    engines.die()
+    assert set(own.generate(prompts([3, 4])).versions) == {1}
+    assert actor.log == ["send 0", "send 1"]
+    assert sorted(told(ears)) == [f"engine-{n} is replaced: engine-{n}: its process died" for n in (0, 1)]
+
+
+def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> None:
+    own = make_engines(make_config(), Group(), engines.fleet)
+    own.push()
+    engines.die()
+    with pytest.raises(EngineFailed, match="engine-0: its process died; engine-1"):
+        own.begin(prompts([3, 4])).result(60.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rollout": {"engine": "transformer"}}, "rollout.engine: .*transformers"),
+        ({"weights": {"transport": "diks"}}, "weights.transport: .*disk"),
+        ({"data": {"held_out": 3}, "cluster": {"placement": "elsewhere"}}, "cluster.placement"),
+    ],
+)
+def test_what_is_wrong_with_a_config_is_said_before_a_process_starts(wrong: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message), Engines.start({**OWN, **wrong}):
+        pytest.fail("it has started")

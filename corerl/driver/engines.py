@@ -1,0 +1,384 @@
+"""Engines that sample from the weights of a group: a run's, or those of a loop of one's own.
+
+The driver starts every part of an update, and their results end it: ranks send, engines receive. An engine that fails
+meanwhile is reported to the ranks, which would wait for it. The first failure is the cause; later ones follow from it.
+An engine that missed an update serves nothing, and is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+from attrs import define, field, frozen
+
+from corerl.calls import POLL_SECONDS
+from corerl.cluster.placement import ResourcePool
+from corerl.config.load import as_config
+from corerl.config.schema import Config, WeightsConfig
+from corerl.driver.groups import update_address
+from corerl.driver.processes import start_processes
+from corerl.driver.progress import Progress
+from corerl.driver.residency import Residency
+from corerl.engines.base import GenerateRequest, Generation, Received
+from corerl.engines.fleet import EngineFleet
+from corerl.errors import CorerlError, EngineFailed, InsufficientResources, WeightUpdateError, WorkerDied
+from corerl.event_loop import EventLoop
+from corerl.messages import note
+from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
+from corerl.plugin.events import Event, Notice
+from corerl.plugin.observers import Observers
+from corerl.plugin.spec import ACTOR
+from corerl.plugin.transports import abandon
+from corerl.rollout.source import Policies
+from corerl.trainer.group import TrainGroup
+from corerl.types import UpdateResult
+from corerl.weights.checksums import difference
+from corerl.weights.manifest import Manifest
+from corerl.weights.transport import Address
+
+DEATH_SECONDS = 1.0  # between two looks at whether all engines have died
+TURNS: Mapping[str, str] = {"train": train_stage(ACTOR), "forward": FORWARD, "save": save_stage(ACTOR)}
+
+
+class Holding(Protocol):
+    """Whoever samples while weights are sent, such as a run's source of samples."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines may be generating."""
+
+    def updating(self, policies: Policies) -> contextlib.AbstractContextManager[None]:
+        """A context in which they generate nothing; when it ends, they hold the last of the policies."""
+
+
+@frozen(kw_only=True)
+class _Rendezvous:
+    """Where the ranks and the engines of now meet, and what is sent there."""
+
+    address: Address
+    manifest: Manifest
+    adapters: Manifest | None  # of an update to engines that hold all other weights
+    ranks: object  # the processes of the group, which may be others by the next update
+
+
+@define(kw_only=True, eq=False)
+class Engines:
+    """Engines that sample from the weights of a group, as `Engines.start(config)` gives them. They have none before the
+    first `push`, and those of the newest one after it: every token that they sample says of which version it is."""
+
+    config: WeightsConfig
+    group: TrainGroup  # the actor's
+    fleet: EngineFleet
+    address_of: Callable[[], Address]  # of updates from the ranks to the engines as they are, without a rendezvous
+    separate_adapters: bool = False  # whether adapters travel alone to engines that hold all other weights
+    policies: Policies  # up to the version that was sent last
+    residency: Residency
+    # Called before others start in the place of engines that have ended, with the reasons. Raises
+    # InsufficientResources where there is no place for one.
+    on_death: Callable[[str], None]
+    progress: Progress
+    context_length: int = 0  # the most tokens of a sample; 0: unlimited
+
+    _rendezvous: _Rendezvous | None = None  # None: the next update makes one
+    _updates: int = 0  # that reached all engines
+    _unverified: bool = False  # the engines cannot report `weight_sums`
+    _served: set[str] = field(factory=set)  # engines whose current process has taken an update
+    _pushing: bool = False
+    _changes: int = -1  # of the group's weights, when they were sent last by a loop of one's own
+
+    # ---- for a loop of one's own ------------------------------------------------------------------------------------
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(
+        cls,
+        config: Config | Mapping[str, Any] | Path | str,
+        *,
+        resume: str = "",
+        directory: Path | str = "",
+        notify: Callable[[str], None] = note,
+    ) -> Iterator[Self]:
+        """Start the actor's ranks, as `TrainGroup.start` does, and the config's engines, for a loop of one's own; the
+        ranks are `group`. Read are also `[engines]`, `[weights]`, and of `[rollout]` the engine, its replicas, the
+        longest samples and how often an engine may be restarted. Engines write logs into `directory`, by default one
+        that goes with the block, at whose end all processes end. `resume` and `notify` are as of `TrainGroup.start`.
+
+        Raises UserError with a line for each problem that can be known before a process starts.
+        """
+        from corerl.plan.group import plan_group  # slow to import: takes seconds
+
+        with contextlib.ExitStack() as stack:
+            where = Path(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="corerl-engines-")))
+            plan = plan_group(as_config(config), ACTOR, resume=resume, engines_in=where.absolute())
+            processes = plan.processes
+            assert processes is not None
+            progress = Progress(Observers([("notify", _Notify(notify))], showing=["notify"]), 0)
+            for line in plan.notices:
+                progress.notice(line)
+            loop = EventLoop("engines")
+            stack.callback(loop.close)
+            started = start_processes(processes, plan.cluster, plan.rollout, loop, progress, stack)
+            group, fleet = started.groups[ACTOR], started.fleet
+            assert fleet is not None
+            group.plan = plan.role  # with the algorithm's objective
+            residency = Residency(
+                plan=residency_plan(processes.sharing, passed={ACTOR}, sleeps=plan.cluster.offload_kinds),
+                groups={name: started.groups[name] for name in processes.sharing},
+                fleet=fleet,
+                progress=progress,
+                measures=plan.cluster.offload == "auto",
+            )
+            yield cls(
+                config=plan.weights,
+                group=group,
+                fleet=fleet,
+                address_of=partial(update_address, processes, plan.cluster, fleet, where.absolute()),
+                separate_adapters=processes.separate_adapters,
+                policies=Policies(version=started.inits[ACTOR].weights_version - 1),
+                residency=residency,
+                on_death=partial(_require_places, started.pool),
+                progress=progress,
+                context_length=plan.context_length,
+            )
+            group.shutdown("finished")
+            fleet.close()
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were sent last; -1 before the first time."""
+        return self.policies.version
+
+    def push(self) -> int:
+        """Send the group's weights to all engines, and start others in the place of those that have died or miss the
+        update; returns the version. Rows that are being generated go on under these weights. Called, like `generate`,
+        in the thread that starts the group's verbs. Raises WeightUpdateError, or the cause of an engine's death, once
+        its restarts are used up."""
+        self.fleet.step_completed()
+        self._push()
+        return self.version
+
+    def _push(self) -> None:
+        self._pushing = True
+        try:
+            self.update(_Rows(self.fleet), new=self.group.changes != self._changes)
+        finally:
+            self._pushing = False
+        self._changes = self.group.changes
+        self.residency.enter(SAMPLE)
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Complete the rows, under the weights that were pushed last. Weights that engines have lost, as they slept or
+        died, are pushed again, which are then those of now. Raises what `push` does, and an engine's own error."""
+        work = self.fleet.loop.begin(self.fleet.generate(request))
+        try:
+            while not self.fleet.wait(work):
+                with self.fleet.replacing():
+                    self._push()
+            return work.result()
+        except BaseException:
+            work.cancel()
+            raise
+
+    def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]:
+        """Like `generate`, from any thread and without waiting; `asyncio.wrap_future` lets a task await it, and
+        cancelling it ends the sampling. Where engines have no weights, rows wait for the next `push`, which also starts
+        others in the place of dead ones. Where all have died, the result is EngineFailed."""
+        return self.fleet.loop.begin(self._sampled(request))
+
+    async def _sampled(self, request: GenerateRequest) -> Generation:
+        work = asyncio.ensure_future(self.fleet.generate(request))
+        try:
+            while not (await asyncio.wait([work], timeout=DEATH_SECONDS))[0]:
+                died = self.fleet.died
+                if len(died) == len(self.fleet) and not self._pushing:
+                    raise EngineFailed("; ".join(error.message for error in died.values()))
+            return work.result()
+        finally:
+            work.cancel()
+
+    def turn(self, stage: Literal["train", "forward", "save"]) -> None:
+        """Where ranks and engines share devices: let engines sleep and wake what ranks need for these verbs, until the
+        next `push`. Elsewhere nothing happens."""
+        self.residency.enter(TURNS[stage])
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def update(self, holding: Holding, *, new: bool = True) -> None:
+        """Update all engines to the actor's weights, which are `new` if they have changed since the last update, and
+        replace engines that miss the update. Raises WeightUpdateError, or the cause of an engine's death, if replacing
+        does not help."""
+        before = self.policies.version
+        while failed := self._attempt(holding, self.policies.next(new=new and self.policies.version == before)):
+            self._replace(failed)
+        self._updates += 1
+
+    def _attempt(self, holding: Holding, policies: Policies) -> dict[str, CorerlError]:
+        """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
+        why."""
+        with contextlib.ExitStack() as stack:
+            if holding.overlaps:
+                with self.progress.phase("hold"):
+                    stack.enter_context(holding.updating(policies))
+            if self.fleet.dead:
+                return self.fleet.died
+            self.residency.enter(UPDATE)
+            with self.progress.phase("update_weights"):
+                failed = self._update(policies)
+            # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
+            # with a failed device fails again.
+            self.fleet.leave_out(failed)
+            return failed
+
+    def _update(self, policies: Policies) -> dict[str, CorerlError]:
+        # The version is used up even if no engine takes it: engines refuse a version that they have.
+        self.policies, version = policies, policies.version
+        group, fleet, every = self.group, self.fleet, self.config.verify_every
+        verify = every > 0 and self._updates % every == 0
+        if self._rendezvous is not None and self._rendezvous.ranks is not group.processes:
+            self.new_rendezvous()
+        meeting = self._rendezvous = self._rendezvous or self._meet()
+        address, alone = meeting.address, meeting.adapters if fleet.all_serve else None
+        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None)
+        receiving = fleet.receive(alone or meeting.manifest, version, address)
+        causes: set[str] = set()  # engines that failed first
+        reported: set[str] = set()
+        while not sending.ready(POLL_SECONDS):
+            failed = {name: each.error for name, each in fleet.received(receiving, 0.0).items() if each.error}
+            for name in failed.keys() - reported:
+                group.engine_failed(address, name, failed[name])
+            causes, reported = causes or set(failed), reported | failed.keys()
+        sent = sending.result()
+        if any(sent.engines.values()):  # senders do not know whether these have all they need
+            self.new_rendezvous()
+        # As long as a sender waits for an engine: over a disk, engines only begin to read now.
+        received = fleet.received(receiving, address.timeout)
+        missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
+        taken = [name for name in fleet.names if name not in missed]
+        fleet.updated(taken)
+        self._served.update(taken)
+        if missed:
+            silent = f"no answer within {address.timeout:g} s after the update's end"
+            return self._to_replace(missed, causes, sent, silent)
+        if sent.sums:
+            self._require_loaded(sent.sums, version, meeting.manifest.dtype)
+        return {}
+
+    def _meet(self) -> _Rendezvous:
+        """A rendezvous of the ranks and engines as they are."""
+        return _Rendezvous(
+            address=self.group.rendezvous(self.address_of()),
+            manifest=self.group.manifest().result(),
+            adapters=self.group.manifest(adapters=True).result() if self.separate_adapters else None,
+            ranks=self.group.processes,
+        )
+
+    def new_rendezvous(self) -> None:
+        """Let the next update have another rendezvous: ranks or engines have ended or are others now, or an update
+        has failed. Engines that still wait at this one stop."""
+        if self._rendezvous is not None:
+            abandon(self._rendezvous.address)
+        self._rendezvous = None
+        self._served &= set(self.fleet.names)
+
+    def _to_replace(
+        self, missed: Mapping[str, Received | None], causes: Collection[str], sent: UpdateResult, silent: str
+    ) -> dict[str, CorerlError]:
+        """Which of the engines that missed an update to replace, and why: those that died or gave no answer; if all
+        are alive and answered, those that failed first. `silent` is why one gave no answer.
+
+        Raises WeightUpdateError if one of these has never taken an update: the next one would fail too.
+        """
+        gone = [name for name, each in missed.items() if each is None or each.died]
+        errors = {name: _reason(missed[name], sent.engines.get(name, ""), silent) for name in gone or causes or missed}
+        if not gone and (never := sorted(errors.keys() - self._served)):
+            reasons = "; ".join(f"{name}: {errors[name]}" for name in never)
+            raise WeightUpdateError(f"weights version {self.policies.version} did not reach every engine: {reasons}")
+        return {
+            name: WorkerDied(error) if (one := missed[name]) and one.died else WeightUpdateError(f"{name}: {error}")
+            for name, error in errors.items()
+        }
+
+    def _require_loaded(self, sums: Mapping[str, int], version: int, dtype: str) -> None:
+        """Raise WeightUpdateError if an engine holds anything other than what was sent."""
+        for name, loaded in self.fleet.weight_sums(dtype).items():
+            if loaded is None:
+                if not self._unverified:
+                    self.progress.notice(
+                        f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
+                        "what was sent; set weights.verify_every=0 to stop checking"
+                    )
+                self._unverified = True
+            elif wrong := difference(sums, loaded):
+                raise WeightUpdateError(
+                    f"{name} holds different weights than it was sent as version {version}: {wrong}; it loads them "
+                    "incorrectly"
+                )
+
+    def _replace(self, failed: Mapping[str, CorerlError]) -> None:
+        """Start new engines in the place of these, which takes as long as any start of one; `failed` says why."""
+        self.residency.enter(REST)
+        for engine, error in failed.items():
+            self.progress.notice(f"{engine} is replaced: {error.message}")
+        with self.progress.phase("replace"):
+            try:
+                self.on_death("; ".join(error.message for error in failed.values()))
+            except InsufficientResources as refused:
+                raise refused.with_cause(next(iter(failed.values()))) from refused
+            self.fleet.replace({name: error for name, error in failed.items() if name in self.fleet.names})
+        self.residency.engines_changed()
+        self._served -= failed.keys()
+        self.new_rendezvous()
+
+
+def _reason(answer: Received | None, sender: str, silent: str) -> str:
+    """Why an engine missed an update, `silent` if it gave no answer. Either side may know the cause while the other
+    only sees a closed connection."""
+    if answer is None:
+        return f"{silent}; {sender}" if sender else silent
+    # Senders may just repeat an engine's reason, and a death is the cause of their error.
+    known = answer.died or sender in answer.error
+    return answer.error if known else f"{answer.error}; {sender}"
+
+
+@frozen
+class _Rows:
+    """Rows that engines generate while weights are sent: they are interrupted, and go on afterwards."""
+
+    _fleet: EngineFleet
+    overlaps = True
+
+    @contextlib.contextmanager
+    def updating(self, policies: Policies) -> Iterator[None]:
+        self._fleet.loop.run(self._fleet.pause())
+        try:
+            yield
+        finally:
+            self._fleet.loop.run(self._fleet.resume())
+
+
+@frozen
+class _Notify:
+    """Hands notices on."""
+
+    _notify: Callable[[str], None]
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._notify(event.text)
+
+    def shutdown(self, reason: str) -> None:
+        """Nothing is left to do."""
+
+
+def _require_places(pool: ResourcePool, reasons: str) -> None:
+    """Raise InsufficientResources if the machine of a process is gone."""
+    pool.poll()
+    if any(slot.lost for slots in pool.values() for slot in slots):
+        raise InsufficientResources(f"a machine of the group or of its engines is gone: {reasons}")
