@@ -40,27 +40,14 @@ def algorithm_names() -> re.Pattern[str]:
 ALGORITHM_NAMES = algorithm_names()
 DEFAULT = 'default="grpo",'  # of algorithm.name
 PEFT_FIELD = '"megatron_core"'  # of an adapter_config.json
-# Wheels that are released with the core that they fit, and the modules of it that they import: the doctor tells how
-# core finds, loads and places plugins, and the extension `elastic` has processes placed anew. `testing` tests workers,
-# groups and files of core with a backend, so it may import all. What every other wheel imports is public.
-INSIDE = {
-    "doctor": {
-        *("corerl.plugin.host", "corerl.plugin.origins", "corerl.plugin.registry", "corerl.plugin.spec"),
-        *("corerl.plan.make", "corerl.plan.processes", "corerl.plan.resolve", "corerl.observability.jsonl"),
-        *("corerl.models.files", "corerl.models.initial", "corerl.models.layouts", "corerl.weights.chunks"),
-        *("corerl.cluster.nodes", "corerl.cluster.runtime"),
-    },
-    "elastic": {
-        *("corerl.cluster", "corerl.cluster.arrangement", "corerl.cluster.placement"),
-        *("corerl.driver.control", "corerl.driver.run_dir"),
-    },
-}
-WHOLLY_INSIDE = "testing"
+# `corerl_testing` tests workers, groups and files of core with a backend, so it may import all of it; its tests import
+# public names of core, and all of the wheel.
+INSIDE, ITS_TESTS = ROOT / "plugins/testing/src", ROOT / "plugins/testing/tests"
 # What comes with torch where there is a GPU, and what users build for theirs; asked for before it is imported.
 GUESTS = {"triton", "transformer_engine"}
 AS_NINESORBOARD = {"tensorboard"}  # imported by torch
 NINE = {"attrs", "numpy", "packaging", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
-DOORS = ["loop.py:train", "trainer/group.py:start"]  # where users come in with a config
+DOORS = ["driver/engines.py:start", "loop.py:train", "trainer/group.py:start"]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 
@@ -218,14 +205,15 @@ def test_a_public_name_is_defined_and_documented_once() -> None:
 def test_plugins_their_tests_and_examples_import_public_names() -> None:
     assert "corerl.plugin.host" not in PUBLIC["corerl.plugin"].values()
     files = [*ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("plugins/*/tests/**/*.py"), *ROOT.glob("examples/**/*.py")]
-    files = [path for path in files if path.relative_to(ROOT).parts[1] != WHOLLY_INSIDE]
-    files += (ROOT / "plugins/testing/src/corerl_testing/backend_template").rglob("*.py")
-    deeper: dict[str, dict[str, str]] = {}  # by wheel, modules with the file that imports them
-    for path in files:
-        for module, name in imports_of(path.read_text()):
-            if not is_public(module, name):
-                deeper.setdefault(path.relative_to(ROOT).parts[1], {})[module] = f"{path.relative_to(ROOT)}: {name}"
-    assert len(files) > 120 and {wheel: modules.keys() for wheel, modules in deeper.items()} == INSIDE, deeper
+    files = [path for path in files if not path.is_relative_to(INSIDE)]
+    files += (INSIDE / "corerl_testing/backend_template").rglob("*.py")
+    deeper = [
+        f"{path.relative_to(ROOT)}: {module} {name}"
+        for path in files
+        for module, name in imports_of(path.read_text())
+        if not (is_public(module, name) or (path.is_relative_to(ITS_TESTS) and module.startswith("corerl_testing")))
+    ]
+    assert len(files) > 120 and deeper == []
 
 
 def test_core_imports_modules_not_public_names() -> None:

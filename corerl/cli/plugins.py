@@ -16,7 +16,7 @@ from attrs import asdict
 from corerl.config.toml_text import class_fields, comment, settings_with_help, toml_key, toml_value
 from corerl.errors import PluginBroken, PluginConflict, PluginNotFound, UserError
 from corerl.messages import did_you_mean, one_line, printable
-from corerl.plugin.registry import INSTALL_HINTS, Installed, Kind, Loaded, installed, installed_names, kinds_of, load
+from corerl.plugin.registry import INSTALL_HINTS, Installed, Kind, Loaded, installed, kinds_of, known_names, load
 
 SELECTED_BY = {
     Kind.BACKENDS: "backend.name",
@@ -89,7 +89,7 @@ def run_options(args: argparse.Namespace) -> int:
         raise UserError(f"unknown kind {args.kind!r}; known: {', '.join(nouns)}{did_you_mean(args.kind, nouns)}")
     kinds = [nouns[args.kind]] if args.kind else kinds_of(args.name)
     if not kinds:
-        known = [name for kind in Kind for name in (*installed_names(kind), *INSTALL_HINTS[kind])]
+        known = [name for kind in Kind for name in known_names(kind)]
         near = did_you_mean(args.name, known) or "; corerl plugins lists all"
         raise PluginNotFound(f"unknown plugin {args.name!r}{near}")
     if len(kinds) > 1:

@@ -1,1 +1,11 @@
 """The driver's side of a run: assemble its parts, direct them for the loop, and shut them down."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from corerl.driver.control import Control as Control
+    from corerl.driver.run_dir import is_occupied as is_occupied
+else:
+    from corerl.imports import on_demand
+
+    __getattr__, __dir__ = on_demand(__name__, __file__)

@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from corerl.models.build import decoder_layers as decoder_layers
     from corerl.models.build import materialize as materialize
     from corerl.models.build import move_buffers as move_buffers
+    from corerl.models.build import own_attention as own_attention
     from corerl.models.build import recompute_layers as recompute_layers
     from corerl.models.build import stored_buffers as stored_buffers
     from corerl.models.config import context_length as context_length
     from corerl.models.config import hf_config as hf_config
     from corerl.models.config import reads_pictures as reads_pictures
     from corerl.models.files import Described as Described
+    from corerl.models.files import initial_source as initial_source
     from corerl.models.files import meta_model as meta_model
     from corerl.models.files import shapes_of_tower as shapes_of_tower
+    from corerl.models.layouts import WholePolicy as WholePolicy
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
     from corerl.models.lora import peft_config as peft_config

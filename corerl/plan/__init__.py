@@ -3,14 +3,17 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.plan.make import make_plan as make_plan
     from corerl.plan.plan import Plan as Plan
     from corerl.plan.plan import PlanReady as PlanReady
     from corerl.plan.processes import ENGINES as ENGINES
     from corerl.plan.residency import FORWARD as FORWARD
     from corerl.plan.residency import UPDATE as UPDATE
     from corerl.plan.residency import train_stage as train_stage
+    from corerl.plan.resolve import ignored_tables as ignored_tables
     from corerl.plan.resolve import place_of as place_of
     from corerl.plan.resolve import role_options as role_options
+    from corerl.plan.resolve import selected as selected
     from corerl.plan.settle import REPLICAS as REPLICAS
     from corerl.plan.settle import with_other_sizes as with_other_sizes
 else:

@@ -155,6 +155,11 @@ def installed_names(kind: Kind) -> list[str]:
     return sorted({entry.name for entry in scan(kind)})
 
 
+def known_names(kind: Kind) -> list[str]:
+    """The names of the plugins of this kind that are installed, and of CoreRL's own that can be."""
+    return [*installed_names(kind), *INSTALL_HINTS[kind]]
+
+
 def kinds_of(name: str) -> list[Kind]:
     """The kinds that have an installed or installable plugin of this name; of 'package.module:SPEC', the spec's."""
     found = [kind for kind in Kind if name in INSTALL_HINTS[kind] or any(each.is_named(name) for each in scan(kind))]

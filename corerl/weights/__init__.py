@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource
+    from corerl.weights.chunks import fill as fill
     from corerl.weights.chunks import flat_range_views as flat_range_views
     from corerl.weights.chunks import intersect as intersect
     from corerl.weights.chunks import within as within

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ from corerl.cluster import placement
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot, gpus_of_bundles, physical_order
 from corerl.errors import CorerlError
+from tests.cluster.rooms import Rooms, gpus, moves, on, rooms_of
+
+__all__ = ["moves"]  # a fixture
 
 
 def test_ranks_follow_the_order_of_machines_and_devices() -> None:
@@ -101,55 +104,9 @@ def test_a_reservation_with_an_unknown_gpu_is_returned(monkeypatch: pytest.Monke
 # ---- groups that change size -----------------------------------------------------------------------------------------
 
 
-class Rooms(ResourcePool):
-    """A pool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
-
-    moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
-
-    def __init__(self, per_node: int) -> None:
-        super().__init__(timeout=1.0)
-        self.per_node = per_node
-        self.reserved: list[int] = []  # bundles of each reservation
-        self.given_back: list[str] = []
-
-    def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
-        first, group = sum(self.reserved), f"reservation {len(self.reserved)}"
-        numbers = [divmod(first + index, self.per_node) for index in range(count)]
-        new = [Bundle(group, index, f"node {node}", Gpu(gpu, str(gpu))) for index, (node, gpu) in enumerate(numbers)]  # type: ignore[arg-type]
-        self.reserved.append(count)
-        self._bundles += new
-        return new
-
-    def table(self, group: str) -> dict[str, Any]:
-        """As Ray tells of a reservation."""
-        at = {each.index: each.node for each in self._bundles if each.group == group}  # type: ignore[comparison-overlap]
-        moved = {index: node for (of, index), node in self.moves.items() if of == group}
-        return {"bundles_to_node_id": at | moved}
-
-    def begin(self, groups: Mapping[str, int], **how: Any) -> None:
-        self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
-
-    def moved(
-        self, groups: Mapping[str, int], staying: Mapping[str, int] | None = None, **how: Any
-    ) -> dict[str, Sequence[Slot]]:
-        """Slots for other sizes, which are not taken yet."""
-        return self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how), staying or {})
-
-
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Rooms:
     return rooms_of(monkeypatch, 8)
-
-
-def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
-    pool = Rooms(per_node)
-    monkeypatch.setattr(placement, "placement_group_table", pool.table)
-    monkeypatch.setattr(placement, "remove_placement_group", pool.given_back.append)
-    return pool
-
-
-def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, slot.devices)) for slot in slots]
 
 
 def test_first_processes_request_their_share_of_a_bundle(rooms: Rooms) -> None:
@@ -262,21 +219,6 @@ def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 # ---- machines that are gone ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
-    """Bundle -> the machine that the cluster has put it on, "" for none, of those of "node 0", which is gone; each of
-    its GPUs has the number 7 then."""
-    moved: dict[tuple[str, int], str] = {}
-    monkeypatch.setattr(Rooms, "moves", moved)
-    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: (dict.fromkeys(nodes, Gpu(7, "7")), {}))
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 0"})
-    return moved
-
-
-def on(moves: dict[tuple[str, int], str], nodes: Sequence[str]) -> None:
-    moves.update({("reservation 0", index): node for index, node in enumerate(nodes)})
 
 
 def test_slots_of_a_lost_machine_follow_their_bundles(

@@ -74,7 +74,7 @@ def test_python_runs_as_it_stands(
     exec(compile(block.text, str(block), "exec"), {"__name__": "__documentation__"})
 
 
-INSIDE = ("corerl.cluster.", "corerl.driver.", "corerl.plan.", "corerl.trainer.")  # packages without public names
+INSIDE = ("corerl.cluster.", "corerl.driver.", "corerl.plan.", "corerl.trainer.")  # whose modules pages may name
 SHOWN = ("corerl.cluster.arrangement", "arrange")  # what its page explains, and nobody calls
 
 

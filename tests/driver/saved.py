@@ -1,8 +1,11 @@
-"""Small inputs of runs: a checkpoint, written by hand as two ranks would write it, and chats with a refused one."""
+"""Small inputs of runs: a checkpoint, written by hand as two ranks would write it, the directory of a run, and chats
+with a refused one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from corerl.config.schema import CheckpointConfig, Config, RunConfig
 from corerl.config.structuring import structure
 from corerl.config.toml_text import to_plain
 from corerl.data.prompts import SortDigits
+from corerl.driver.run_dir import occupied, write_config
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.weights.chunks import Chunk
@@ -89,6 +93,19 @@ def recorded(config: Config, step: int) -> dict[str, Any]:
         "data": record,
         "config": to_plain(evolve(config, train=config.train.settled("cpu"))),
     }
+
+
+def begun(run_dir: Path, config: Config) -> Path:
+    """The directory with what a run writes first."""
+    write_config(run_dir, to_plain(config))
+    return run_dir
+
+
+@contextmanager
+def occupying(run_dir: Path) -> Iterator[None]:
+    """The directory is taken, as it is while a run is running there."""
+    with occupied(run_dir):
+        yield
 
 
 def chats_of(tmp_path: Path, *, bad: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 SPEC = """
 from attrs import frozen
-from corerl.plugin.spec import BackendSpec, Finding, Level
+from corerl.plugin import BackendSpec, Finding, Level
 
 @frozen(kw_only=True)
 class Options:

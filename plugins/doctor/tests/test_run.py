@@ -9,31 +9,31 @@ from typing import Any
 import pytest
 from attrs import asdict, evolve
 
-from corerl.cluster.nodes import Answer
-from corerl.cluster.runtime import ray_session
-from corerl.plan.resolve import Selection
-from corerl.plugin import Kind, Level
-from corerl.plugin.origins import origins_here
+from corerl.cluster import ray_session
+from corerl.config import config_of
+from corerl.plugin import Kind, Level, plugins_here
 from corerl_doctor import run
-from corerl_doctor.run import named_by
+from corerl_doctor.run import named_by, origins
 
 FSDP = [(Kind.BACKENDS, "fsdp")]
+HERE = origins(plugins_here([("backends", "fsdp")]))
 
 
 def test_nodes_need_no_sampler_and_no_extension_of_the_driver() -> None:
-    chosen = [
-        Selection(kind=kind, path="", name=name, used=True)
-        for kind, name in (
-            (Kind.BACKENDS, "fsdp"),
-            (Kind.SAMPLERS, "episodes"),
-            (Kind.EXTENSIONS, "elastic"),
-            (Kind.TRANSPORTS, "delta"),
-        )
-    ]
+    config = config_of(
+        {
+            "backend": {"name": "fsdp"},
+            "rollout": {"engine": "fake", "sampler": "episodes"},
+            "extensions": [{"name": "elastic"}],
+            "weights": {"transport": "delta"},
+        }
+    )
     ranks: Any = SimpleNamespace(assignments=[SimpleNamespace(extensions=[SimpleNamespace(name="nan-guard")])])
-    processes: Any = SimpleNamespace(roles={"actor": ranks})
-    assert named_by(processes, chosen) == [
+    plan: Any = SimpleNamespace(processes=SimpleNamespace(roles={"actor": ranks}))
+    assert named_by(plan, config) == [
         (Kind.BACKENDS, "fsdp"),
+        (Kind.ENGINES, "fake"),
+        (Kind.ALGORITHMS, "grpo"),
         (Kind.TRANSPORTS, "delta"),
         (Kind.EXTENSIONS, "nan-guard"),
     ]
@@ -44,14 +44,14 @@ def test_a_node_with_the_same_plugins_is_well(shared_ray: None, monkeypatch: pyt
     monkeypatch.setattr(run, "ray_session", lambda **given: ray_session(**given | {"address": ""}))  # joins that
     (found,) = run._nodes(FSDP, {}, "10.0.0.1:6379")
     assert found.level is Level.OK
-    assert found.what.endswith(f") has what the driver has: {', '.join(map(str, origins_here(FSDP)))}")
+    assert found.what.endswith(f") has what the driver has: {', '.join(map(str, HERE))}")
 
 
 def test_a_node_with_other_plugins_is_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, fsdp = origins_here(FSDP)
+    core, fsdp = HERE
     there = {"older": evolve(fsdp, version="0.0.9"), "lacking": evolve(fsdp, problem="unknown backend 'fsdp'")}
-    answers = [Answer(node=node, value=[asdict(core), asdict(each)]) for node, each in there.items()]
-    answers.append(Answer(node="bare", error="ModuleNotFoundError: No module named 'corerl'"))
+    answers = [SimpleNamespace(node=node, value=[asdict(core), asdict(each)], error="") for node, each in there.items()]
+    answers.append(SimpleNamespace(node="bare", value=None, error="ModuleNotFoundError: No module named 'corerl'"))
     monkeypatch.setattr(run, "ray_session", lambda **_: nullcontext())
     monkeypatch.setattr(run, "ask_each_node", lambda *_, **__: answers)
     found = list(run._nodes(FSDP, {}, "10.0.0.1:6379"))

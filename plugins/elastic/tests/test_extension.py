@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from attrs import asdict
 
-from corerl.cluster import placement as of_cluster
-from corerl.cluster.placement import Gpu, Slot
 from corerl.config import config_of
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, WorkerDied
 from corerl.plan import Plan
@@ -21,8 +19,7 @@ from corerl_elastic.config import ElasticOptions
 from corerl_elastic.extension import Elastic, devices_of
 from corerl_elastic.places import Places
 from corerl_testing import make_plan
-from tests.cluster.test_placement import Rooms as RealRooms
-from tests.cluster.test_placement import rooms_of
+from tests.cluster.rooms import Rooms, are_left, gpus_answer, has_free, rooms_of
 from tests.driver import test_groups
 from tests.driver.fakes import told
 from tests.driver.saved import config_in
@@ -155,12 +152,10 @@ def test_ranks_whose_machine_goes_while_a_spare_is_awaited_are_ended(
     monkeypatch.setattr(Places, "settle", settle)
     with pytest.raises(WorkerDied, match="^actor rank 0: its machine is gone$"):
         case.replace_lost(ranks=False)
-    assert ends == ["actor"] and indices(pool["engines"]) == [2, 3, 4, 5]
+    assert ends == ["actor"] and indices(pool, "engines") == [2, 3, 4, 5]
 
 
-def in_room(
-    case: Case, per_node: int, now: Sequence[str], monkeypatch: pytest.MonkeyPatch, engines: int = 0
-) -> RealRooms:
+def in_room(case: Case, per_node: int, now: Sequence[str], monkeypatch: pytest.MonkeyPatch, engines: int = 0) -> Rooms:
     """The case's processes in a real room, where there were more engines once. Then the bundles are on the machines
     `now`, "" for none, as others are gone."""
     placement = case.groups.plan.processes.placement
@@ -173,10 +168,8 @@ def in_room(
         nodes = [slot.node for slot in pool[ranks.role]]
         ranks.processes = SimpleNamespace(nodes=nodes)  # type: ignore[attr-defined]
     pool.moves = {("reservation 0", index): node for index, node in enumerate(now)}
-    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - set(now))
-    monkeypatch.setattr(
-        of_cluster, "gpus_of_bundles", lambda _, at: ({index: Gpu(index, str(index)) for index in at}, {})
-    )
+    are_left(monkeypatch, *now)
+    gpus_answer(monkeypatch)
     return pool
 
 
@@ -187,8 +180,8 @@ def of_engines(tmp_path: Path, ranks: int, replicas: int) -> Case:
     return make(tmp_path, roles=roles, rollout=rollout, disaggregated=True)
 
 
-def indices(slots: Sequence[Slot]) -> list[int]:
-    return [slot.bundles[0].index for slot in slots]
+def indices(pool: Rooms, name: str) -> list[int]:
+    return [slot.bundles[0].index for slot in pool[name]]
 
 
 def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
@@ -200,7 +193,7 @@ def test_ranks_that_live_stay_whatever_the_order_of_the_machines(
     before = {name: list(slots) for name, slots in pool.items()}
     assert case.replace_lost(ranks=False) == ["engines: 4 -> 2"]
     assert {name: list(pool[name]) for name in case.ranks} == {name: before[name] for name in case.ranks}
-    assert indices(pool["engines"]) == [4, 5] and pool.reserved == [6]
+    assert indices(pool, "engines") == [4, 5] and pool.reserved == [6]
     assert case.replace_lost(ranks=False) == []  # and is nothing of which a machine is gone
 
 
@@ -209,18 +202,18 @@ def test_unused_devices_go_to_a_group_that_lost_some(tmp_path: Path, monkeypatch
     now = [*["node 0"] * 3, *[""] * 3, *["node 2"] * 2]  # a rank and both engines are lost, two devices are unused
     pool = in_room(case, 3, now, monkeypatch, engines=4)
     assert case.replace_lost() == ["engines: 2 -> 1"]
-    used = indices(pool["actor"]) + indices(pool["engines"])
+    used = indices(pool, "actor") + indices(pool, "engines")
     assert sorted(used) == [0, 1, 2, 6, 7] and pool.reserved == [8]
 
 
 def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(of_cluster.ray, "available_resources", lambda: {"CPU": 2.0})
+    has_free(monkeypatch, CPU=2.0)
     case = of_engines(tmp_path, 2, 2)
     pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
     assert devices_of(case.control) == Devices(reserved=6, unused=2, free=2)
     assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
     pool.moves = {("reservation 0", index): "" for index in range(2, 6)}
-    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes - {"node 0"})
+    are_left(monkeypatch, "node 0")
     assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
     assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
@@ -247,20 +240,16 @@ def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
 
 def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silence = "cannot tell which GPU bundle 3 has on node 8: no answer within 120 s"
-
-    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
-        return {}, dict.fromkeys(at, silence)
-
     case = of_engines(tmp_path, 2, 2)
     pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 8"], monkeypatch)
-    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    gpus_answer(monkeypatch, silence)
     assert case.replace_lost(ranks=False) == [silence, "engines: 2 -> 1"]
-    assert indices(pool["engines"]) == [2] and case.replace_lost(ranks=False) == []
+    assert indices(pool, "engines") == [2] and case.replace_lost(ranks=False) == []
     (tmp_path / "without").mkdir()
     case = of_engines(tmp_path / "without", 1, 1)
     in_room(case, 2, ["node 8", ""], monkeypatch)
-    monkeypatch.setattr(of_cluster.nodes, "gone", lambda nodes: nodes)
-    monkeypatch.setattr(of_cluster, "gpus_of_bundles", gpus_of)
+    are_left(monkeypatch)
+    gpus_answer(monkeypatch, silence)
     with pytest.raises(InsufficientResources) as caught:
         case.replace_lost()
     assert caught.value.message == f"roles.actor.ranks: devices are left for 0 of 1; {silence}"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
-from corerl.cluster import placement
-from corerl.cluster.arrangement import arrange
-from corerl.cluster.placement import ResourcePool
+from corerl.cluster import ResourcePool
 from corerl_elastic import places as module
 from corerl_elastic.places import Places
-from tests.cluster.test_placement import gpus, moves, on, rooms_of
+from tests.cluster.rooms import are_gone, gpus, moves, on, rooms_of
 
 __all__ = ["moves"]  # a fixture
 
@@ -47,7 +44,7 @@ def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
     on(moves, ["", "node 1", "node 2"])
     assert settled() == (60.0, [True, False, False])
     assert settled() == (0.0, [True, False, False])
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {"node 1"})
+    are_gone(monkeypatch, "node 1")
     assert settled() == (60.0, [True, True, False])
     on(moves, ["node 9", "", "node 2"])  # later than the run has waited, but it has come
     assert settled() == (0.0, [False, True, False])
@@ -85,7 +82,7 @@ def test_nothing_is_awaited_that_an_unused_bundle_can_replace(
     on(moves, ["", "", "node 1", "node 1", "node 2"])
     assert waiting(pool, moves, monkeypatch, {}) == 0.0
     assert [slot.lost for slot in pool["actor"]] == [True, True, False] and Places(pool).unused == 2
-    found = pool.replace_lost(arrange({"actor": 3}, cpus=1.0, gpus=1.0), [])
+    found = pool.moved_from_lost({"actor": 3})
     assert [(slot.node, gpus([slot])) for slot in found["actor"]] == [
         *(("node 1", [(0,)]), ("node 1", [(1,)]), ("node 2", [(0,)]))
     ]
@@ -121,10 +118,9 @@ def test_a_group_of_its_own_loses_its_own_bundles(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = rooms_of(monkeypatch, 2)
-    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
-    whole = arrange({"actor": 2, "engines": 2}, **how)
-    pool.begin({"actor": 2, "engines": 2}, **how)
-    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: {"node 1"})
+    separate = ["engines"]
+    pool.begin({"actor": 2, "engines": 2}, own_devices=separate, widths={"engines": 2})
+    are_gone(monkeypatch, "node 1")
     on(moves, ["node 0", "node 0", "", "", "node 2", "node 2"])
     pool.poll()
-    assert [Places(pool).left(whole, name) for name in whole.places] == [2, 2]
+    assert [Places(pool).left(name, separate=separate) for name in ("actor", "engines")] == [2, 2]

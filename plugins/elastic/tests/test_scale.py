@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from corerl.driver.run_dir import occupied, write_config
 from corerl_elastic import scaling
 from corerl_elastic.scaling import REQUEST, Answer, Request, answer, asked
-from corerl_testing import main, to_plain
-from tests.driver.saved import make_config
+from corerl_testing import main
+from tests.driver.saved import begun, make_config, occupying
 
 pytestmark = pytest.mark.processes  # whatever a plugin's command may do as it is imported is tried in a fork
 TOLD = "the resize takes effect after the current step\n"
@@ -23,8 +22,7 @@ TOLD = "the resize takes effect after the current step\n"
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that a run has written."""
     monkeypatch.setattr(scaling, "LOOK_SECONDS", 0.001)
-    write_config(tmp_path, to_plain(make_config()))
-    return tmp_path
+    return begun(tmp_path, make_config())
 
 
 @contextlib.contextmanager
@@ -34,7 +32,7 @@ def running(run_dir: Path, answers: Answer | None) -> Iterator[list[Request]]:
     there, over = threading.Event(), threading.Event()
 
     def run() -> None:
-        with occupied(run_dir):
+        with occupying(run_dir):
             there.set()
             while not over.wait(0.001):
                 if (request := asked(run_dir)) is None:

@@ -30,10 +30,13 @@ from corerl.algorithms import (
     group_advantages,
     sample_rewards,
 )
-from corerl.algorithms.grpo import GRPO, Options
-from corerl.algorithms.grpo import SPEC as PLAIN
-from corerl.plugin import Problem
+from corerl.plugin import Kind, Problem, load, load_implementation
 from corerl.types import FloatArray, LossSpec, Output, Reduction, SampleBatch
+
+LOADED = load(Kind.ALGORITHMS, "grpo")
+PLAIN: AlgorithmSpec = LOADED.spec
+Options = PLAIN.config
+GRPO = load_implementation(Kind.ALGORITHMS, LOADED)
 
 
 @frozen(kw_only=True)

@@ -46,8 +46,7 @@ CONFTEST = """
 import gc
 import os
 
-from corerl.plugin import registry
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability, Kind, load
 from corerl_testing.broken import BROKEN
 from corerl_testing.marks import check_of
 from corerl_testing.outcomes import repeated
@@ -64,7 +63,7 @@ def wanted(item, before):
     parameters, check = item.callspec.params, check_of(item.function)
     name, world_size = parameters["backend_name"], parameters.get("world_size", 0)
     variant = parameters.get("backend_variant")
-    spec = registry.load(registry.Kind.BACKENDS, name).spec
+    spec = load(Kind.BACKENDS, name).spec
     lacks = {each for each, support in spec.capabilities.items() if not support.full}
     if variant not in (spec.variants or (None,)) and (world_size or variant is not None):
         return False  # with variants, it is without a fault elsewhere

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from corerl.models import parts
 from corerl_testing.matrix import TOLERANCE, Row, Status, examine, model_types, rows
 
 # What the documentation's page of models says of each type.
@@ -50,7 +49,7 @@ def test_another_type_has_its_reason(model_type: str) -> None:
 
 
 def test_a_type_with_non_causal_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "OTHERS", {})
+    monkeypatch.setattr("corerl.models.parts.OTHERS", {})  # where core refuses it by name
     row = examine("cpmant", check=True)
     assert row.status is Status.WRONG and row.reason.endswith("though whole")
     assert row.logprobs is not None and row.logprobs > 10 * TOLERANCE

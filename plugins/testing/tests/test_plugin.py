@@ -15,7 +15,7 @@ from corerl_testing.plugin import undeclared
 
 SUITE = """
 import pytest
-from corerl.plugin.capabilities import Capability
+from corerl.plugin import Capability
 from corerl_testing.marks import check
 
 @check("C05", level=1, builds_on=["C04"])

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from corerl.config import Config, load_config
 from corerl.errors import ConfigError
-from corerl.observability.jsonl import NOTICES_FILE, read_notices
-from corerl.plan.resolve import selected
-from corerl.plugin import Finding, Kind, Level
-from corerl.plugin.registry import Entry
+from corerl.observability import NOTICES_FILE, read_notices
+from corerl.plan import selected
+from corerl.plugin import Entry, Finding, Kind, Level
 from corerl_doctor import installation
 from corerl_doctor.child import run_check, run_checks
 

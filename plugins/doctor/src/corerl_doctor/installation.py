@@ -16,9 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from corerl.ops import why_unbuildable
-from corerl.plugin import Finding, Kind, Level, ok
-from corerl.plugin.origins import installing, unmet
-from corerl.plugin.registry import Entry, scan
+from corerl.plugin import Entry, Finding, Kind, Level, ok, scan, unmet
 
 PIP = "python -m pip"
 LIBRARIES = ("torch", "transformers", "ray", "numpy")
@@ -107,7 +105,7 @@ def requirements(distributions: Iterable[str]) -> Iterator[Finding]:
             level=Level.ERROR,
             what=str(each),
             why="a run that needs it does not start",
-            fix=installing([each]),
+            fix=f"{PIP} install '{each.wanted}'",
         )
 
 

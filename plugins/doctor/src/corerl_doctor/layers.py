@@ -20,24 +20,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from corerl.config import ModelConfig, RoleConfig
 from corerl.models import (
     Policy,
+    WholePolicy,
     buffer_chunks,
     build_on_meta,
     hf_boxes,
     hf_config,
+    initial_source,
     local_chunks,
     make_policy,
     materialize,
     meta_model,
+    own_attention,
     routers,
     stored_buffers,
 )
-from corerl.models.files import model_files
-from corerl.models.initial import RandomSource, initials
-from corerl.models.layouts import WholePolicy, own_attention
 from corerl.ops import PackedSequences
 from corerl.plugin import Finding, Level, ok
 from corerl.types import Output, offsets_of
-from corerl.weights.chunks import fill
+from corerl.weights import fill
 from corerl_doctor.child import CheckStarted, Report
 
 LENGTHS = (41, 29, 13)  # tokens of each sequence, the longest first; no size of a model, so that dims of tokens show
@@ -137,12 +137,8 @@ def plain_model(config: PreTrainedConfig, model: ModelConfig, *, seed: int) -> P
         ),
         *buffer_chunks(built, boxes, replica=False),
     ]
-    if model.path:
-        fill(chunks, model_files(model.path, config), what=f"model.path={model.path!r}")
-    else:
-        shapes = {chunk.name: chunk.shape for chunk in chunks}
-        begin = initials(config, seed=seed)
-        fill(chunks, RandomSource(config, shapes, seed, initials=begin), what="random initialization")
+    source = initial_source(model, config, {chunk.name: chunk.shape for chunk in chunks}, seed=seed)
+    fill(chunks, source, what=f"model.path={model.path!r}" if model.path else "random initialization")
     return built.eval()
 
 

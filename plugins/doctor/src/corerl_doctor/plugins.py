@@ -7,14 +7,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, fields
 
 from corerl.config import ClusterInfo
 from corerl.errors import ContractError, PluginBroken, PluginConflict, PluginError, PluginIncompatible, PluginNotFound
 from corerl.messages import did_you_mean
-from corerl.plugin import API, BackendSpec, Finding, Kind, Level, installed_names, load, load_implementation, ok
-from corerl.plugin.registry import INSTALL_HINTS, Entry, Loaded, kinds_of, locate, usable
-from corerl.plugin.spec import all_ranks
+from corerl.plugin import (
+    API,
+    BackendSpec,
+    Entry,
+    Finding,
+    Kind,
+    Level,
+    Loaded,
+    kinds_of,
+    known_names,
+    load,
+    load_implementation,
+    locate,
+    ok,
+    usable,
+)
 from corerl_doctor.child import CheckStarted, Report
 from corerl_doctor.installation import PIP
 from corerl_doctor.moved import replaced
@@ -46,7 +59,7 @@ def check_named(name: str) -> Iterator[Report]:
     try:
         kinds = kinds_of(name)
         if not kinds:
-            known = [each for kind in Kind for each in (*installed_names(kind), *INSTALL_HINTS[kind])]
+            known = [each for kind in Kind for each in known_names(kind)]
             raise PluginNotFound(f"unknown plugin {name!r}{did_you_mean(name, known)}")
     except PluginError as error:
         finding = finding_of(error, Kind.BACKENDS, name)
@@ -104,6 +117,7 @@ def _codes(kind: Kind, spec: Any) -> list[str]:
 def _shares(loaded: Loaded) -> Iterator[Finding]:
     """Whether ranks that share samples are tried beside ranks that have others."""
     spec: BackendSpec = loaded.spec
+    all_ranks = fields(BackendSpec).data_parallel.default
     if spec.data_parallel is all_ranks or any(each.ranks > 2 for each in spec.variants):
         return
     yield Finding(
@@ -118,8 +132,8 @@ def _shares(loaded: Loaded) -> Iterator[Finding]:
 
 def _hooks(loaded: Loaded, implementation: Any) -> Iterator[Finding]:
     """Whether the backend keeps the hook contract, as a worker checks before the first call."""
+    from corerl.backend import PluginHost
     from corerl.plugin import Context
-    from corerl.plugin.host import PluginHost
 
     context = Context(role="actor", rank=0, world_size=1, local_rank=0, run_dir="")
     try:

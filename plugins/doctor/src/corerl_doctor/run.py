@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from corerl.algorithms import ACTOR
-from corerl.cluster.nodes import ask_each_node
-from corerl.cluster.runtime import ray_session
-from corerl.config import load_config
+from corerl.cluster import ask_each_node, ray_session
+from corerl.config import Config, load_config
 from corerl.errors import CorerlError, UserError
-from corerl.plan.make import make_plan
-from corerl.plan.processes import ProcessPlan
-from corerl.plan.resolve import Selection, ignored_tables, selected
-from corerl.plugin import Finding, Kind, Level, ok
-from corerl.plugin.origins import Origin, origins_here
+from corerl.plan import Plan, ignored_tables, make_plan, selected
+from corerl.plugin import Finding, Kind, Level, Origin, ok, plugins_here
 from corerl_doctor.child import CheckStarted, Report
 
 ANSWER_WITHIN = 120.0  # seconds for all nodes together: each starts a process and imports its plugins
@@ -62,19 +58,20 @@ def run(file: str, overrides: Sequence[str], nodes: bool, layers: bool) -> Itera
         return
     roles, cluster = plan.processes.roles, plan.cluster
     yield ok(f"{file} can run: {len(roles)} role{'s' * (len(roles) != 1)} on {plan.processes.device}")
-    yield from _environments(plan.processes, {*cluster.environment, *cluster.secrets})
+    yield from _environments(plan)
     if layers:
         from corerl_doctor.layers import compare_layers  # slow to import: takes seconds
 
         yield from compare_layers(roles[ACTOR].assignments[0].config, temperature=plan.rollout.settings.temperature)
     if nodes:
         yield CheckStarted(f"checking the nodes of {cluster.address}", "ray status")
-        yield from _nodes(named_by(plan.processes, selected(config)), plan.processes.common, cluster.address)
+        yield from _nodes(named_by(plan, config), plan.processes.common, cluster.address)
 
 
-def _environments(processes: ProcessPlan, hidden: Collection[str]) -> Iterator[Finding]:
+def _environments(plan: Plan) -> Iterator[Finding]:
     """The environment of each group's processes, which is set before they import anything."""
-    groups = {f"{role} ranks": plan.environment for role, plan in processes.roles.items()}
+    processes, hidden = plan.processes, {*plan.cluster.environment, *plan.cluster.secrets}
+    groups = {f"{name} ranks": role.environment for name, role in processes.roles.items()}
     if processes.engine is not None:
         groups["engines"] = processes.engine.environment
     for who, given in groups.items():
@@ -84,12 +81,12 @@ def _environments(processes: ProcessPlan, hidden: Collection[str]) -> Iterator[F
 
 def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], address: str) -> Iterator[Finding]:
     """One finding per node of the cluster at `address`: whether it has the same plugins as the driver."""
-    wanted = origins_here(named)
     question = [(kind.value, name) for kind, name in named]
+    wanted = origins(plugins_here(question))
     try:
         with ray_session(address=address, cpus=1.0):
             answers = ask_each_node(
-                "corerl.plugin.origins:plugins_here",
+                "corerl.plugin:plugins_here",
                 question,
                 environment=environment,
                 timeout=ANSWER_WITHIN,
@@ -111,7 +108,12 @@ def _nodes(named: Sequence[tuple[Kind, str]], environment: Mapping[str, str], ad
                 fix=f"there: python -m pip install {' '.join(each.requirement for each in wanted)}",
             )
             continue
-        yield _compared(answer.node, wanted, [Origin(**each) for each in answer.value])
+        yield _compared(answer.node, wanted, origins(answer.value))
+
+
+def origins(answer: Sequence[Mapping[str, str]]) -> list[Origin]:
+    """What `plugins_here` returns here or on a node."""
+    return [Origin(**each) for each in answer]
 
 
 def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> Finding:
@@ -126,11 +128,11 @@ def _compared(node: str, wanted: Sequence[Origin], found: Sequence[Origin]) -> F
     )
 
 
-def named_by(processes: ProcessPlan, chosen: Sequence[Selection]) -> list[tuple[Kind, str]]:
-    """Those of the chosen plugins that run in ranks and engines, as the config names them."""
-    in_ranks = [each.name for plan in processes.roles.values() for each in plan.assignments[0].extensions]
+def named_by(plan: Plan, config: Config) -> list[tuple[Kind, str]]:
+    """The plugins that run in ranks and engines, as the config names them."""
+    in_ranks = [each.name for role in plan.processes.roles.values() for each in role.assignments[0].extensions]
     elsewhere = (Kind.EXTENSIONS, Kind.SAMPLERS)  # a sampler is in the driver alone
-    there = [(each.kind, each.name) for each in chosen if each.used and each.kind not in elsewhere]
+    there = [(each.kind, each.name) for each in selected(config) if each.used and each.kind not in elsewhere]
     return list(dict.fromkeys([*there, *((Kind.EXTENSIONS, name) for name in in_ranks)]))
 
 

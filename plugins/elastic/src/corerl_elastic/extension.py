@@ -7,7 +7,7 @@ from pathlib import Path
 
 from corerl.algorithms import ACTOR
 from corerl.config import imported
-from corerl.driver.control import Control
+from corerl.driver import Control
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
 from corerl.plan import ENGINES, PlanReady
@@ -112,7 +112,7 @@ class Elastic:
         if not failure.ranks:
             groups.require_ranks()  # a machine of theirs may be gone by now
             placement = run.plan.processes.placement
-            if places.left(placement, ENGINES) + places.unused < placement.widths.get(ENGINES, 1):
+            if places.left(ENGINES, separate=placement.separate) + places.unused < placement.widths.get(ENGINES, 1):
                 groups.roles[ACTOR].group.processes.kill()
                 raise WorkerDied(
                     f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left"

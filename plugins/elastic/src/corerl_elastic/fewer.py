@@ -18,7 +18,7 @@ def fewer(plan: Plan, places: Places, groups: Sequence[str]) -> Plan:
     sizes = {name: len(places.pool[name]) for name in groups}
     widths = {name: placement.widths.get(name, 1) for name in groups}
     pools = {name: name if name in placement.separate else "" for name in groups}  # "" is of those that share theirs
-    bundles = {pool: places.left(placement, name) for name, pool in pools.items()}
+    bundles = {pool: places.left(name, separate=placement.separate) for name, pool in pools.items()}
     had, least = dict.fromkeys(bundles, 0), dict.fromkeys(bundles, 0)
     for name, pool in pools.items():
         had[pool], least[pool] = max(had[pool], sizes[name] * widths[name]), max(least[pool], widths[name])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 
 from attrs import define, field
 
-from corerl.cluster.arrangement import Placement
-from corerl.cluster.placement import Bundle, ResourcePool
+from corerl.cluster import Bundle, ResourcePool
 
 LOOK_SECONDS = 0.5  # between two looks where bundles are
 
@@ -40,10 +40,10 @@ class Places:
         """Those that processes are on, or were."""
         return {bundle for bundle in self.pool.used(self.pool) if bundle.lost}
 
-    def left(self, placement: Placement, name: str) -> int:
-        """How many bundles there are that are not lost: the group's own or those that it shares, as the placement
-        says."""
-        shares = [name] if name in placement.separate else self.pool.keys() - set(placement.separate)
+    def left(self, name: str, *, separate: Collection[str]) -> int:
+        """How many bundles there are that are not lost: the group's own if it is one of the `separate` ones, or else
+        those that it shares."""
+        shares = [name] if name in separate else self.pool.keys() - set(separate)
         return sum(not bundle.lost for bundle in self.pool.used(shares))
 
     @property

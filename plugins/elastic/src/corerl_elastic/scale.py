@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from corerl.config import CONFIG_FILE, load_config
-    from corerl.driver.run_dir import is_occupied
+    from corerl.driver import is_occupied
     from corerl.errors import ConfigError
     from corerl.messages import did_you_mean_path
     from corerl.plan import with_other_sizes

@@ -40,7 +40,7 @@ SPEC = PicturesSpec(
     summary="reads picture files, by the image processors of transformers",
 )
 COUNT_SHAPES = SamplerSpec(
-    implementation="corerl.rollout.sampler:PromptSampler",
+    implementation="corerl.rollout:PromptSampler",
     config=ShapesOptions,
     prompts=rows,
     api=(2, 0),

@@ -1,0 +1,102 @@
+"""A cluster without Ray: machines that go and come, and the bundles that a run has reserved on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from corerl.cluster import placement
+from corerl.cluster.arrangement import arrange
+from corerl.cluster.placement import Bundle, Gpu, ResourcePool, Slot
+
+
+class Rooms(ResourcePool):
+    """A pool in a cluster where each reservation is a name, and GPUs are numbered as they are reserved, `per_node`."""
+
+    moves: Mapping[tuple[str, int], str] = MappingProxyType({})  # reservation and bundle -> its machine by now
+
+    def __init__(self, per_node: int) -> None:
+        super().__init__(timeout=1.0)
+        self.per_node = per_node
+        self.reserved: list[int] = []  # bundles of each reservation
+        self.given_back: list[str] = []
+
+    def _reserve(self, bundle: Mapping[str, float], count: int) -> list[Bundle]:
+        first, group = sum(self.reserved), f"reservation {len(self.reserved)}"
+        numbers = [divmod(first + index, self.per_node) for index in range(count)]
+        new = [Bundle(group, index, f"node {node}", Gpu(gpu, str(gpu))) for index, (node, gpu) in enumerate(numbers)]  # type: ignore[arg-type]
+        self.reserved.append(count)
+        self._bundles += new
+        return new
+
+    def table(self, group: str) -> dict[str, Any]:
+        """As Ray tells of a reservation."""
+        at = {each.index: each.node for each in self._bundles if each.group == group}  # type: ignore[comparison-overlap]
+        moved = {index: node for (of, index), node in self.moves.items() if of == group}
+        return {"bundles_to_node_id": at | moved}
+
+    def begin(self, groups: Mapping[str, int], **how: Any) -> None:
+        self.take(self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how)))
+
+    def moved(
+        self, groups: Mapping[str, int], staying: Mapping[str, int] | None = None, **how: Any
+    ) -> dict[str, Sequence[Slot]]:
+        """Slots for other sizes, which are not taken yet."""
+        return self.arrange(arrange(groups, cpus=1.0, gpus=1.0, **how), staying or {})
+
+    def moved_from_lost(self, groups: Mapping[str, int]) -> dict[str, Sequence[Slot]]:
+        """Slots for other sizes of groups that have all ended, on what is left; they are not taken yet."""
+        return self.replace_lost(arrange(groups, cpus=1.0, gpus=1.0), [])
+
+
+def rooms_of(monkeypatch: pytest.MonkeyPatch, per_node: int) -> Rooms:
+    pool = Rooms(per_node)
+    monkeypatch.setattr(placement, "placement_group_table", pool.table)
+    monkeypatch.setattr(placement, "remove_placement_group", pool.given_back.append)
+    return pool
+
+
+def gpus(slots: Iterable[Slot]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, slot.devices)) for slot in slots]
+
+
+def are_gone(monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
+    """These machines are gone."""
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) & {*machines})
+
+
+def are_left(monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
+    """All other machines are gone."""
+    monkeypatch.setattr(placement.nodes, "gone", lambda nodes: set(nodes) - {*machines})
+
+
+def has_free(monkeypatch: pytest.MonkeyPatch, **resources: float) -> None:
+    """The cluster has these resources free, by Ray's names."""
+    monkeypatch.setattr(placement.ray, "available_resources", lambda: resources)
+
+
+def gpus_answer(monkeypatch: pytest.MonkeyPatch, silence: str = "") -> None:
+    """GPUs of bundles that have moved have the bundles' numbers; with a `silence`, none answers, for this reason."""
+
+    def gpus_of(_: object, at: Mapping[int, str]) -> tuple[dict[int, Gpu], dict[int, str]]:
+        return ({}, dict.fromkeys(at, silence)) if silence else ({index: Gpu(index, str(index)) for index in at}, {})
+
+    monkeypatch.setattr(placement, "gpus_of_bundles", gpus_of)
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int], str]:
+    """Bundle -> the machine that the cluster has put it on, "" for none, of those of "node 0", which is gone; each of
+    its GPUs has the number 7 then."""
+    moved: dict[tuple[str, int], str] = {}
+    monkeypatch.setattr(Rooms, "moves", moved)
+    monkeypatch.setattr(placement, "gpus_of_bundles", lambda _, nodes: (dict.fromkeys(nodes, Gpu(7, "7")), {}))
+    are_gone(monkeypatch, "node 0")
+    return moved
+
+
+def on(moves: dict[tuple[str, int], str], nodes: Sequence[str]) -> None:
+    moves.update({("reservation 0", index): node for index, node in enumerate(nodes)})
