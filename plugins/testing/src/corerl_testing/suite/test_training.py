@@ -188,19 +188,10 @@ def test_a_gradient_of_nothing_leaves_a_step_of_decay_alone(subject: Subject) ->
         require_near(f"{name} after a step of decay alone", after[name], values, DECAYED)
 
 
-# Of the config each changes something, and the last nothing: what a step before has set must not hold.
-SETTINGS = (
-    AdamSettings(betas=(0.3, 0.6), clip_norm=0.05),
-    AdamSettings(eps=1e-2, weight_decay=20.0, clip_norm=0.0),
-    AdamSettings(betas=(0.0, 0.9), weight_decay=0.0),
-    None,
-)
-
-
 @check("C79", level=1, needs=[Capability.ADAM], builds_on=["C41", "C61"], variants={})
 def test_a_step_takes_its_own_settings_of_adam(subject: Subject) -> None:
-    found = together(subject.run(training.train_with, subject.setup("qwen3"), SETTINGS))
-    wanted = together(subject.runs.of_plain(training.train_with, "qwen3", SETTINGS))
+    found = together(subject.run(training.train_with, subject.setup("qwen3"), training.SETTINGS))
+    wanted = together(subject.runs.of_plain(training.train_with, "qwen3", training.SETTINGS))
     assert_follows(found, wanted)
 
 
