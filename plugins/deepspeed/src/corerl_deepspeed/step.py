@@ -101,7 +101,7 @@ def _step(model: Model, *, settings: OptimizerConfig, scale: float) -> StepResul
     if not engine.is_gradient_accumulation_boundary():
         _complete(engine)
     set_adam(optimizer, settings)
-    engine.optimizer.clip_grad = settings.clip_norm  # that of its own config is read only where this is made
+    engine.optimizer.clip_grad = settings.clip_norm  # DeepSpeed reads its config only as it starts
     if scale == 1.0:
         engine.step()
     else:
