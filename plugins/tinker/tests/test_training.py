@@ -12,7 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl_tinker.requests import Adam, Datum, ModelWanted, Pass, Policy, Refused
+from corerl_tinker.requests import Adam, Datum, Draw, ModelWanted, Pass, Policy, Refused
 from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, datum, serving, supervised, train, weights_of
 
 NOTHING: Mapping[str, str] = {}
@@ -244,6 +244,17 @@ def test_refused_calls_leave_the_model_as_it_is(wrong: str, served: Served, poli
     assert 400 <= refused.value.status < 500 and refused.value.status not in (408, 409, 429)
     policy.discard()
     assert losses + train(policy, 2) == expected
+
+
+def test_a_step_whose_gradients_overflow_is_not_applied(served: Served, policy: Policy) -> None:
+    expected = train(policy, 2)
+    served.new_model("a:train:1")
+    losses = train(policy, 1)
+    sampler = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata=NOTHING)[0]
+    policy.run(Pass(loss="cross_entropy", datums=(datum([1, 2, 3], weights=[3e38, 3e38]),)))
+    assert policy.step(ADAM)["applied"] == 0.0
+    assert len(served.draw(Draw(sampler=sampler, prompt=np.array([1, 2]))).tokens) == 1  # its weights are those of now
+    assert losses + train(policy, 1) == expected
 
 
 def test_gradients_that_are_dropped_leave_nothing(served: Served, policy: Policy) -> None:

@@ -11,8 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from corerl import AdamSettings, Output, Step
 from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
 from corerl.engines import SamplingParams, stops_of
@@ -311,9 +309,9 @@ class ServedPolicy:
         return await self._samplers.draw(wanted, self._params(wanted), in_turn)
 
     def _params(self, wanted: Draw) -> SamplingParams:
-        room = (self._longest or np.inf) - len(wanted.prompt)
-        most = min(room, self._plan.max_tokens) if wanted.max_tokens is None else wanted.max_tokens
-        if most > room or most < 1:
+        room = (self._longest or len(wanted.prompt) + self._plan.max_tokens) - len(wanted.prompt)
+        most = room if wanted.max_tokens is None else wanted.max_tokens
+        if (self._longest and most > room) or most < 1:
             raise Refused(
                 f"a prompt of {len(wanted.prompt)} tokens and {most} more do not fit in the context length "
                 f"{self._longest}; shorten the prompt, or ask for fewer max_tokens"
@@ -331,7 +329,7 @@ class ServedPolicy:
             temperature=wanted.temperature or 1.0,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
-            max_tokens=int(most),
+            max_tokens=most,
             stop_tokens=tuple(dict.fromkeys(stops)),
             stop=tuple(texts),
             greedy=wanted.temperature == 0.0,
