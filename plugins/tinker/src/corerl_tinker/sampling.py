@@ -166,7 +166,9 @@ class Samplers:
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
         begun = self._begin(sampler, request)
-        work, version = begun or await in_turn(lambda: self._begin_in_turn(sampler, request))
+        if begun is None:
+            begun = await in_turn(lambda: self._begin_in_turn(sampler, request))
+        work, version = begun
         try:
             generation = await asyncio.wrap_future(work)
         except EngineFailed:  # all have died, and others get what they held only by a push
