@@ -102,6 +102,21 @@ async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> 
 
 
 @on_bench()
+async def test_what_a_sampler_asks_of_ranks_waits_its_turn(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model, sampler = await client.model(session), await client.sampler(session)
+    bench.policy.hold.clear()
+    await client.run(model, 1)
+    name = (await client.sample(sampler, 0, prompt_logprobs=True)).json()["request_id"]
+    await asyncio.sleep(0)
+    await client.step(model, 2)
+    bench.policy.hold.set()
+    assert [(await client.get(each)).status_code for each in (f"{model}:2", name)] == [200, 200]
+    assert bench.policy.calls == ["create", "sampler", "pass 1", "score", "step"]
+
+
+@on_bench()
 async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -> None:
     client = bench.client
     session = await client.begin()
@@ -115,6 +130,10 @@ async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -
     waiting = asyncio.create_task(client.get(names[0]))
     names += [(await client.step(model, number)).json()["request_id"] for number in (2, 9)]  # and one behind a gap
     names.append((await client.sample(sampler, 0)).json()["request_id"])
+    await asyncio.sleep(0)
+    bench.policy.drawing = None
+    names.append((await client.sample(sampler, 5, prompt_logprobs=True)).json()["request_id"])  # which waits its turn
+    await asyncio.sleep(0)
     bench.policy.hold.set()
     await waiting
     names.append((await client.step(model, 3)).json()["request_id"])

@@ -318,8 +318,7 @@ class Service:
         name = f"{sampler.id}:{request.seq_id}"
         wanted = draw_of(request, fields["sampling_params"], longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
-            size = 4 * len(wanted.prompt) + 8 * wanted.samples * (wanted.max_tokens or 0)
-            promise = self.futures.open(name, owner=sampler.session, size=size)
+            promise = self.futures.open(name, owner=sampler.session, size=wanted.prompt.nbytes)
             last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
             self.futures.fill(promise, asyncio.create_task(self._drawn(wanted, last)))
         return {
