@@ -30,7 +30,8 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         losses = train(policy, 2)
         _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
         assert saved is not None
-        wanted = Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
+        sampler = policy.sampler(saved.path, None)
+        wanted = Draw(sampler=sampler, prompt=np.array([1, 7]), max_tokens=6, seed=1, stop_tokens=())
         drawn = served.draw(wanted)
         losses += train(policy, 2)
         assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()
