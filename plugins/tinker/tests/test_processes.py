@@ -44,9 +44,7 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         with pytest.raises(Refused, match="cannot be sampled from any more"):
             served.draw(wanted)
         policy.release()
-        again = served.draw(
-            Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
-        )
+        again = served.draw(evolve(wanted, sampler=policy.sampler(saved.path, None)))
         assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
         np.testing.assert_allclose(again.logprobs[0], drawn.logprobs[0], atol=1e-6)
 
