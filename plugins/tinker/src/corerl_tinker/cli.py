@@ -28,7 +28,9 @@ WAITING = 2048  # connections that may wait: a client sends a batch's requests a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, as for training, with a table [serve]")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a TOML file, as for training, with a table [serve] (`corerl options serve`)"
+    )
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="override of CONFIG, such as serve.port=0"
     )
