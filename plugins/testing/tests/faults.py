@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from corerl.backend import StateKey
 from corerl.config import ClusterInfo, RoleConfig, option
 from corerl.plugin import BackendSpec, Capability, Context, Problem
-from corerl.types import MicroBatch, Output, ParallelLayout
+from corerl.types import MicroBatch, Output, ParallelLayout, SaveResult, Step
 from corerl.weights import Chunk
 from corerl_testing.broken.backends import LeaksBetweenLongSequences
 from corerl_testing.plain.backend import PlainBackend
@@ -41,6 +41,7 @@ LEAKS_IN_BFLOAT16 = evolve(
 )
 ADDS_TO_ENTROPY = faulty("AddsToEntropy")
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")
+FAILS_TO_SAVE = faulty("FailsToSave")
 
 
 class KeepsAGradient(PlainBackend):
@@ -78,6 +79,11 @@ class AddsToEntropy(PlainBackend):
     def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
         found = super().of_sequences(tokens, temperature, *shown)
         return {**found, Output.ENTROPY: found[Output.ENTROPY] + 0.01}
+
+
+class FailsToSave(PlainBackend):
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        raise OSError("no room")
 
 
 class ForgetsMomentsToCome(PlainBackend):

@@ -6,12 +6,15 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
+from corerl.errors import HookFailed
+from corerl.plugin import Kind, load
 from corerl_testing import algorithm_suite, suite
 from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
-from corerl_testing.suite import CHECKS, test_forward, test_memory, test_routing, test_training
+from corerl_testing.suite import CHECKS, test_errors, test_forward, test_memory, test_routing, test_training
 
 
 def checks() -> dict[str, Check]:
@@ -94,6 +97,14 @@ def test_wrong_entropy_alone_is_named(runs: Runs, tmp_path: Path) -> None:
         AssertionError, match=r"^entropy of token 1 of sample 0 is .*; log-probs agree, so look at what"
     ):
         test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(subject, "qwen3", "packed")
+
+
+def test_a_worker_that_fails_leaves_no_group_to_the_checks_that_follow(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:FAILS_TO_SAVE", runs, tmp_path)
+    loaded = load(Kind.BACKENDS, subject.backend)
+    with pytest.raises(HookFailed, match="no room"):
+        test_errors.test_a_worker_can_follow_another_one_in_the_same_process(subject, loaded)
+    assert not torch.distributed.is_initialized()
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:
