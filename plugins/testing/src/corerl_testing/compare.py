@@ -265,8 +265,9 @@ def assert_losses(what: str, found: Sequence[float], wanted: Sequence[float]) ->
         require_near(f"the loss of step {step} of {what}", mine, other, LOSS)
 
 
-def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int) -> None:
-    """The run that was saved after `saved` steps goes on as the uninterrupted one, to the last bit."""
+def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int, checkpoint: str = "") -> None:
+    """The run that was saved after `saved` steps goes on as the uninterrupted one, to the last bit. It went on from
+    `checkpoint`, if that is to be compared where they differ."""
     require_equal("InitResult.optimizer_step after the resume", resumed.optimizer_step, saved)
     require_equal("Backend.adam_step at the end of the resumed run", resumed.adam_step, uninterrupted.adam_step)
     for what, mine, others in (
@@ -275,26 +276,35 @@ def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int
     ):
         require_equal(f"the number of steps with a {what}", len(mine), len(others))
         for at, (found, wanted) in enumerate(zip(mine, others, strict=True)):
-            require(
-                found == wanted,
+            if found == wanted:
+                continue
+            text = (
                 f"the {what} of step {saved + at} is {found} in the run resumed after step {saved - 1}, and {wanted} "
                 "in the uninterrupted one: "
-                + (
-                    "the first step after the resume was equal, so the weights were restored, but not the moments, "
-                    f"their count of steps (set_adam_step) or the learning rate{_all_zero(resumed.at_start)}"
-                    if at
-                    else "weights, or what forward_backward reads of them, are not those that were saved"
-                ),
+            )
+            if not at:
+                raise AssertionError(
+                    f"{text}weights, or what forward_backward reads of them, are not those that were saved"
+                )
+            raise AssertionError(
+                f"{text}the first step after the resume was equal, so the weights were restored, but not the moments, "
+                f"their count of steps (set_adam_step) or the learning rate{_moments_of(resumed.at_start, checkpoint)}"
             )
     require_same_state(
         "the state at the end of the resumed run and of the uninterrupted one", resumed.state, uninterrupted.state
     )
 
 
-def _all_zero(state: Mapping[str, Tensors]) -> str:
-    """Which moments are nothing but zeros where some steps have been taken."""
+def _moments_of(state: Mapping[str, Tensors], checkpoint: str) -> str:
+    """Which moments are nothing but zeros where some steps have been taken, or that all are the checkpoint's."""
     empty = [key for key in SAVED[1:] if key in state and not any(values.any() for values in state[key].values())]
-    return f"; right after the resume local_state gives {' and '.join(empty)} as zeros" if empty else ""
+    if empty:
+        return f"; right after the resume local_state gives {' and '.join(empty)} as zeros"
+    if checkpoint:
+        saved = {key: saved_tensors(CheckpointSource(checkpoint, key)) for key in SAVED[1:]}
+        if not different(state, saved, SAVED[1:]):
+            return "; right after the resume local_state gives the moments that were saved, so it is not these"
+    return ""
 
 
 def require_same_state(
