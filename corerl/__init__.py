@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from corerl.loop import train as train
     from corerl.trainer.group import TrainGroup as TrainGroup
     from corerl.trainer.group import share as share
+    from corerl.types import AdamSettings as AdamSettings
     from corerl.types import LossSpec as LossSpec
     from corerl.types import Output as Output
     from corerl.types import SampleBatch as SampleBatch

@@ -8,15 +8,16 @@ Axes: N tokens of a rollout batch, B rows, E samples, T tokens of a micro-batch,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, frozen
 from numpy.typing import NDArray
 
-from corerl.errors import ContractError
+from corerl.errors import ContractError, UserError
 from corerl.kinds import MemoryKind as MemoryKind
 from corerl.kinds import ModelSize as ModelSize
 from corerl.pictures import Picture
@@ -283,6 +284,42 @@ class PackedBatch:
 # ---- the contract's arguments and results ----------------------------------------------------------------------------
 
 
+def _allowed(fits: Callable[[Any], bool], wanted: str) -> Callable[[Any, Attribute[Any], Any], None]:
+    """A validator of settings that may be None."""
+
+    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
+        if value is not None and not fits(value):
+            raise UserError(
+                f"AdamSettings: {attribute.name}={value!r}, expected {wanted}; leave it out to keep the config's"
+            )
+
+    return check
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_decays(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(_finite(beta) and 0 <= beta < 1 for beta in value)
+
+
+_decays = _allowed(_are_decays, "two numbers, each at least 0 and below 1")
+_above_zero = _allowed(lambda value: _finite(value) and value > 0, "a finite number above 0")
+_not_negative = _allowed(lambda value: _finite(value) and value >= 0, "a finite number that is at least 0")
+
+
+@frozen(kw_only=True)
+class AdamSettings:
+    """What one step sets of `[train.optimizer]`, by the same names; None keeps the config's value. Raises UserError."""
+
+    # Bias correction is by the step's own betas, and counts all applied steps.
+    betas: tuple[float, float] | None = field(default=None, validator=_decays)
+    eps: float | None = field(default=None, validator=_above_zero)
+    weight_decay: float | None = field(default=None, validator=_not_negative)  # of the same tensors as the config's
+    clip_norm: float | None = field(default=None, validator=_not_negative)  # 0 does not clip
+
+
 @frozen(kw_only=True)
 class Step:
     """The position of training. Do not confuse its two counters with each other or with the weights version."""
@@ -290,6 +327,7 @@ class Step:
     optimizer_step: int  # counts calls of `optimizer_step`, from 0, skipped steps included
     rollout_step: int  # counts rollout batches, from 0
     lr: float  # of this step, from core's schedule
+    adam: AdamSettings | None = None  # of this step alone, in place of the config's; needs the capability `adam`
 
 
 @frozen(kw_only=True)

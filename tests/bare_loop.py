@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corerl_testing.compare import Tensors, weights_apart
+from corerl_testing.compare import Tensors, Trajectory, weights_apart
 from corerl_testing.harness import samples_at, step_at
 from corerl_testing.subject import PACKINGS, Runs, steps_of
 from corerl_testing.tolerances import GRAD_NORM, LOSS, WEIGHTS_L2
@@ -16,13 +16,14 @@ from tests import reference
 
 
 @cache
-def bare_run(directory: Path, steps: int) -> reference.BareRun:
+def bare_run(directory: Path, steps: int, settings: tuple[reference.Settings, ...] = ()) -> reference.BareRun:
     batches = [samples_at(number) for number in range(steps)]
     return reference.train(
         directory,
         [list(reference.sequences(batch.tokens, batch.offsets, batch.columns)) for batch in batches],
         [step_at(number).lr for number in range(steps)],
         [batch.temperature for batch in batches],
+        settings,
     )
 
 
@@ -44,8 +45,12 @@ def module_tensors(found: Tensors) -> Tensors:
 def assert_follows_a_bare_loop(runs: Runs, backend: str, world_size: int, kind: str, packing: str) -> None:
     """The steps that the suite trains too: the backend's trajectory is the same object."""
     steps = steps_of(packing)
-    found = runs.trained(backend, world_size, kind, PACKINGS[packing], steps)
-    wanted = bare_run(runs.models[kind], steps)
+    assert_same_steps(
+        runs.trained(backend, world_size, kind, PACKINGS[packing], steps), bare_run(runs.models[kind], steps)
+    )
+
+
+def assert_same_steps(found: Trajectory, wanted: reference.BareRun) -> None:
     assert found.losses == pytest.approx(wanted.losses, rel=LOSS.relative, abs=LOSS.absolute)
     assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=GRAD_NORM.relative)
     assert weights_apart(module_tensors(found.state["master"]), wanted.weights) < WEIGHTS_L2

@@ -38,24 +38,39 @@ class Sample:
     reference: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Settings:
+    """Of AdamW and of clipping, in one step."""
+
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
+    decay: float = DECAY
+    clip_norm: float = CLIP_NORM
+
+
 def train(
-    directory: Path, batches: Sequence[Sequence[Sample]], rates: Sequence[float], temperatures: Sequence[float]
+    directory: Path,
+    batches: Sequence[Sequence[Sample]],
+    rates: Sequence[float],
+    temperatures: Sequence[float],
+    settings: Sequence[Settings] = (),
 ) -> BareRun:
-    """One AdamW step for each batch, at its learning rate and temperature."""
+    """One AdamW step for each batch, at its learning rate and temperature, and with its settings if there are any."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").train()
     matrices = [param for param in model.parameters() if param.ndim > 1]
     others = [param for param in model.parameters() if param.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}], betas=BETAS, eps=EPS
-    )
+    optimizer = torch.optim.AdamW([{"params": matrices}, {"params": others}])
+    decayed, kept = optimizer.param_groups
     run = BareRun()
-    for batch, rate, temperature in zip(batches, rates, temperatures, strict=True):
+    every = settings or [Settings()] * len(batches)
+    for batch, rate, temperature, own in zip(batches, rates, temperatures, every, strict=True):
         count = sum(int(sequence.chosen.sum()) for sequence in batch)
         loss = torch.stack([objective(model, sequence, temperature) for sequence in batch]).sum() / count
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), own.clip_norm)
+        decayed["weight_decay"], kept["weight_decay"] = own.decay, 0.0
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"], group["betas"], group["eps"] = rate, own.betas, own.eps
         optimizer.step()
         optimizer.zero_grad()
         run.losses.append(loss.item())

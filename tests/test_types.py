@@ -5,7 +5,8 @@ import pytest
 
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.continuation import continued
-from corerl.types import Metric, Reduction, SampleBatch, merge_metrics, offsets_of
+from corerl.errors import UserError
+from corerl.types import AdamSettings, Metric, Reduction, SampleBatch, merge_metrics, offsets_of
 from tests.pictured import batch_of, random_rows, request_of, rows_in
 
 
@@ -101,6 +102,25 @@ def test_requests_that_are_taken_and_joined_keep_their_pictures(seed: int) -> No
     assert rows_in(joined) == every
     chosen = rng.integers(0, len(every), size=rng.integers(1, 2 * len(every)))
     assert rows_in(joined.take_rows(chosen)) == [every[row] for row in chosen]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0), expected two numbers, each at least 0 and below 1"),
+        ({"betas": (0.9,)}, "betas=(0.9,), expected two numbers, each at least 0 and below 1"),
+        ({"betas": 0.9}, "betas=0.9, expected two numbers, each at least 0 and below 1"),
+        ({"betas": (0.9, float("nan"))}, "betas=(0.9, nan), expected two numbers, each at least 0 and below 1"),
+        ({"eps": 0.0}, "eps=0.0, expected a finite number above 0"),
+        ({"eps": "1e-8"}, "eps='1e-8', expected a finite number above 0"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1, expected a finite number that is at least 0"),
+        ({"clip_norm": float("inf")}, "clip_norm=inf, expected a finite number that is at least 0"),
+    ],
+)
+def test_adam_settings_outside_their_range_are_refused(given: dict[str, object], wanted: str) -> None:
+    with pytest.raises(UserError) as caught:
+        AdamSettings(**given)  # type: ignore[arg-type]  # what is refused
+    assert caught.value.message == f"AdamSettings: {wanted}; leave it out to keep the config's"
 
 
 def test_a_continued_request_shows_the_pictures_of_unfinished_rows() -> None:

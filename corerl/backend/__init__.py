@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from corerl.backend.experts import require_balance as require_balance
     from corerl.backend.optimizer import adamw as adamw
     from corerl.backend.optimizer import moments as moments
+    from corerl.backend.optimizer import set_adam as set_adam
     from corerl.backend.optimizer import set_adam_step as set_adam_step
     from corerl.backend.optimizer import set_lr as set_lr
     from corerl.backend.passes import StepLosses as StepLosses

@@ -8,6 +8,8 @@ import torch
 
 from corerl.config.schema import OptimizerConfig
 
+DECAYED = "decayed"  # of a group of parameters: whether weight decay applies to it
+
 
 def adamw(
     params: Mapping[str, torch.nn.Parameter],
@@ -25,11 +27,23 @@ def adamw(
     held = {name: param for name, param in params.items() if param.numel()}
     decayed = {name for name in held if len(shapes[name]) >= 2 and not name.endswith("bias") and name not in frozen}
     groups = [
-        {"params": [p for name, p in held.items() if name in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in held.items() if name not in decayed], "weight_decay": 0.0},
+        {"params": [held[name] for name in held if name in decayed], DECAYED: True},
+        {"params": [held[name] for name in held if name not in decayed], DECAYED: False},
     ]
     groups = [group for group in groups if group["params"]] or groups[:1]  # torch takes an empty group, not zero groups
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=not fused, fused=fused)
+    betas, eps = config.betas, config.eps
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=eps, foreach=not fused, fused=fused)
+    set_adam(optimizer, config)
+    return optimizer
+
+
+def set_adam(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Set learning rate, betas, eps and weight decay of all groups of `adamw`, as `Backend.optimizer_at` gives them for
+    a step. What is not decayed stays so."""
+    set_lr(optimizer, config.lr)
+    for group in optimizer.param_groups:
+        decay = config.weight_decay if group[DECAYED] else 0.0
+        group.update(betas=config.betas, eps=config.eps, weight_decay=decay)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

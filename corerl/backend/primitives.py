@@ -10,14 +10,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from attrs import evolve, fields
 
-from corerl.config.schema import RoleConfig
+from corerl.config.schema import OptimizerConfig, RoleConfig
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
 from corerl.models.files import initial_source, shapes_of_tower
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase
 from corerl.types import (
+    AdamSettings,
     ForwardResult,
     GradientResult,
     LossSpec,
@@ -93,8 +95,8 @@ class Primitives(BackendBase, ABC):
 
     @abstractmethod
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
-        """Multiply the gradients by `scale`, clip them, and take exactly one optimizer step at `step.lr`; skip it on
-        all ranks alike if the gradient is not finite. No gradient is left then."""
+        """Multiply the gradients by `scale`, clip them, and take exactly one optimizer step as `optimizer_at` says;
+        skip it on all ranks alike if the gradient is not finite. No gradient is left then."""
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
@@ -127,6 +129,13 @@ class Primitives(BackendBase, ABC):
 
     def load_extra_state(self, state: ExtraState) -> None:
         """Restore what `extra_state` returned."""
+
+    def optimizer_at(self, step: Step) -> OptimizerConfig:
+        """`[train.optimizer]` as this step takes it: at its learning rate, and with what `step.adam` sets."""
+        own = self.config.train.optimizer
+        names = [each.name for each in fields(AdamSettings)] if step.adam is not None else []
+        given = {name: value for name in names if (value := getattr(step.adam, name)) is not None}
+        return evolve(own, lr=step.lr, **given)
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -109,11 +109,16 @@ class TrainingState(Primitives):
         base = self._load_frozen(self._begins_with)
         if self.config.lora is not None:
             require_same(extra, self._frozen_digest, self.config.lora.scale, where=str(saved))
+        self.weights_version = int(extra["weights_version"])
+        weights = [*self.held_state(StateKey.MASTER), *self.buffers()]
+        if not self.config.resume_moments:
+            saved.take(StateKey.MASTER.value, weights)
+            self.after_load({StateKey.MASTER, *base}, None)
+            return 0
         self.adam_step = int(extra["adam_step"])
         for key in SAVED:
-            saved.take(key.value, [*self.held_state(key), *(self.buffers() if key is StateKey.MASTER else ())])
+            saved.take(key.value, weights if key is StateKey.MASTER else self.held_state(key))
         self.after_load({*SAVED, *base}, self.adam_step)
-        self.weights_version = int(extra["weights_version"])
         if (extra["backend"], ranks) == (type(self).__qualname__, own):
             of_rank = saved.extra(self.layout.rank)
             self.load_extra_state(

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 
-from corerl.backend.optimizer import adamw, moments, set_lr
+from corerl.backend.optimizer import adamw, moments, set_adam
 from corerl.backend.primitives import StateKey
-from corerl.config.schema import RoleConfig
+from corerl.config.schema import OptimizerConfig, RoleConfig
 from corerl.models.build import materialize, move_buffers
 from corerl.models.names import hf_boxes, local_chunks
 from corerl.models.towers import Features, Seen, Tower, in_parts
@@ -34,6 +34,7 @@ class RankTower:
         self._tower, self._device, self._group = tower, device, group
         self.trained = config.model.tower == "trained" and not config.frozen
         self._compute: torch.dtype = getattr(torch, config.train.precision)
+        self._config = config.train.optimizer
         self._boxes = hf_boxes(tower.module)
         held = torch.float32 if self.trained else self._compute
         shapes = {name: tuple(param.shape) for name, param in tower.module.named_parameters()}
@@ -143,10 +144,11 @@ class RankTower:
                 param.grad = values.view_as(param)
         return params
 
-    def step(self, lr: float) -> None:
-        """Step with the gradients there are, as the caller has clipped them."""
+    def step(self, lr: float, config: OptimizerConfig | None = None) -> None:
+        """Step with the gradients there are, as the caller has clipped them, and with all else that `config` says; by
+        default the role's `[train.optimizer]`."""
         if self._optimizer is not None:
-            set_lr(self._optimizer, lr)
+            set_adam(self._optimizer, evolve(config or self._config, lr=lr))
             self._optimizer.step()
 
     def drop_gradients(self) -> None:

@@ -986,6 +986,7 @@ class RoleConfig:
     lora: LoraConfig | None = None
     frozen: bool = False  # only `forward` is called: weights in train.precision, and nothing that an optimizer needs
     resume: str = ""  # directory of this role's part of a checkpoint; empty starts from the model
+    resume_moments: bool = True  # False: of the checkpoint the weights alone, with which a new optimizer begins
     sleeps: tuple[MemoryKind, ...] = ()  # what the run puts to sleep: host memory is reserved at the start
 
 

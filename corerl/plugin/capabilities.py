@@ -39,6 +39,7 @@ class Capability(StrEnum):
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
     AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
     PICTURES = "pictures"  # passes a batch's pictures through the model's tower, and trains it if asked
+    ADAM = "adam"  # takes a step with the settings of Adam and of clipping that `Step.adam` has
 
 
 class Grade(StrEnum):
@@ -60,7 +61,8 @@ class Support:
 FULL = Support(Grade.FULL)
 # Capabilities whose setting a backend that does not know of them would ignore without a word.
 ABSENT = dict.fromkeys(
-    (Capability.AUX_LOSS, Capability.PICTURES), Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it")
+    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM),
+    Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it"),
 )
 # The precisions that need a capability. Every backend has float32.
 PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}

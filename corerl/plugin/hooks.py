@@ -1,4 +1,4 @@
-"""The contract between core and backends, API 2.0: the hooks a worker calls, in the order of a backend's life.
+"""The contract between core and backends, API 2.1: the hooks a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them, as generators that yield
 once and return the result, or observe on the driver. Hooks are called on every rank.
@@ -98,7 +98,7 @@ class RunControl(Protocol):
 
 
 class Hooks(Protocol):
-    """Every hook of API 2.0. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    """Every hook of API 2.1. All but `shutdown` and those of extensions on the driver have exactly one implementation,
     the backend's."""
 
     # ---- once --------------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class Hooks(Protocol):
         `optimizer_step`: gradients may be reduced over ranks while the last passes run."""
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
-        """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr`, or skip it on all ranks
-        alike if the gradient is not finite, and clear them."""
+        """Multiply the gradients by `scale`, clip them, take exactly one step at `step.lr` and, if there is any, with
+        `step.adam`, or skip it on all ranks alike if the gradient is not finite, and clear them."""
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         """Compute per-token outputs without gradients. For a pass of a snapshot, it is in place of the weights."""

@@ -196,6 +196,8 @@ class PluginHost:
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         """Raises WrongState without a gradient since the last step."""
+        if step.adam is not None:
+            self.backend.require(Capability.ADAM, "optimizer_step with Step.adam")
         with self.entering("optimizer_step", at=step):
             result: StepResult = self._checked("optimizer_step", step=step, scale=scale)
             self.backend.adam_step += result.applied

@@ -26,6 +26,7 @@ from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
 from corerl.plugin import hooktrace
+from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
@@ -109,10 +110,12 @@ class TrainGroup:
         *,
         role: str = ACTOR,
         resume: str = "",
+        moments: bool = True,
         notify: Callable[[str], None] = note,
     ) -> Iterator[Self]:
         """Start the ranks of a config's role alone, for a loop of one's own, and let them build and load: from the
-        directory `resume` of a `save`, or the model. Read are `[model]`, `[backend]`, `[backends]`, `[roles]`,
+        directory `resume` of a `save`, or the model. Without `moments` the weights of `resume` alone are loaded, and a
+        new optimizer begins at step 0. Read are `[model]`, `[backend]`, `[backends]`, `[roles]`,
         `[train]`, `[cluster]`, and of `[algorithm]` the role's loss. The block's end ends them, and Ray if the block
         has started it: a Ray that the process has already, be it of an outer block, is used and stays. `notify` gets
         lines about what was settled, and about calls that take long; by default they are printed to stderr.
@@ -130,7 +133,8 @@ class TrainGroup:
             ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as owns_ray,
             reserved(plan.placement, release=not owns_ray) as pool,
         ):
-            group = cls.launch(plan.role, pool[role], watching=Watching.of(plan.cluster, notify))
+            starting = plan.role if moments else _loading(plan.role, resume_moments=False)
+            group = cls.launch(starting, pool[role], watching=Watching.of(plan.cluster, notify))
             group._config, group._pool = config, pool
             try:
                 group.init().result()
@@ -145,16 +149,22 @@ class TrainGroup:
         return cls(_processes(plan, slots, watching), plan, slots, watching)
 
     def restart(
-        self, resume: str | None = None, plan: RolePlan | None = None, slots: Sequence[Slot] | None = None
+        self,
+        resume: str | None = None,
+        plan: RolePlan | None = None,
+        slots: Sequence[Slot] | None = None,
+        *,
+        moments: bool = True,
     ) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
         directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
-        these are given."""
+        these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0."""
         self.processes.kill()
         self.plan = plan or self.plan
         if resume is not None:
-            assignments = [evolve(each, config=evolve(each.config, resume=resume)) for each in self.plan.assignments]
-            self.plan = evolve(self.plan, assignments=tuple(assignments))
+            self.plan = _loading(self.plan, resume=resume, resume_moments=moments)
+        elif not moments:
+            self.plan = _loading(self.plan, resume_moments=False)
         self._slots = self._slots if slots is None else slots
         self.processes = _processes(self.plan, self._slots, self._watching)
         self._calls, self.layouts, self._join_at = Calls(self.processes), [], None
@@ -224,8 +234,9 @@ class TrainGroup:
         """Take one optimizer step; metrics are merged over ranks, tokens summed over dp ranks. `plan` assigns the
         samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
-        the step was applied or on the gradient norm."""
-        self._require_trained("train")
+        the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
+        is set and the backend does not have the capability `adam`."""
+        self._require_step("train", step)
         self.changes += 1
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
@@ -257,7 +268,7 @@ class TrainGroup:
         """The second half of a step: multiply the gradients by `scale`, which is 1 / denominator where the plans'
         weights do not hold it, clip them, and take the step. The result is as of `train`, of all samples of the step;
         metrics that are sums with the loss's token weights are multiplied too."""
-        self._require_trained("optimizer_step")
+        self._require_step("optimizer_step", step)
         self.changes += 1
         pending = self._start("optimizer_step", step, scale, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
@@ -366,6 +377,13 @@ class TrainGroup:
             raise CorerlError(refused_if_frozen(verb, f"the {self.role}"))
         return self.plan.objective
 
+    def _require_step(self, verb: str, step: Step) -> None:
+        """The same, and if the backend cannot take such a step."""
+        self._require_trained(verb)
+        if step.adam is not None:
+            backend = self.plan.backend
+            check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
+
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, kinds: Collection[MemoryKind] = ALL_KINDS) -> Future[list[SleepResult]]:
@@ -434,6 +452,12 @@ class TrainGroup:
         if self.processes.ended:
             self._calls.raise_unread()
         return self.processes.start(method, *args, at=at)
+
+
+def _loading(plan: RolePlan, **changes: Any) -> RolePlan:
+    """The plan with changes of what its ranks load."""
+    assignments = [evolve(each, config=evolve(each.config, **changes)) for each in plan.assignments]
+    return evolve(plan, assignments=tuple(assignments))
 
 
 def _processes(plan: RolePlan, slots: Sequence[Slot], watching: Watching | None) -> RayGroup:

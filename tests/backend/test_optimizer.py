@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
-from corerl.backend.optimizer import adamw, moments, set_adam_step, set_lr
+from corerl.backend.optimizer import adamw, moments, set_adam, set_adam_step, set_lr
 from corerl.config.schema import OptimizerConfig
 from corerl.types import Array
 
 CONFIG = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 SHAPES = {"matrix": (4, 3), "norm": (3,), "scale": (), "experts.up_proj_bias": (2, 3)}
 LRS = [0.0, 2e-2, 1e-2, 5e-3]
+RATES = [evolve(CONFIG, lr=lr) for lr in LRS]
+CHANGING = [  # what steps with settings of their own take
+    evolve(CONFIG, betas=(0.5, 0.6), weight_decay=2.0),
+    evolve(CONFIG, eps=1e-1, weight_decay=0.0),
+    evolve(CONFIG, lr=5e-3, betas=(0.0, 0.99)),
+    CONFIG,
+]
 
 Params = dict[str, torch.nn.Parameter]
 
@@ -35,21 +45,21 @@ def take_steps(optimizer: torch.optim.Optimizer, params: Params, steps: range) -
         optimizer.step()
 
 
-def by_formula(steps: int) -> dict[str, Array]:
-    """Loshchilov & Hutter 2019, algorithm 2, in float64."""
+def by_formula(configs: Sequence[OptimizerConfig]) -> dict[str, Array]:
+    """Loshchilov & Hutter 2019, algorithm 2, in float64, with a config for each step."""
     values = {name: param.detach().double().numpy() for name, param in make_params().items()}
     first = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     second = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    beta1, beta2 = CONFIG.betas
-    for step in range(steps):
+    for step, config in enumerate(configs):
+        beta1, beta2 = config.betas
         for name, gradient in gradients(step).items():
             g = gradient.double().numpy()
             first[name] = beta1 * first[name] + (1 - beta1) * g
             second[name] = beta2 * second[name] + (1 - beta2) * g**2
             m = first[name] / (1 - beta1 ** (step + 1))
             v = second[name] / (1 - beta2 ** (step + 1))
-            decay = CONFIG.weight_decay if name == "matrix" else 0.0
-            values[name] = values[name] - LRS[step] * (m / (np.sqrt(v) + CONFIG.eps) + decay * values[name])
+            decay = config.weight_decay if name == "matrix" else 0.0
+            values[name] = values[name] - config.lr * (m / (np.sqrt(v) + config.eps) + decay * values[name])
     return values
 
 
@@ -57,7 +67,21 @@ def by_formula(steps: int) -> dict[str, Array]:
 def test_steps_follow_the_formula_and_only_matrices_decay(fused: bool) -> None:
     params = make_params()
     take_steps(adamw(params, SHAPES, CONFIG, fused=fused), params, range(len(LRS)))
-    for name, expected in by_formula(len(LRS)).items():
+    for name, expected in by_formula(RATES).items():
+        np.testing.assert_allclose(params[name].detach().numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_follow_the_formula_with_settings_of_their_own(fused: bool, decay: float) -> None:
+    params = make_params()
+    optimizer = adamw(params, SHAPES, evolve(CONFIG, weight_decay=decay), fused=fused)
+    for step, config in enumerate(CHANGING):
+        for name, gradient in gradients(step).items():
+            params[name].grad = gradient
+        set_adam(optimizer, config)
+        optimizer.step()
+    for name, expected in by_formula(CHANGING).items():
         np.testing.assert_allclose(params[name].detach().numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=name)
 
 

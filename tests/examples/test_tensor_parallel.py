@@ -40,6 +40,7 @@ def test_ranks_that_share_a_model_compute_what_one_does(divided: Subject) -> Non
         test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(divided, kind, "packed")
     for kind in ("qwen3-tied", "qwen3-moe"):
         test_training.test_training_follows_the_plain_backend(divided, kind, "packed")
+    test_training.test_a_step_takes_its_own_settings_of_adam(divided)
     test_checkpoints.test_the_checkpoint_goes_on_in_the_plain_backend_and_back(divided, "qwen3-moe")
 
 

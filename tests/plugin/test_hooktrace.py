@@ -66,7 +66,7 @@ def test_each_call_is_printed_with_its_plugins_outermost_first(
         "actor rank 1 < forward_backward N ms GradientResult(metrics={}, tokens=8, outputs=None)",
         (
             "actor rank 1 > optimizer_step [extension:a > extension:b > backend:mine] "
-            "step=Step(optimizer_step=12, rollout_step=3, lr=0.1) scale=1.0"
+            "step=Step(optimizer_step=12, rollout_step=3, lr=0.1, adam=None) scale=1.0"
         ),
         "actor rank 1 < optimizer_step N ms StepResult(applied=True, grad_norm=1.5, metrics={})",
     ]

@@ -26,6 +26,7 @@ from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import BackendBase, PluginHost, State
 from corerl.types import (
+    AdamSettings,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -614,6 +615,20 @@ def test_init_refuses_capabilities_that_the_spec_lacks(
         f"no {capability.value} yet; change that setting, or choose another backend"
     )
     assert (fake.calls, host.state) == ([], State.NEW)
+
+
+def test_settings_of_a_step_are_refused_unless_declared() -> None:
+    host, fake = lacking()  # declares nothing, so all but what backends of before would ignore
+    host.init(config=CONFIG, context=CONTEXT)
+    host.forward_backward(BATCH, LOSS, (), True)
+    with pytest.raises(Unsupported) as caught:
+        host.optimizer_step(evolve(STEP, adam=AdamSettings(eps=1e-6)), 1.0)
+    assert caught.value.message == (
+        "optimizer_step with Step.adam requires 'adam', which the backend 'fake' does not support yet: its spec does "
+        "not declare it; change that setting, or choose another backend"
+    )
+    assert host.optimizer_step(STEP, 1.0) is STEPPED
+    assert [hook for hook, *_ in fake.calls] == ["init", "forward_backward", "optimizer_step"]
 
 
 def test_a_frozen_role_only_computes_forward() -> None:

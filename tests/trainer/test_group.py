@@ -33,6 +33,7 @@ from corerl.plan.roles import RolePlan, plan_role
 from corerl.trainer import group as group_module
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import (
+    AdamSettings,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -224,6 +225,11 @@ def test_ranks_that_disagree_on_a_step_are_an_error(results: list[TrainResult], 
 
 BATCH = batch_of(3)
 FROZEN = "on the actor was refused: the role is frozen"
+OWN = evolve(STEP, adam=AdamSettings(clip_norm=0.5))
+NO_SETTINGS = (
+    f"with Step.adam requires 'adam', which the backend {PLAN.backend.name!r} does not support yet: its spec does not "
+    "declare it"
+)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +238,8 @@ FROZEN = "on the actor was refused: the role is frozen"
         (lambda group: frozen(group).train(BATCH, training_plan(BATCH), LOSS, STEP), f"train {FROZEN}"),
         (lambda group: frozen(group).forward_backward(BATCH, PART, LOSS), f"forward_backward {FROZEN}"),
         (lambda group: frozen(group).optimizer_step(STEP), f"optimizer_step {FROZEN}"),
+        (lambda group: group.train(BATCH, training_plan(BATCH), LOSS, OWN), f"train {NO_SETTINGS}"),
+        (lambda group: group.optimizer_step(OWN), f"optimizer_step {NO_SETTINGS}"),
         (lambda group: frozen(group).save("p", STEP), f"save {FROZEN}"),
         (lambda group: frozen(group).update_weights(ADDRESS, 1), f"update_weights {FROZEN}"),
         (lambda group: frozen(group).plan_steps(BATCH, seed=0), f"plan_steps {FROZEN}"),
@@ -553,9 +561,11 @@ class Starting(Answers):
     """Ranks that note what they resume from."""
 
     resumed: Sequence[str] = ()
+    moments: Sequence[bool] = ()
 
     def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Pending:
         self.resumed = [assignment.config.resume for (assignment,) in arguments]
+        self.moments = [assignment.config.resume_moments for (assignment,) in arguments]
         return super().construct(arguments)
 
 
@@ -582,6 +592,22 @@ def test_a_restart_ends_the_ranks_and_loads_by_another_plan(started: list[tuple[
     assert started[2][2].resumed == ["a part"] * 2 and started[2][1] is SLOTS
     group.restart("").result()
     assert started[3][2].resumed == [""] * 2
+
+
+def test_a_restart_without_moments_holds_until_the_next_directory(
+    started: list[tuple[RolePlan, Any, Starting]],
+) -> None:
+    group = TrainGroup.launch(PLAN, SLOTS)
+    for again in ({"resume": "a part", "moments": False}, {}, {"resume": "other"}, {"moments": False}):
+        group.restart(**again).result()  # type: ignore[arg-type]  # of several types
+    found = [(new.resumed[0], new.moments) for *_, new in started[1:]]
+    weights_alone, all_of_it = [False] * 2, [True] * 2
+    assert found == [
+        ("a part", weights_alone),
+        ("a part", weights_alone),
+        ("other", all_of_it),
+        ("other", weights_alone),
+    ]
 
 
 def test_a_resize_plans_before_it_ends_a_rank(
@@ -654,6 +680,8 @@ def test_groups_share_the_ray_of_their_process(shared_ray: None, tmp_path: Path)
                     each.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() for each in (one, again)
                 ]
             assert both[0] == both[1] != first.tolist()
+            with TrainGroup.start(ALONE, resume=str(tmp_path / "part"), moments=False) as anew:
+                assert anew.forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS].tolist() == both[0]
             with pytest.raises(ContractError, match="returned a Tensor, wanted a corerl.algorithms.LossResult"):
                 one.train(batch, plan, LossSpec(name="tests.trainer.fakes:no_result"), after).result()
             with pytest.raises(WorkerDied, match=r"have ended \(.*wanted a corerl.algorithms.LossResult"):

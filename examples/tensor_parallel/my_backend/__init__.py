@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from attrs import frozen
 
 from corerl.config import ClusterInfo, at_least, option
-from corerl.plugin import BackendSpec, Capability, Problem, Variant, not_implemented
+from corerl.plugin import FULL, BackendSpec, Capability, Problem, Variant, not_implemented
 
 
 @frozen(kw_only=True)
@@ -31,9 +31,10 @@ def data_parallel(config: Options, cluster: ClusterInfo) -> int:
 SPEC = BackendSpec(
     implementation="my_backend.backend:TensorParallelBackend",
     config=Options,
-    api=(2, 0),
+    api=(2, 1),
     summary="linear layers, experts and embeddings divided over ranks that share samples",
     capabilities={
+        Capability.ADAM: FULL,
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
         Capability.LORA: not_implemented("no adapters of divided layers"),

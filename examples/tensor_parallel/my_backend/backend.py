@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import embedding
 
-from corerl.backend import Backend, StateKey, StepLosses, adamw, forward_outputs, moments, set_adam_step, set_lr
+from corerl.backend import Backend, StateKey, StepLosses, adamw, forward_outputs, moments, set_adam, set_adam_step
 from corerl.config import RoleConfig
 from corerl.errors import ModelError
 from corerl.models import buffer_chunks, hf_boxes, hf_config, local_chunks, make_policy, materialize
@@ -199,9 +199,10 @@ class TensorParallelBackend(Backend):
         norm = self.norm()
         applied = math.isfinite(norm)
         if applied:
-            limit = self.config.train.optimizer.clip_norm or math.inf
+            settings = self.optimizer_at(step)
+            limit = settings.clip_norm or math.inf
             torch.nn.utils.clip_grads_with_norm_(self.params.values(), limit, torch.tensor(norm, device=self.device))
-            set_lr(self.optimizer, step.lr)
+            set_adam(self.optimizer, settings)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)

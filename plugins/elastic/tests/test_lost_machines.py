@@ -51,8 +51,8 @@ def test_a_lost_machine_is_replaced_or_the_group_shrinks(
             command.assert_nothing_is_left()
     assert re.findall(r"restarting all ranks from (.*)|note: actor: (.*)", command.out) == [
         ("checkpoint step 2; replaying step 3", ""),
-        ("checkpoint step 4", ""),
         ("", f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)"),
+        ("checkpoint step 4", ""),
     ]
     (undisturbed := tmp_path / "undisturbed").mkdir()
     arguments[1:3] = [write_small(undisturbed), f"run.dir={undisturbed}/run"]

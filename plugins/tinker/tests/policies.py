@@ -36,7 +36,7 @@ class OneNumber:
         self.w, self.gradient, self.moment = 0.0, 0.0, 0.0
         self.calls: list[str] = []  # of all calls but `draw`, in their order
         self.threads: set[str] = set()
-        self.samplers: dict[str, float] = {"base": 0.0}
+        self.samplers: dict[str, float] = {}
         self.saved: dict[str, tuple[Saved, float, float]] = {}
         self.models: dict[str, ModelWanted] = {}
         self.hold = threading.Event()  # passes wait for it
@@ -127,10 +127,8 @@ class OneNumber:
 
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
         self._called("sampler")
-        if model_path is None:
-            return "base"
-        sampler = f"sampler of {len(self.samplers)}"
-        self.samplers[sampler] = self.saved[model_path][1]
+        sampler = f"sampler {len(self.samplers)}"
+        self.samplers[sampler] = 0.0 if model_path is None else self.saved[model_path][1]
         return sampler
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:

@@ -33,6 +33,9 @@ async def test_a_name_that_is_not_the_servers_is_refused(bench: Bench) -> None:
         "rebound.example": 403,
         "localhost.rebound.example": 403,
         "127.0.0.1.rebound.example:8420": 403,
+        "rebound_here.example": 403,  # not a name by the rules, and browsers ask for it
+        "[": 403,
+        "": 403,
     }
     for host, status in hosts.items():
         found = await bench.http.get("/api/v1/healthz", headers={"Host": host})

@@ -13,7 +13,7 @@ from corerl import Engines
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Draw, Refused
 from corerl_tinker.training import ServedPolicy
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, supervised, train
 
 
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
@@ -25,6 +25,8 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         served.new_model("a:train:0", rank=4)
         reference = policy.sampler(None, MODEL)
         before = served.logprobs(reference, [1, 2, 3])
+        policy.run(supervised([1, 20, 21, 22]))
+        policy.discard()
         losses = train(policy, 2)
         _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
         assert saved is not None

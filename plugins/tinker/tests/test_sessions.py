@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from plugins.tinker.tests.clients import Bench, on_bench
+from plugins.tinker.tests.policies import NAME
 
 
 @on_bench(idle_minutes=1.0)
@@ -87,3 +88,14 @@ async def test_work_of_a_session_that_ended_is_not_begun(bench: Bench) -> None:
     bench.policy.hold.set()
     await client.model(await client.begin())
     assert bench.policy.calls == ["create", "pass 1", "release", "create"]
+
+
+@on_bench()
+async def test_a_model_that_was_refused_holds_nothing(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    refused = await client.create(session, base_model="nobody/nothing")
+    assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
+    model = await client.model(await client.begin())
+    assert (await client.post("get_info", {"model_id": model})).json()["model_name"] == NAME
+    assert bench.policy.calls == ["create", "create"]

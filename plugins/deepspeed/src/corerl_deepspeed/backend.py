@@ -76,8 +76,7 @@ class DeepSpeedBackend(Backend):
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         with calling_deepspeed(partitioned=self.partitioned):
-            clip_norm = self.config.train.optimizer.clip_norm
-            return optimizer_step(self.model, lr=step.lr, scale=scale, clip_norm=clip_norm, tower=self.tower)
+            return optimizer_step(self.model, settings=self.optimizer_at(step), scale=scale, tower=self.tower)
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         with calling_deepspeed(partitioned=self.partitioned):

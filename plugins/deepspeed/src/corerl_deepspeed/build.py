@@ -77,9 +77,8 @@ def build_model(
     shapes = {name: tuple(param.shape) for name, param in policy.model.named_parameters()}
     # DeepSpeed steps every parameter it gets: these have no gradient, and must not decay.
     untrained = {name for name, param in policy.model.named_parameters() if not param.requires_grad}
-    if train.optimizer.weight_decay:
-        looked = meta_model(hf, value_head=value_head, lora=lora)
-        untrained |= unread_parameters(looked, parts_of(looked))
+    looked = meta_model(hf, value_head=value_head, lora=lora)
+    untrained |= unread_parameters(looked, parts_of(looked))
     settings = deepspeed_json(
         options,
         train,

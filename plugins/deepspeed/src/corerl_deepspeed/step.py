@@ -12,7 +12,8 @@ from attrs import evolve
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from corerl.backend import RankTower, StepLosses, forward_outputs, set_lr
+from corerl.backend import RankTower, StepLosses, forward_outputs, set_adam
+from corerl.config import OptimizerConfig
 from corerl.ops import clip_grads, grad_norm, scale_grads
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_deepspeed.build import Model
@@ -56,19 +57,19 @@ def _announced(engine: DeepSpeedEngine, batch: PackedBatch, last: bool) -> Itera
 
 
 def optimizer_step(
-    model: Model, *, lr: float, scale: float, clip_norm: float, tower: RankTower | None = None
+    model: Model, *, settings: OptimizerConfig, scale: float, tower: RankTower | None = None
 ) -> StepResult:
     """Called on every rank, inside `calling_deepspeed`. DeepSpeed clips, and skips a step whose norm is not finite, on
     all ranks alike. A `tower` that is trained is part of the norm, clipped as the rest is, and stepped with it."""
     params = [] if tower is None else tower.reduced()
     if not params or tower is None:
-        return _step(model, lr=lr, scale=scale)
+        return _step(model, settings=settings, scale=scale)
     with _in_the_norm(model.engine.optimizer, grad_norm(params)):
-        result = _step(model, lr=lr, scale=scale)
+        result = _step(model, settings=settings, scale=scale)
     if result.applied:
         scale_grads(params, scale)
-        clip_grads(params, clip_norm, torch.tensor(result.grad_norm))
-        tower.step(lr)
+        clip_grads(params, settings.clip_norm, torch.tensor(result.grad_norm))
+        tower.step(settings.lr, settings)
     tower.drop_gradients()
     return result
 
@@ -94,12 +95,13 @@ def _in_the_norm(optimizer: Any, norm: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _step(model: Model, *, lr: float, scale: float) -> StepResult:
+def _step(model: Model, *, settings: OptimizerConfig, scale: float) -> StepResult:
     engine, optimizer = model.engine, model.optimizer
     assert optimizer is not None  # it is trained
     if not engine.is_gradient_accumulation_boundary():
         _complete(engine)
-    set_lr(optimizer, lr)
+    set_adam(optimizer, settings)
+    engine.optimizer.clip_grad = settings.clip_norm  # DeepSpeed reads its config only as it starts
     if scale == 1.0:
         engine.step()
     else:

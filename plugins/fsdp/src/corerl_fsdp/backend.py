@@ -83,9 +83,8 @@ class FsdpBackend(Backend):
             self.policy,
             self.shards,
             self.optimizer,
-            lr=step.lr,
+            settings=self.optimizer_at(step),
             scale=scale,
-            clip_norm=self.config.train.optimizer.clip_norm,
             loss_scale=self.scale,
             tower=self.tower,
         )

@@ -9,7 +9,8 @@ import torch
 from attrs import evolve
 from torch.distributed.fsdp import FSDPModule
 
-from corerl.backend import RankTower, StepLosses, forward_outputs, set_lr
+from corerl.backend import RankTower, StepLosses, forward_outputs, set_adam
+from corerl.config import OptimizerConfig
 from corerl.models import Policy
 from corerl.ops import clip_grads, grad_norm, scale_grads
 from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
@@ -51,9 +52,8 @@ def optimizer_step(
     shards: LocalShards,
     optimizer: torch.optim.Optimizer,
     *,
-    lr: float,
+    settings: OptimizerConfig,
     scale: float,
-    clip_norm: float,
     loss_scale: LossScale | None,
     tower: RankTower | None = None,
 ) -> StepResult:
@@ -66,11 +66,11 @@ def optimizer_step(
     if result.applied:
         if factor != 1.0:
             scale_grads(params, factor)
-        clip_grads(params, clip_norm, norm)
-        set_lr(optimizer, lr)
+        clip_grads(params, settings.clip_norm, norm)
+        set_adam(optimizer, settings)
         shards.step(optimizer)
         if tower is not None:
-            tower.step(lr)
+            tower.step(settings.lr, settings)
     shards.drop_grads()
     if tower is not None:
         tower.drop_gradients()

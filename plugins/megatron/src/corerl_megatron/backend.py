@@ -80,9 +80,8 @@ class MegatronBackend(Backend):
             return forward_backward(self.pipeline, self.gradients, batch, loss, outputs, last=last)
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
-        clip_norm = self.config.train.optimizer.clip_norm
         with calling_megatron(self.device):
-            result = optimizer_step(self.pipeline, self.gradients, lr=step.lr, scale=scale, clip_norm=clip_norm)
+            result = optimizer_step(self.pipeline, self.gradients, settings=self.optimizer_at(step), scale=scale)
         self.gathers_pending |= result.applied and self.config.options.overlap_param_gather
         return result
 

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
+from corerl.config import OptimizerConfig
 from corerl.ops import scale_grads
 from corerl_megatron.build import Model
 
@@ -73,7 +74,7 @@ def _parts(model: Model) -> list[Any]:
     return [part for part in model.optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def step(model: Model, *, lr: float, scale: float, clip_norm: float) -> tuple[bool, float]:
+def step(model: Model, *, settings: OptimizerConfig, scale: float) -> tuple[bool, float]:
     """Take a step with the reduced gradients times `scale`, on every rank. Returns whether it was applied, and the
     gradient's norm before clipping, both equal on all ranks."""
     optimizer = model.optimizer
@@ -86,13 +87,14 @@ def step(model: Model, *, lr: float, scale: float, clip_norm: float) -> tuple[bo
         norm = _agreed(norm, next(model.chunks[0].parameters()).device)
     applied = math.isfinite(norm)
     if applied:
-        if clip_norm:
+        if settings.clip_norm:
             for part in _parts(model):
-                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=clip_norm, total_norm=norm)
+                clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=settings.clip_norm, total_norm=norm)
         for group in optimizer.param_groups:
             # megatron-core only sets these in its own scheduler; without that, norms would be decayed too.
-            group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = optimizer.config.weight_decay * group["wd_mult"]
+            group["lr"] = settings.lr * group["lr_mult"]
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            group.update(betas=settings.betas, eps=settings.eps)
         optimizer.step_with_ready_grads()
         if optimizer.config.overlap_param_gather:
             _gather_again(model)

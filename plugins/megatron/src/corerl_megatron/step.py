@@ -22,6 +22,7 @@ from corerl.backend import (
     resolve_loss,
     to_device,
 )
+from corerl.config import OptimizerConfig
 from corerl.errors import ModelError
 from corerl.models import VALUE_HEAD
 from corerl.ops import token_logprobs
@@ -235,14 +236,12 @@ def forward_backward(
     )
 
 
-def optimizer_step(
-    pipeline: Pipeline, gradients: Gradients, *, lr: float, scale: float, clip_norm: float
-) -> StepResult:
+def optimizer_step(pipeline: Pipeline, gradients: Gradients, *, settings: OptimizerConfig, scale: float) -> StepResult:
     """Step with the gradients times `scale`. Called on every rank, inside `calling_megatron`."""
     if not gradients.reduced:
         reduce_gradients(pipeline.model)
     gradients.begun = gradients.reduced = False
-    applied, norm = optimizer.step(pipeline.model, lr=lr, scale=scale, clip_norm=clip_norm)
+    applied, norm = optimizer.step(pipeline.model, settings=settings, scale=scale)
     return StepResult(applied=applied, grad_norm=norm)
 
 

@@ -99,6 +99,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "0 means clip to nothing, not no clip",
         "a norm of 0 is divided by",
     ),
+    "C79": (
+        "step.adam is ignored, or only some of its fields",
+        "what one step sets holds in the next one too",
+        "weight decay is set for norms and biases too, or stays 0 where the config's is",
+    ),
     "C63": ("padding takes part in attention", "positions count padding", "rows are cut at the longest of the rank"),
     "C76": ("aux_loss_coef is ignored", "it is counted by micro-batch, not by tokens", "padding counts as tokens"),
     "C77": (
@@ -124,6 +129,10 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "moments or their count (adam_step, set_adam_step) are not restored",
         "after_load is not called for, or ignores, masters, so that parameters stay as they were",
         "the optimizer keeps its own learning rate or state of its schedule",
+    ),
+    "C80": (
+        "after_load without adam_step leaves a count of steps",
+        "working copies are not refreshed from masters where moments are not loaded",
     ),
     "C19": ("the index is written before the files that it lists", "the save before is removed first"),
     "C20": ("state is read in the background thread, not before save returns", "a failure is kept, and raised twice"),

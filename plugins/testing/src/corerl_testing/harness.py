@@ -26,6 +26,7 @@ from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Loaded
 from corerl.trainer.worker import Worker
 from corerl.types import (
+    AdamSettings,
     Array,
     FloatArray,
     ForwardResult,
@@ -88,6 +89,7 @@ class Setup:
     value_head: bool = False  # whether it is a critic
     frozen: bool = False  # whether it is never trained
     lora: LoraConfig | None = None  # the adapters that it trains, settled
+    moments: bool = True  # whether a resume loads them; else a new optimizer begins
     lifted: bool = False  # let the backend try what it declares that it lacks
 
     @property
@@ -181,6 +183,7 @@ def role_config(setup: Setup, *, resume: str = "") -> RoleConfig:
         lora=setup.lora,
         frozen=setup.frozen,
         resume=resume,
+        resume_moments=setup.moments,
     )
 
 
@@ -243,10 +246,17 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
     return pack(samples, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
 
 
-def train(worker: Worker, setup: Setup, number: int, *, samples: SampleBatch | None = None) -> TrainResult:
-    """Take optimizer step `number`, on its own samples unless others are given."""
+def train(
+    worker: Worker,
+    setup: Setup,
+    number: int,
+    *,
+    samples: SampleBatch | None = None,
+    adam: AdamSettings | None = None,
+) -> TrainResult:
+    """Take optimizer step `number`, on its own samples unless others are given, and with these settings."""
     batch = packed_for_training(worker, setup, samples or samples_at(number))
-    return worker.train_on(batch=batch, loss=setup.loss, step=step_at(number))
+    return worker.train_on(batch=batch, loss=setup.loss, step=evolve(step_at(number), adam=adam))
 
 
 def parts_of_step(

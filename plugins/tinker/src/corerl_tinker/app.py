@@ -9,6 +9,7 @@ import json
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -92,7 +93,11 @@ class _Gate:
 
     def check(self, request: Request) -> None:
         # A web page whose name is made to lead here has that name as host: no such name is an IP address.
-        host = (request.url.hostname or "").lower()
+        # Starlette's `request.url` has the server's own name where it does not like the header.
+        try:
+            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+        except ValueError:  # brackets without an address
+            host = ""
         if host not in self._hosts and not is_ip_address(host):
             raise Refused(
                 f"this server is not called {shorten(host, 200)!r}; list its names in serve.hosts", status=403

@@ -89,48 +89,34 @@ def _sum(terms: Tensor, counted: Tensor) -> LossResult:
 # ---- what clients send for them --------------------------------------------------------------------------------------
 
 
-@frozen(kw_only=True)
+@frozen
 class Named:
     """A loss that clients can name."""
 
     function: Callable[..., LossResult]
-    needs: tuple[str, ...]  # of a datum's inputs, besides the targets
-    counts: Callable[[Mapping[str, FloatArray]], BoolArray]  # [n] the tokens that are summed
+    needs: tuple[str, ...] = (LOGPROBS, ADVANTAGES)  # of a datum's inputs, besides the targets
     settings: Mapping[str, float | None] = field(factory=dict)  # with their defaults; None: it has to be given
-    clips: bool = False  # by bounds of the loss, or of each token
 
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The settings that each token may have of its own, as an input."""
+        return (LOW, HIGH) if LOW in self.settings else ()
 
-def _policy(
-    function: Callable[..., LossResult], low: float | None = None, high: float | None = None, **more: float | None
-) -> Named:
-    bounds = {} if low is None else {LOW: low, HIGH: high}
-    return Named(
-        function=function,
-        needs=(LOGPROBS, ADVANTAGES),
-        counts=lambda inputs: inputs[ADVANTAGES] != 0,
-        settings={**bounds, **more},
-        clips=bool(bounds),
-    )
+    def counted(self, inputs: Mapping[str, Array]) -> BoolArray:
+        """[n] the tokens that are summed."""
+        if WEIGHTS in self.needs:
+            return np.asarray(inputs[WEIGHTS] != 0)
+        every = np.full(len(inputs[ADVANTAGES]), self.function is dro)
+        return np.asarray(every | (inputs[ADVANTAGES] != 0) | (inputs.get(RATIO_MASK, every) != 0))
 
 
 LOSSES: Mapping[str, Named] = {
-    "cross_entropy": Named(function=cross_entropy, needs=(WEIGHTS,), counts=lambda inputs: inputs[WEIGHTS] != 0),
-    "importance_sampling": _policy(importance_sampling),
-    "ppo": _policy(ppo, 0.8, 1.2),
-    "cispo": _policy(cispo, 0.0, 4.0),
-    "gspo": Named(
-        function=gspo,
-        needs=(LOGPROBS, ADVANTAGES, RATIO_MASK),
-        counts=lambda inputs: (inputs[ADVANTAGES] != 0) | (inputs[RATIO_MASK] != 0),
-        settings={LOW: 1 - 3e-4, HIGH: 1 + 4e-4},  # of the paper
-        clips=True,
-    ),
-    "dro": Named(
-        function=dro,
-        needs=(LOGPROBS, ADVANTAGES),
-        counts=lambda inputs: np.ones(len(inputs[ADVANTAGES]), np.bool_),
-        settings={"beta": None},
-    ),
+    "cross_entropy": Named(cross_entropy, (WEIGHTS,)),
+    "importance_sampling": Named(importance_sampling),
+    "ppo": Named(ppo, settings={LOW: 0.8, HIGH: 1.2}),
+    "cispo": Named(cispo, settings={LOW: 0.0, HIGH: 4.0}),
+    "gspo": Named(gspo, (LOGPROBS, ADVANTAGES, RATIO_MASK), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),  # of the paper
+    "dro": Named(dro, settings={"beta": None}),
 }
 ELSEWHERE = {
     "stable_reinforce": "what it needs of the sampling is not recorded here; give the recipe another loss, such as "
@@ -238,7 +224,7 @@ def _row(
         raise Refused(f"token {datum.tokens[outside][0]} is not in the vocabulary of {vocabulary} tokens")
     inputs = _inputs(datum, named, loss=loss)
     targets = inputs.pop(TARGETS).astype(np.int64)
-    counted = named.counts(inputs)
+    counted = named.counted(inputs)
     end = targets[-1:] if 0 <= targets[-1] < vocabulary else datum.tokens[-1:]
     tokens = np.concatenate([datum.tokens, end]).astype(np.int64)
     known = targets == tokens[1:]
@@ -249,9 +235,9 @@ def _row(
             f"target {at} is {targets[at]} where {wanted}; only log-probs of the next token are served, so that each "
             "target with a weight or an advantage has to be the next token of the input"
         )
-    for name in (LOW, HIGH) if named.clips else ():
+    for name in named.bounds:
         inputs.setdefault(name, np.full(count, settings[name], np.float32))
-    if named.clips and (inputs[LOW] > inputs[HIGH]).any():
+    if named.bounds and (inputs[LOW] > inputs[HIGH]).any():
         raise Refused(f"{LOW} is above {HIGH}; ratios are clipped to between the two")
     if RATIO_MASK in inputs and (inputs[ADVANTAGES] != 0).any() and not (inputs[RATIO_MASK] != 0).any():
         raise Refused(f"{RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the sampled tokens")
@@ -266,7 +252,7 @@ def _row(
 
 def _inputs(datum: Datum, named: Named, *, loss: str) -> dict[str, Array]:
     """The inputs by name, [n] each."""
-    takes = (TARGETS, *named.needs, *((LOW, HIGH) if named.clips else ()))
+    takes = (TARGETS, *named.needs, *named.bounds)
     found = dict(datum.inputs)
     if missing := [name for name in (TARGETS, *named.needs) if name not in found]:
         raise Refused(f"loss_fn_inputs has no {missing[0]!r}, which {loss} needs; it has {_listed(found)}")

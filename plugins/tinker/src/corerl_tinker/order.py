@@ -15,7 +15,6 @@ from corerl.rollout import EventLoop
 from corerl_tinker.futures import Answer, Futures, Promise, failure
 from corerl_tinker.requests import Refused
 
-T = TypeVar("T")
 Call = Callable[[], Answer]  # in the group's thread; may raise Refused
 T = TypeVar("T")
 

@@ -171,10 +171,10 @@ class Policy(Protocol):
     def save_for_sampler(
         self, name: str | None, *, ttl: float | None, inflight: bool, user_metadata: Mapping[str, str]
     ) -> tuple[str, Saved | None]:
-        """The id of a sampler of the weights as they are, and the checkpoint if it has a name."""
+        """The id of a new sampler of the weights as they are, and the checkpoint if it has a name."""
 
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
-        """The id of a sampler of a saved checkpoint, or of a base model."""
+        """The id of a new sampler of a saved checkpoint, or of a base model."""
 
     def draw(self, wanted: Draw, in_turn: InTurn) -> Coroutine[Any, Any, Drawn]:
         """A coroutine of the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its

@@ -70,7 +70,7 @@ class Samplers:
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
-        self._kept: dict[int, str] = {}  # number -> snapshot, the one used last at the end
+        self._kept: list[int] = []  # of which ranks have a copy, the one used last at the end
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
         self._pushed: tuple[int, int] | None = None  # the number of what engines hold, and their own version of it
@@ -80,35 +80,35 @@ class Samplers:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def changed(self, number: int | None = None) -> int:
-        """The weights in the ranks are others now, those of an earlier `number` or new ones; returns theirs."""
+    def changed(self, number: int | None = None) -> None:
+        """The weights in the ranks are others now, those of an earlier `number` or new ones."""
         self._last += number is None
         self.now = self._last if number is None else number
-        return self.now
 
-    def restarted(self, number: int | None = None) -> int:
+    def restarted(self, number: int | None) -> None:
         """The same, where the ranks have ended with all that they kept."""
         self._kept.clear()
-        return self.changed(number)
+        self.changed(number)
 
     def keep(self) -> None:
         """Keep a copy of the weights as they are. The one that was not used for longest goes, if there are too many."""
-        if self.now in self._kept:
-            self._kept[self.now] = self._kept.pop(self.now)
-            return
-        name = f"weights-{self.now}"
-        self._engines.group.snapshot(name).create().result()
-        self._kept[self.now] = name
-        others = [number for number in self._kept if number != START]
-        for number in others[: -self._keep]:
-            self._engines.group.snapshot(self._kept.pop(number)).drop().result()
+        if self.now not in self._kept:
+            self.turn("forward")
+            self._engines.group.snapshot(_name(self.now)).create().result()
+        self._used(self.now)
+        for number in [each for each in self._kept if each != START][: -self._keep]:
+            self._kept.remove(number)
+            self._engines.group.snapshot(_name(number)).drop().result()
 
     def keep_start(self) -> None:
         """Keep a copy of the weights that the ranks start with."""
         if START not in self._kept:
-            name = f"weights-{START}"
-            self._engines.group.snapshot(name).load().result()
-            self._kept[START] = name
+            self.turn("forward")
+            self._engines.group.snapshot(_name(START)).load().result()
+            self._used(START)
+
+    def _used(self, number: int) -> None:
+        self._kept = [*(each for each in self._kept if each != number), number]
 
     def has(self, number: int) -> bool:
         """Whether a sampler of these weights can be answered anything."""
@@ -165,7 +165,9 @@ class Samplers:
         )
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
-        begun = self._begin(sampler, request) or await in_turn(lambda: self._begin_in_turn(sampler, request))
+        begun = self._begin(sampler, request)
+        if begun is None:
+            begun = await in_turn(lambda: self._begin_in_turn(sampler, request))
         work, version = begun
         try:
             generation = await asyncio.wrap_future(work)
@@ -204,7 +206,7 @@ class Samplers:
         """The same in the thread of the group, which can push: `again` if engines have died."""
         if again:
             self._close()
-        if sampler.weights in (None, self.now):
+        if sampler.weights == self.now or (sampler.weights is None and not self._open):
             self.push()
         begun = self._begin(sampler, request)
         if begun is None:
@@ -254,11 +256,17 @@ class Samplers:
         mask = np.ones(len(tokens), np.bool_)
         mask[offsets[:-1]] = False
         samples = SampleBatch(tokens=tokens, offsets=offsets, columns={"loss_mask": mask})
-        if number in self._kept:
-            self._kept[number] = self._kept.pop(number)
-        weights = "" if number == self.now else self._kept[number]
+        weights = ""
+        if number != self.now:
+            weights = _name(number)
+            self._used(number)
         found = self._engines.group.forward(samples, Output.LOGPROBS, weights=weights).result()[Output.LOGPROBS]
         return [row.copy() for row in np.split(found, offsets[1:-1])]
+
+
+def _name(number: int) -> str:
+    """Of the ranks' copy of these weights."""
+    return f"weights-{number}"
 
 
 def _request(wanted: Draw, params: SamplingParams, sampler: Sampler) -> GenerateRequest:

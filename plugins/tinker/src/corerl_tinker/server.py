@@ -55,8 +55,7 @@ class Server:
         self._http.should_exit = self._http.force_exit = True
 
     async def _serve(self) -> None:
-        working = asyncio.create_task(self.service.work())
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(self.service.work())
             await self._http.serve(sockets=[self._socket])
-        finally:
             working.cancel()

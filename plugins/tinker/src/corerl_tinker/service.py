@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import time
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from typing import Any, TypeVar
+from collections.abc import Callable
 
-import numpy as np
-import pydantic
 from tinker import types as sdk
 
 from corerl.messages import message_of, shorten
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
+from corerl_tinker.bodies import (
+    Fields,
+    adam_of,
+    address,
+    checked_name,
+    checked_path,
+    checkpoint_fields,
+    draw_of,
+    model_of,
+    read,
+    run_fields,
+    texts,
+)
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.options import ServeOptions, is_loopback
 from corerl_tinker.order import ModelLost, Order, Turns
-from corerl_tinker.requests import Adam, Draw, ModelWanted, Policy, Refused, Run, Saved
+from corerl_tinker.requests import Draw, ModelWanted, Policy, Refused, Run, Saved
 from corerl_tinker.sessions import GONE, Model, Sampler, Sessions
 
-MOST_SAMPLES = 4096  # of one prompt
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
-Fields = Mapping[str, Any]
-Request = TypeVar("Request", bound=pydantic.BaseModel)
 
 
 class Service:
@@ -112,18 +115,7 @@ class Service:
 
     async def create_model(self, fields: Fields) -> Fields:
         request = read(sdk.CreateModelRequest, fields)
-        lora = request.lora_config
-        wanted = ModelWanted(
-            base_model=request.base_model,
-            rank=lora.rank if lora else None,
-            seed=lora.seed if lora else None,
-            train_mlp=lora.train_mlp if lora else True,
-            train_attn=lora.train_attn if lora else True,
-            train_unembed=lora.train_unembed if lora else True,
-            optimizer=request.optimizer_config.type,
-            user_metadata=texts(request.user_metadata),
-        )
-        return self._begin(request.session_id, request.model_seq_id, wanted)
+        return self._begin(request.session_id, request.model_seq_id, model_of(request))
 
     def _begin(
         self, session_id: str, number: int, wanted: ModelWanted, *, path: str = "", moments: bool = False
@@ -143,13 +135,25 @@ class Service:
             self.sessions.model = model
 
             def create() -> Answer:
-                model.made = self._policy.create(wanted, model_id=model_id)
-                if not path:
-                    return answered({"model_id": model_id, "type": "create_model"})
-                self._policy.load(path, optimizer=moments)
-                return answered({"path": path, "model_id": model_id, "type": "load_weights"})
+                made = self._policy.create(wanted, model_id=model_id)
+                try:
+                    if path:
+                        self._policy.load(path, optimizer=moments)
+                except Refused:
+                    self._policy.release()
+                    raise
+                model.made = made
+                return answered(
+                    {"model_id": model_id, "path": path, "type": "load_weights" if path else "create_model"}
+                )
 
-            self.futures.fill(promise, self._order.begin(create))
+            def created(work: asyncio.Future[Answer]) -> None:
+                if (work.cancelled() or work.exception()) and self.sessions.model is model:
+                    self.sessions.model = None
+
+            work = self._order.begin(create)
+            work.add_done_callback(created)
+            self.futures.fill(promise, work)
         return {"request_id": promise.name, "model_id": model_id}
 
     async def get_info(self, fields: Fields) -> Fields:
@@ -199,15 +203,7 @@ class Service:
                 why, model.incomplete = model.incomplete, ""
                 self._policy.discard()
                 raise Refused(f"the step was not taken, and its gradients are dropped; {why}")
-            settings = Adam(
-                lr=params.learning_rate,
-                beta1=params.beta1,
-                beta2=params.beta2,
-                eps=params.eps,
-                weight_decay=params.weight_decay,
-                clip_norm=params.grad_clip_norm,
-            )
-            metrics = self._policy.step(settings)
+            metrics = self._policy.step(adam_of(params))
             return answered({"metrics": {name: value for name, value in metrics.items() if math.isfinite(value)}})
 
         return self._in_turn(*address(fields), step)
@@ -320,7 +316,7 @@ class Service:
             raise Refused("asample needs a sampling_session_id and a seq_id, as a SamplingClient sends them")
         sampler = self.sessions.sampler(request.sampling_session_id)
         name = f"{sampler.id}:{request.seq_id}"
-        wanted = self._draw(request, fields["sampling_params"])
+        wanted = draw_of(request, fields["sampling_params"], longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
             size = 4 * len(wanted.prompt) + 8 * wanted.samples * (wanted.max_tokens or 0)
             promise = self.futures.open(name, owner=sampler.session, size=size)
@@ -330,56 +326,6 @@ class Service:
             "request_id": promise.name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
         }
-
-    def _draw(self, request: sdk.SampleRequest, given: Fields) -> Draw:
-        params, stop = request.sampling_params, request.sampling_params.stop
-        others: dict[str, Any] = {
-            "topk_prompt_logprobs": request.topk_prompt_logprobs,
-            "topk_sample_logprobs": request.topk_sample_logprobs,
-            "target_prompt_logprobs": request.target_prompt_logprobs,
-            "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-        }
-        # The SDK's class ignores what it does not know.
-        others |= {f"sampling_params.{name}": given[name] for name in given.keys() - sdk.SamplingParams.model_fields}
-        for name, value in others.items():
-            if value:
-                raise Refused(f"{name} is not served")
-        parts: list[int] = []
-        for chunk in request.prompt.chunks:
-            if not isinstance(chunk, sdk.EncodedTextChunk):
-                raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
-            parts.extend(chunk.tokens)
-        if not all(-(2**31) <= token < 2**31 for token in parts):
-            raise Refused("the prompt has a token that is no 32-bit number")
-        prompt = wire.row_of(np.array(parts, np.int64), longest=self._options.tokens_per_row)
-        checks = {
-            "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
-            "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
-            "temperature": 0 <= params.temperature < float("inf"),
-            "top_p": 0 < params.top_p <= 1,
-            "top_k": params.top_k >= -1,
-            "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
-        }
-        for name, holds in checks.items():
-            if not holds:
-                raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-        listed = [stop] if isinstance(stop, str) else list(stop or ())
-        stop_texts = tuple(each for each in listed if isinstance(each, str))
-        stop_tokens = tuple(each for each in listed if isinstance(each, int))
-        return Draw(
-            sampler=request.sampling_session_id or "",
-            prompt=prompt,
-            samples=request.num_samples,
-            max_tokens=params.max_tokens,
-            seed=params.seed,
-            key=request.seq_id or 0,
-            stop_texts=stop_texts,
-            stop_tokens=None if stop is None or stop_texts else stop_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            prompt_logprobs=bool(request.prompt_logprobs),
-        )
 
     async def _drawn(self, wanted: Draw, last: int | None) -> Answer:
         if self._order.lost:
@@ -473,80 +419,3 @@ class Service:
     async def telemetry(self, fields: Fields) -> Fields:
         """Clients send stack traces and headers of failed requests. They are not kept."""
         return {"status": "accepted"}
-
-
-# ---- requests and answers in JSON ------------------------------------------------------------------------------------
-
-
-def read(cls: type[Request], fields: Fields) -> Request:
-    """A request as the SDK's own class of it. Fields of later versions are ignored where they are empty."""
-    try:
-        return cls.model_validate(fields)
-    except pydantic.ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)
-    unknown = {str(each["loc"][0]) for each in wrong if each["type"] == "extra_forbidden" and not each["input"]}
-    if unknown & fields.keys():
-        return read(cls, {name: value for name, value in fields.items() if name not in unknown})
-    where, got = ".".join(map(str, wrong[0]["loc"])), shorten(repr(wrong[0]["input"]), 80)
-    raise Refused(f"{where}: {wrong[0]['msg']}, got {got}")
-
-
-def texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: str(value) for name, value in (metadata or {}).items()}
-
-
-def address(fields: Fields) -> tuple[str, int]:
-    """The model of a request, and its number."""
-    model_id, number = fields.get("model_id"), fields.get("seq_id")
-    if not isinstance(model_id, str) or not isinstance(number, int):
-        raise Refused("a request needs the text model_id and the number seq_id, as a TrainingClient sends them")
-    return model_id, number
-
-
-def checked_name(name: str | None) -> str:
-    if name is None or not NAME.fullmatch(name):
-        raise Refused(
-            f"the name of a checkpoint is {shorten(repr(name), 200)}, wanted 1 to 128 letters, digits, '_', '-' and "
-            "'.', which is not the first"
-        )
-    return name
-
-
-def checked_path(path: object) -> str:
-    if not isinstance(path, str) or not PATH.fullmatch(path):
-        raise Refused(
-            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
-            "tinker://RUN/sampler_weights/NAME"
-        )
-    return path
-
-
-def run_fields(run: Run) -> Fields:
-    latest = {saved.kind: checkpoint_fields(saved) for saved in run.checkpoints}
-    return {
-        "training_run_id": run.id,
-        "base_model": run.made.base_model,
-        "model_owner": "local",
-        "is_lora": run.made.rank is not None,
-        "lora_rank": run.made.rank,
-        "last_request_time": timestamp(run.used),
-        "last_checkpoint": latest.get("training"),
-        "last_sampler_checkpoint": latest.get("sampler"),
-        "user_metadata": dict(run.user_metadata),
-    }
-
-
-def checkpoint_fields(saved: Saved) -> Fields:
-    return {
-        "checkpoint_id": "/".join(saved.path.split("/")[3:]),
-        "checkpoint_type": saved.kind,
-        "time": timestamp(saved.created),
-        "tinker_path": saved.path,
-        "size_bytes": saved.bytes,
-        "user_metadata": dict(saved.user_metadata),
-        "expires_at": None if saved.expires is None else timestamp(saved.expires),
-    }
-
-
-def timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

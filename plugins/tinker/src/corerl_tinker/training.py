@@ -72,8 +72,7 @@ class ServedPolicy:
         self._training = ""  # the model's id; "" if there is none
         self._step = 0  # the optimizer step that comes next
         self._gradients = False  # whether passes have left gradients that no step has taken
-        # What ranks are to load before they do anything else: "" is the model, None nothing.
-        self._reload: str | None = None
+        self._stale = False  # whether ranks are to begin with the model once more, before they do anything else
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class ServedPolicy:
         self._require_same(wanted)
         self.discard()
         if self._step or self._samplers.now != START:
-            self._reload = ""  # not yet: a checkpoint may be loaded next
+            self._stale = True  # not yet: a checkpoint may be loaded next
         made = ModelMade(
             base_model=wanted.base_model,
             tokenizer=self._options.name,
@@ -136,21 +135,20 @@ class ServedPolicy:
     def _require_model(self) -> None:
         if not self._training:
             raise Refused("no model is trained here; create one first", status=404)
-        self._load_what_is_due()
+        self._freshen()
 
-    def _load_what_is_due(self) -> None:
-        """Restart the ranks if they hold other weights than the model begins with."""
-        if self._reload is None:
-            return
-        reload, self._reload = self._reload, None
-        self._restart(reload)
-        self._samplers.restarted(START)
+    def _freshen(self) -> None:
+        """Let the ranks hold what a new model begins with, if they do not."""
+        if self._stale:
+            self._restart("", START)
 
-    def _restart(self, directory: str) -> None:
-        """Let other ranks go on from what `save` wrote, or from the model; what these have kept goes with them."""
+    def _restart(self, directory: str, number: int | None) -> None:
+        """Let other ranks go on from what `save` wrote, the weights of this number, or with the model."""
         self._samplers.turn("train")
-        self._gradients = False
+        self._gradients, self._stale = False, True
         self._step = self._engines.group.restart(directory).result().optimizer_step
+        self._samplers.restarted(number)
+        self._stale = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -259,12 +257,10 @@ class ServedPolicy:
 
     def _go_on_from(self, path: str, state: Path) -> None:
         try:
-            self._restart(str(state.absolute()))
-        except UserError as error:
-            self._reload = ""  # the ranks have ended
+            self._restart(str(state.absolute()), self._weights_at.get(path))
+        except UserError as error:  # ranks will begin with the model once more
             raise Refused(f"{path} cannot be loaded: {error.message}") from error
-        self._reload = None
-        self._weights_at[path] = self._samplers.restarted(self._weights_at.get(path))
+        self._weights_at[path] = self._samplers.now
 
     def runs(self) -> Sequence[Run]:
         return self._checkpoints.runs()
@@ -282,12 +278,12 @@ class ServedPolicy:
     ) -> tuple[str, Saved | None]:
         self._require_model()
         if name is None:
-            self._samplers.push()
             if not inflight:
                 self._samplers.keep()
-            number = self._samplers.now
-            called = f"the sampler of step {self._step}" if not inflight else "the inflight sampler"
-            return self._samplers.add(None if inflight else number, called), None
+            self._samplers.push()
+            if inflight:
+                return self._samplers.add(None, "the inflight sampler"), None
+            return self._samplers.add(self._samplers.now, f"the sampler of step {self._step}"), None
         saved = self._save("sampler", name, ttl=ttl, overwrite=False, user_metadata=user_metadata)
         self._samplers.keep()
         return self._samplers.add(self._samplers.now, saved.path), saved
@@ -305,16 +301,15 @@ class ServedPolicy:
                 )
             self._go_on_from(model_path, state)
             number = self._samplers.now
-        if number == self._samplers.now and self._reload is None:
+        if number == self._samplers.now and not self._stale:
             self._samplers.keep()
             self._samplers.push()
         return self._samplers.add(number, model_path)
 
     def _sampler_of_start(self, base_model: str) -> str:
         self._require_served(base_model)
-        if not self._training and self._samplers.now != START:
-            self._reload = ""
-        self._load_what_is_due()
+        self._stale |= not self._training and self._samplers.now != START
+        self._freshen()
         self._samplers.keep_start()
         if self._samplers.now == START:
             self._samplers.push()

@@ -84,6 +84,8 @@ IGNORES_AUX_LOSS = broken("IgnoresAuxLoss", "the balancing loss is left out", se
 IGNORES_PICTURES = broken("IgnoresPictures", "the model is shown placeholders in place of pictures", seen_by="C77")
 FREEZES_TOWERS = broken("FreezesTowers", "a tower that is to be trained gets no gradients", seen_by="C77")
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
+IGNORES_BETAS = broken("IgnoresBetas", "betas are the config's, whatever a step says", seen_by="C79")
+KEEPS_A_STEPS_CLIP = broken("KeepsAStepsClip", "later steps clip as one step was to", seen_by="C79")
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")
@@ -132,6 +134,7 @@ FORGETS_OTHER_PAIRS = evolve(
 # ---- checkpoints, weights and memory ---------------------------------------------------------------------------------
 
 FORGETS_OPTIMIZER = broken("ForgetsOptimizer", "moments are zeros after a resume", seen_by="C18")
+LOADS_MOMENTS_ANYWAY = broken("LoadsMomentsAnyway", "moments are loaded where weights alone are to be", seen_by="C80")
 PARTIAL_CHECKPOINT = broken("PartialCheckpoint", "the index is written before the files it lists", seen_by="C19")
 STAGES_TOO_LATE = broken("StagesTooLate", "a background save reads the state while it writes", seen_by="C20")
 STALE_WEIGHTS = broken("StaleWeights", "engines are sent the initial weights", seen_by="C21")

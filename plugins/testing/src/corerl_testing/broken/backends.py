@@ -16,6 +16,7 @@ from safetensors.torch import save as serialized
 
 from corerl.backend import OutputCollector, StateKey, adamw, moments
 from corerl.backend.experts import COLUMN
+from corerl.backend.optimizer import DECAYED
 from corerl.backend.primitives import SAVED
 from corerl.checkpoint import stage, write
 from corerl.checkpoint.format import tensor_file, write_index
@@ -25,6 +26,7 @@ from corerl.errors import SaveFailed
 from corerl.models.lora import LoraLinear
 from corerl.plugin import Context
 from corerl.types import (
+    AdamSettings,
     ForwardResult,
     GradientResult,
     InitResult,
@@ -227,6 +229,22 @@ class KeepsFirstRate(PlainBackend):
         return super().optimizer_step(evolve(step, lr=self.config.train.optimizer.lr), scale)
 
 
+class IgnoresBetas(PlainBackend):
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        adam = None if step.adam is None else evolve(step.adam, betas=None)
+        return super().optimizer_step(evolve(step, adam=adam), scale)
+
+
+class KeepsAStepsClip(PlainBackend):
+    clip_norm: float | None = None
+
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        if step.adam is not None and step.adam.clip_norm is not None:
+            self.clip_norm = step.adam.clip_norm
+        adam = evolve(step.adam or AdamSettings(), clip_norm=self.clip_norm)
+        return super().optimizer_step(evolve(step, adam=adam), scale)
+
+
 class AlwaysScales(PlainBackend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         def scaled(params: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:
@@ -243,7 +261,7 @@ class AlwaysScales(PlainBackend):
 class DecaysNorms(PlainBackend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         for group in self.optimizer.param_groups:
-            group["weight_decay"] = self.config.train.optimizer.weight_decay
+            group[DECAYED] = True
         return super().optimizer_step(step, scale)
 
 
@@ -453,6 +471,11 @@ class RoundsBuffers(PlainBackend):
         return {}
 
 
+class LoadsMomentsAnyway(PlainBackend):
+    def init(self, config: RoleConfig, context: Context) -> InitResult:
+        return super().init(evolve(config, resume_moments=True), context)
+
+
 class SkipsTiedParameter(PlainBackend):
     def init(self, config: RoleConfig, context: Context) -> InitResult:
         result = super().init(config, context)
@@ -528,7 +551,7 @@ class TrainsBesideAdapters(PlainBackend):
         layout = super().build(config, context)
         if config.lora is not None:
             norm = self.params["model.norm.weight"].requires_grad_()
-            self.optimizer.add_param_group({"params": [norm], "weight_decay": 0.0})
+            self.optimizer.add_param_group({"params": [norm], DECAYED: False})
         return layout
 
 

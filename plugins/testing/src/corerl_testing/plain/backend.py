@@ -22,8 +22,8 @@ from corerl.backend import (
     replayed_experts,
     require_balance,
     resolve_loss,
+    set_adam,
     set_adam_step,
-    set_lr,
 )
 from corerl.backend.experts import ExpertLoad
 from corerl.config import RoleConfig
@@ -133,11 +133,11 @@ class PlainBackend(Backend):
         for param in self.trained.values():
             if param.grad is not None:
                 param.grad *= scale
-        clip_norm = self.config.train.optimizer.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), clip_norm).item()
+        settings = self.optimizer_at(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), settings.clip_norm or math.inf).item()
         applied = math.isfinite(norm)
         if applied:
-            set_lr(self.optimizer, step.lr)
+            set_adam(self.optimizer, settings)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)

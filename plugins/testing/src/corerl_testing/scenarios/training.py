@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 from corerl.backend import StateKey
 from corerl.trainer.worker import Worker
 from corerl.types import (
+    AdamSettings,
     Array,
     ForwardResult,
     InitResult,
@@ -88,6 +89,29 @@ def taken(worker: Worker, init: InitResult, numbers: Sequence[int], take: Callab
     )
     worker.shutdown("the check is done")
     return report
+
+
+# Of the config each changes something, and the last nothing: what a step before has set must not hold.
+SETTINGS = (
+    AdamSettings(betas=(0.3, 0.6), clip_norm=0.05),
+    AdamSettings(eps=1e-2, weight_decay=20.0, clip_norm=0.0),
+    AdamSettings(betas=(0.0, 0.9), weight_decay=0.0),
+    None,
+)
+
+
+def train_with(
+    setup: Setup,
+    settings: Sequence[AdamSettings | None],
+    samples: Callable[[int], SampleBatch] = samples_at,
+) -> Trained:
+    """Train a step with each of these settings of Adam and of clipping, on `samples` of its number."""
+    worker, init = start(setup)
+
+    def take(number: int) -> TrainResult:
+        return train(worker, setup, number, samples=samples(number), adam=settings[number])
+
+    return taken(worker, init, range(len(settings)), take)
 
 
 def first_step(setup: Setup, samples: SampleBatch) -> Trained:

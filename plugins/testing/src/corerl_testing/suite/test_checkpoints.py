@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from safetensors.numpy import save_file
 
 from corerl.checkpoint import CheckpointSource, begin
 from corerl.checkpoint.commit import latest
@@ -48,6 +50,28 @@ def test_a_resumed_run_in_bfloat16_equals_the_uninterrupted_one_too(subject: Sub
         uninterrupted.losses != subject.losses(setup, 4),
         f"the losses in bfloat16 are those in float32, {uninterrupted.losses}: train.precision is ignored",
     )
+
+
+@check("C80", level=1, builds_on=["C18"], variants={})
+def test_weights_without_their_moments_begin_a_new_optimizer(subject: Subject) -> None:
+    setup, checkpoint = subject.setup("qwen3-tied"), subject.checkpoint(2)
+    subject.train(setup, range(2), save_after=1, save_to=checkpoint.role)
+    directory = checkpoint.complete()
+    found = subject.train(evolve(setup, moments=False), range(2), resume=directory)
+    # What it must equal to the last bit: a run of a model that has these weights.
+    model = subject.directory / "model"
+    model.mkdir()
+    shutil.copy(subject.model("qwen3-tied") / "config.json", model)
+    save_file(saved_tensors(CheckpointSource(directory, "master")), model / "model.safetensors")
+    wanted = subject.train(evolve(setup, model=str(model)), range(2))
+    counted = (found.optimizer_step, found.adam_step)
+    require_equal("the list of optimizer_step in InitResult and of adam_step after two steps", counted, (0, 2))
+    for when, mine, others in (
+        ("at the start", found.at_start, wanted.at_start),
+        ("after two steps", found.state, wanted.state),
+    ):
+        what = f"the state {when} of a run with a checkpoint's weights alone, and of one whose model has these weights,"
+        require_same_state(what, mine, others)
 
 
 @check("C30", level=2, needs=[Capability.RESHARD, Capability.MULTI_RANK], builds_on=["C18", "C41"])

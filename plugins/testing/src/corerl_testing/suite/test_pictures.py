@@ -15,7 +15,7 @@ from corerl_testing.compare import Trajectory, assert_follows, assert_resumes, a
 from corerl_testing.harness import Setup
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
-from corerl_testing.scenarios import pictures
+from corerl_testing.scenarios import pictures, training
 from corerl_testing.subject import PACKINGS, PLAIN, Subject
 
 Tower: TypeAlias = Literal["frozen", "trained"]
@@ -73,6 +73,15 @@ def test_a_step_without_pictures_leaves_a_tower_as_it_is(subject: Subject) -> No
     before, after = found.at_start[StateKey.PARAM], found.state[StateKey.PARAM]
     moved = [name for name in before if "visual" in name and not same_bits(before[name], after[name])]
     require(not moved, f"steps on text alone have changed the tower: {', '.join(sorted(moved))}")
+
+
+@check("C79", level=1, needs=[Capability.PICTURES, Capability.ADAM], builds_on=["C77"])
+def test_a_tower_takes_a_steps_own_settings_too(subject: Subject) -> None:
+    setup = picture_setup(subject, "trained")
+    plain = evolve(setup, backend=PLAIN, options={}, device="cpu", lifted=False)
+    asked = (training.SETTINGS, pictures.samples_with_pictures)
+    found = together(subject.run(training.train_with, setup, *asked))
+    assert_follows(found, together(subject.runs.rank_sets[1].run(training.train_with, plain, *asked)))
 
 
 @check("C78", level=1, needs=[Capability.PICTURES], builds_on=["C18", "C77"])

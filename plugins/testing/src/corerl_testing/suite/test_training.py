@@ -10,7 +10,7 @@ from attrs import evolve
 
 from corerl.config.schema import Precision
 from corerl.plugin import Capability
-from corerl.types import FloatArray, Output, SampleBatch
+from corerl.types import AdamSettings, FloatArray, Output, SampleBatch
 from corerl_testing.compare import (
     assert_follows,
     assert_near_float32,
@@ -21,6 +21,7 @@ from corerl_testing.compare import (
     metrics_of,
     require_same_state,
     same_bits,
+    together,
     whole,
 )
 from corerl_testing.harness import LONG, Setup, make_samples, samples_at
@@ -185,6 +186,24 @@ def test_a_gradient_of_nothing_leaves_a_step_of_decay_alone(subject: Subject) ->
     after, plain = (whole([rank.after for rank in each])["master"] for each in (ranks, wanted))
     for name, values in plain.items():
         require_near(f"{name} after a step of decay alone", after[name], values, DECAYED)
+
+
+@check("C79", level=1, needs=[Capability.ADAM], builds_on=["C41", "C61"], variants={})
+def test_a_step_takes_its_own_settings_of_adam(subject: Subject) -> None:
+    found = together(subject.run(training.train_with, subject.setup("qwen3"), training.SETTINGS))
+    wanted = together(subject.runs.of_plain(training.train_with, "qwen3", training.SETTINGS))
+    assert_follows(found, wanted)
+
+
+@check("C79", level=1, needs=[Capability.ADAM], builds_on=["C41", "C61"])
+def test_weights_decay_in_one_step_where_the_config_has_none(subject: Subject) -> None:
+    def without(setup: Setup) -> Setup:
+        return evolve(setup, train=evolve(setup.train, optimizer=evolve(setup.train.optimizer, weight_decay=0.0)))
+
+    settings = (None, AdamSettings(weight_decay=20.0))
+    found = together(subject.run(training.train_with, without(subject.setup("qwen3")), settings))
+    plain = without(subject.runs.setup(PLAIN, "qwen3"))
+    assert_follows(found, together(subject.runs.rank_sets[1].run(training.train_with, plain, settings)))
 
 
 @check("C63", level=1, needs=[Capability.WHOLE], builds_on=["C41", "C61"])

@@ -17,8 +17,8 @@ from corerl.backend import (
     adamw,
     forward_outputs,
     moments,
+    set_adam,
     set_adam_step,
-    set_lr,
 )
 from corerl.config import RoleConfig
 from corerl.models import buffer_chunks, hf_boxes, hf_config, local_chunks, make_policy, materialize
@@ -83,11 +83,11 @@ class MineBackend(Backend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         self.sum_gradients()
         scale_grads(self.params.values(), scale)
-        clip_norm = self.config.train.optimizer.clip_norm or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), clip_norm).item()
+        settings = self.optimizer_at(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), settings.clip_norm or math.inf).item()
         applied = math.isfinite(norm)  # equal on all ranks, as gradients are by now
         if applied:
-            set_lr(self.optimizer, step.lr)
+            set_adam(self.optimizer, settings)
             self.optimizer.step()
         self.optimizer.zero_grad()
         return StepResult(applied=applied, grad_norm=norm)

@@ -8,9 +8,10 @@ from corerl_mine.config import MineConfig
 SPEC = BackendSpec(
     implementation="corerl_mine.backend:MineBackend",
     config=MineConfig,
-    api=(2, 0),
+    api=(2, 1),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # what is not listed here, but AUX_LOSS and PICTURES, counts as supported, and is checked
+    capabilities={  # what is not listed here, but AUX_LOSS, PICTURES and ADAM, counts as supported, and is checked
+        Capability.ADAM: FULL,
         Capability.AUX_LOSS: FULL,
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.LORA: not_implemented("it trains all weights"),

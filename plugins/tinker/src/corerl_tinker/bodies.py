@@ -1,0 +1,172 @@
+"""Bodies in JSON: requests as the SDK's own classes of them, what they mean, and fields of answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import numpy as np
+import pydantic
+from tinker import types as sdk
+
+from corerl.messages import shorten
+from corerl_tinker.requests import Adam, Draw, ModelWanted, Refused, Run, Saved
+from corerl_tinker.wire import row_of
+
+MOST_SAMPLES = 4096  # of one prompt
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
+Fields = Mapping[str, Any]
+Request = TypeVar("Request", bound=pydantic.BaseModel)
+
+
+def read(cls: type[Request], fields: Fields) -> Request:
+    """A request as the SDK's own class of it. Fields of later versions are ignored where they are empty."""
+    try:
+        return cls.model_validate(fields)
+    except pydantic.ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)
+    unknown = {str(each["loc"][0]) for each in wrong if each["type"] == "extra_forbidden" and not each["input"]}
+    if unknown & fields.keys():
+        return read(cls, {name: value for name, value in fields.items() if name not in unknown})
+    where, got = ".".join(map(str, wrong[0]["loc"])), shorten(repr(wrong[0]["input"]), 80)
+    raise Refused(f"{where}: {wrong[0]['msg']}, got {got}")
+
+
+def texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
+    return {name: str(value) for name, value in (metadata or {}).items()}
+
+
+def address(fields: Fields) -> tuple[str, int]:
+    """The model of a request, and its number."""
+    model_id, number = fields.get("model_id"), fields.get("seq_id")
+    if not isinstance(model_id, str) or not isinstance(number, int):
+        raise Refused("a request needs the text model_id and the number seq_id, as a TrainingClient sends them")
+    return model_id, number
+
+
+def checked_name(name: str | None) -> str:
+    if name is None or not NAME.fullmatch(name):
+        raise Refused(
+            f"the name of a checkpoint is {shorten(repr(name), 200)}, wanted 1 to 128 letters, digits, '_', '-' and "
+            "'.', which is not the first"
+        )
+    return name
+
+
+def checked_path(path: object) -> str:
+    if not isinstance(path, str) or not PATH.fullmatch(path):
+        raise Refused(
+            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
+            "tinker://RUN/sampler_weights/NAME"
+        )
+    return path
+
+
+def model_of(request: sdk.CreateModelRequest) -> ModelWanted:
+    lora = request.lora_config
+    return ModelWanted(
+        base_model=request.base_model,
+        rank=lora.rank if lora else None,
+        seed=lora.seed if lora else None,
+        train_mlp=lora.train_mlp if lora else True,
+        train_attn=lora.train_attn if lora else True,
+        train_unembed=lora.train_unembed if lora else True,
+        optimizer=request.optimizer_config.type,
+        user_metadata=texts(request.user_metadata),
+    )
+
+
+def adam_of(params: sdk.AdamParams) -> Adam:
+    return Adam(
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+        clip_norm=params.grad_clip_norm,
+    )
+
+
+def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
+    """What is asked of a sampler; `given` are the sampling parameters as they came."""
+    params, stop = request.sampling_params, request.sampling_params.stop
+    others: dict[str, Any] = {
+        "topk_prompt_logprobs": request.topk_prompt_logprobs,
+        "topk_sample_logprobs": request.topk_sample_logprobs,
+        "target_prompt_logprobs": request.target_prompt_logprobs,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
+    }
+    # The SDK's class ignores what it does not know.
+    others |= {f"sampling_params.{name}": given[name] for name in given.keys() - sdk.SamplingParams.model_fields}
+    for name, value in others.items():
+        if value:
+            raise Refused(f"{name} is not served")
+    for chunk in request.prompt.chunks:
+        if not isinstance(chunk, sdk.EncodedTextChunk):
+            raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
+    try:
+        prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
+    except OverflowError:
+        raise Refused("the prompt has a token that is no number of 64 bits") from None
+    checks = {
+        "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
+        "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
+        "temperature": 0 <= params.temperature < float("inf"),
+        "top_p": 0 < params.top_p <= 1,
+        "top_k": params.top_k >= -1,
+        "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
+    }
+    for name, holds in checks.items():
+        if not holds:
+            raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
+    listed = [stop] if isinstance(stop, str) else list(stop or ())
+    stop_texts = tuple(each for each in listed if isinstance(each, str))
+    stop_tokens = tuple(each for each in listed if isinstance(each, int))
+    return Draw(
+        sampler=request.sampling_session_id or "",
+        prompt=prompt,
+        samples=request.num_samples,
+        max_tokens=params.max_tokens,
+        seed=params.seed,
+        key=request.seq_id or 0,
+        stop_texts=stop_texts,
+        stop_tokens=None if stop is None or stop_texts else stop_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        prompt_logprobs=bool(request.prompt_logprobs),
+    )
+
+
+def run_fields(run: Run) -> Fields:
+    latest = {saved.kind: checkpoint_fields(saved) for saved in run.checkpoints}
+    return {
+        "training_run_id": run.id,
+        "base_model": run.made.base_model,
+        "model_owner": "local",
+        "is_lora": run.made.rank is not None,
+        "lora_rank": run.made.rank,
+        "last_request_time": timestamp(run.used),
+        "last_checkpoint": latest.get("training"),
+        "last_sampler_checkpoint": latest.get("sampler"),
+        "user_metadata": dict(run.user_metadata),
+    }
+
+
+def checkpoint_fields(saved: Saved) -> Fields:
+    return {
+        "checkpoint_id": "/".join(saved.path.split("/")[3:]),
+        "checkpoint_type": saved.kind,
+        "time": timestamp(saved.created),
+        "tinker_path": saved.path,
+        "size_bytes": saved.bytes,
+        "user_metadata": dict(saved.user_metadata),
+        "expires_at": None if saved.expires is None else timestamp(saved.expires),
+    }
+
+
+def timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
