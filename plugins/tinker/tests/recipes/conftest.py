@@ -6,7 +6,9 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.machine import paced
 
 VARIABLE = "TINKER_PYTHON"  # a Python that has the SDK and the cookbook, as `make test-tinker` installs them
 ENDS_WITHIN = paced(240.0)  # seconds, against hangs
-SILENT_MINUTES = 0.4  # after which a client that was killed is given up; it sends a heartbeat every 10 s
+SILENT_MINUTES = 0.3  # after which a client that was killed is given up; it sends a heartbeat every 10 s
 SERVER = f"""
 backend.name = "plain"
 cluster.device = "cpu"
@@ -96,6 +98,12 @@ class Recipe:
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return [json.loads(line) for line in lines]
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ENDS_WITHIN
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()[-8000:]
+            time.sleep(0.01)
+
     def finish(self) -> Metrics:
         try:
             status = self.process.wait(ENDS_WITHIN)
@@ -105,8 +113,9 @@ class Recipe:
         return self.metrics()
 
 
-def begin(serving: Serving, log: str, name: str, *arguments: str) -> Recipe:
-    """`python -m tinker_cookbook.recipes.NAME ARGUMENTS` in the workplace, where `log` is its directory."""
+def begin(serving: Serving, log: str, name: str, *arguments: str, answer: str = "") -> Recipe:
+    """`python -m tinker_cookbook.recipes.NAME ARGUMENTS` in the workplace, where `log` is its directory. `answer` is to
+    what it asks where that exists."""
     without = {"PYTHONPATH", "CORERL_DEBUG"}
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     environment = {
@@ -120,10 +129,10 @@ def begin(serving: Serving, log: str, name: str, *arguments: str) -> Recipe:
     }
     output = serving.directory / f"{log}.txt"
     words = [os.environ[VARIABLE], "-m", f"tinker_cookbook.recipes.{name}", f"log_path={log}", *arguments]
-    with output.open("ab") as out:
-        process = subprocess.Popen(
-            words, cwd=serving.directory, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+    with output.open("ab") as out, tempfile.TemporaryFile() as answers:
+        answers.write(f"{answer}\n".encode())
+        answers.seek(0)
+        process = subprocess.Popen(words, cwd=serving.directory, env=environment, stdin=answers, stdout=out, stderr=out)
     return Recipe(process, serving.directory / log, output)
 
 
