@@ -20,13 +20,16 @@ BOXED = " Write your answer in \\boxed{} format."
 # With which math_rl begins each prompt.
 EXAMPLE = (
     "How many r's are in strawberry?" + BOXED,
-    "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We have "
-    "r's at positions 3, 8, and 9. \\boxed{3}",
+    (
+        "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. We "
+        "have r's at positions 3, 8, and 9. \\boxed{3}"
+    ),
 )
 # With which guess_number begins each prompt, and what it replies.
 GAME = (
-    "Your job is to guess a integer between 0 and 1024. You can output your guess with the format Guess: <guess> (without "
-    "the angle brackets), and say nothing else. Then we will tell you whether you guess is too high, too low, or correct."
+    "Your job is to guess a integer between 0 and 1024. You can output your guess with the format Guess: <guess> "
+    "(without the angle brackets), and say nothing else. Then we will tell you whether you guess is too high, too low, "
+    "or correct."
 )
 REPLIES = (
     "Too low",
