@@ -1,8 +1,8 @@
 """Samplers: each is bound to the weights that it was made of, and answers with these or not at all.
 
-Weights have numbers: 0 are those that the ranks start with, each change gives others, and those of teachers are below 0.
-Engines hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts
-still get their log-probs.
+Weights have numbers: 0 are those that the ranks start with, each change gives others, and teachers' are below 0. Engines
+hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts still get
+their log-probs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Samplers:
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
-        self._kept: list[int] = []  # of which ranks have a copy, the one used last at the end
+        self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
         self._pushed: tuple[int, int] | None = None  # the number of what engines hold, and their own version of it
@@ -97,7 +97,7 @@ class Samplers:
             self.turn("forward")
             self._engines.group.snapshot(_name(self.now)).create().result()
         self._used(self.now)
-        for number in [each for each in self._kept if each != START][: -self._keep]:
+        for number in [each for each in self._kept if each > START][: -self._keep]:
             self._kept.remove(number)
             self._engines.group.snapshot(_name(number)).drop().result()
 

@@ -20,7 +20,7 @@ from tests.end_to_end.command import STARTS_WITHIN, Command
 from tests.machine import paced
 
 VARIABLE = "TINKER_PYTHON"  # a Python that has the SDK and the cookbook, as `make test-tinker` installs them
-ENDS_WITHIN = paced(240.0)  # seconds, against hangs
+ENDS_WITHIN = paced(120.0)  # seconds, against hangs
 SILENT_MINUTES = 0.3  # after which a client that was killed is given up; it sends a heartbeat every 10 s
 SERVER = f"""
 backend.name = "plain"
