@@ -1,8 +1,8 @@
 """Samplers: each is bound to the weights that it was made of, and answers with these or not at all.
 
-Weights have numbers: 0 are those that the ranks start with, each change gives others, and teachers' are below 0. Engines
-hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts still get
-their log-probs.
+Weights have numbers: 0 are those that the ranks start with, each change gives others, and teachers have some below 0.
+Engines hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts
+still get their log-probs.
 """
 
 from __future__ import annotations

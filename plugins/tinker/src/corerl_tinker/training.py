@@ -316,7 +316,8 @@ class ServedPolicy:
         return self._samplers.add(START, base_model)
 
     def _keep_teacher(self, name: str) -> None:
-        self._samplers.keep_loaded(self._teachers[name], self._options.teachers[name])
+        path = Path(self._options.teachers[name])
+        self._samplers.keep_loaded(self._teachers[name], str(path.absolute()))
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         if (wanted.prompt < 0).any() or (wanted.prompt >= self._vocabulary).any() or not len(wanted.prompt):

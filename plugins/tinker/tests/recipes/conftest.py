@@ -104,13 +104,14 @@ class Recipe:
             assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()[-8000:]
             time.sleep(0.01)
 
-    def finish(self) -> Metrics:
+    def finish(self, metric: str) -> Metrics:
+        """The metrics of the steps that have this one: the last line may have none, and tell of the whole."""
         try:
             status = self.process.wait(ENDS_WITHIN)
         finally:
             self.process.kill()
         assert status == 0, self.output.read_text()[-8000:]
-        return self.metrics()
+        return [step for step in self.metrics() if metric in step]
 
 
 def begin(serving: Serving, log: str, name: str, *arguments: str, answer: str = "") -> Recipe:

@@ -20,9 +20,8 @@ def test_dpo_widens_the_margin_to_a_frozen_reference(serving: Serving) -> None:
         "learning_rate=1e-3",
         "batch_size=32",
         "max_steps=8",
-    ).finish()
+    ).finish("margin")
     margins, losses = [step["margin"] for step in steps], [step["dpo_loss"] for step in steps]
-    print(margins, losses)
     assert margins[0] == pytest.approx(0.0, abs=1e-4)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     assert margins[-1] > 1.0

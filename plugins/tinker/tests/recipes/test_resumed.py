@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from plugins.tinker.tests.recipes.conftest import Metrics, Recipe, Serving, begin
-from plugins.tinker.tests.recipes.test_supervised import SL_BASIC
+from plugins.tinker.tests.recipes.test_supervised import NLL, SL_BASIC
 from tests.machine import paced
 
 STEPS, EVERY = 15, 4
@@ -25,9 +25,9 @@ def until_two_checkpoints(recipe: Recipe) -> Metrics:
 def check(before: Metrics, after: Metrics) -> None:
     """The steps after the last checkpoint were taken again, from weights and moments that are those before."""
     assert [step["step"] for step in after] == list(range(STEPS))
-    nll = [step["train_mean_nll"] for step in after]
+    nll = [step[NLL] for step in after]
     again = nll[2 * EVERY]
-    assert again < before[2 * EVERY - 2]["train_mean_nll"] < before[0]["train_mean_nll"] - 1.0
+    assert again < before[2 * EVERY - 2][NLL] < before[0][NLL] - 1.0
     assert nll[-1] < 1.5
 
 
@@ -39,7 +39,7 @@ def test_a_recipe_goes_on_after_its_server_was_killed(offline: Path) -> None:
         os.kill(serving.command.process.pid, signal.SIGKILL)
     before = until_two_checkpoints(recipe)
     with Serving(offline) as serving:
-        after = begin(serving, log, *SAVING, answer="resume").finish()
+        after = begin(serving, log, *SAVING, answer="resume").finish(NLL)
     check(before, after)
 
 
@@ -50,4 +50,4 @@ def test_a_recipe_goes_on_after_it_was_killed(serving: Serving) -> None:
     assert refused.process.wait(paced(60.0)) != 0
     assert "and this server trains one model at a time; its last request was" in refused.output.read_text()
     serving.command.until(lambda: "has ended: no heartbeat" in serving.command.err, "the killed client is given up")
-    check(before, begin(serving, log, *SAVING, answer="resume").finish())
+    check(before, begin(serving, log, *SAVING, answer="resume").finish(NLL))
