@@ -60,11 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 class Serving:
     """`corerl serve`, until the context ends."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
-        """`directory` is the workplace."""
+    def __init__(self, directory: Path, *overrides: str, file: str = "server.toml") -> None:
+        """`directory` is the workplace, which has the config `file`."""
         self.directory = directory
-        (directory / "server.toml").write_text(SERVER)
-        self.command = Command("serve", "server.toml", *overrides, logs=directory, directory=directory)
+        self.command = Command("serve", file, *overrides, logs=directory, directory=directory)
 
     def __enter__(self) -> Serving:
         self.command.__enter__()
@@ -117,6 +116,13 @@ class Recipe:
 def begin(serving: Serving, log: str, name: str, *arguments: str, answer: str = "") -> Recipe:
     """`python -m tinker_cookbook.recipes.NAME ARGUMENTS` in the workplace, where `log` is its directory. `answer` is to
     what it asks where that exists."""
+    words = ("-m", f"tinker_cookbook.recipes.{name}", f"log_path={log}", *arguments)
+    process, output = run(serving, log, *words, answer=answer)
+    return Recipe(process, serving.directory / log, output)
+
+
+def run(serving: Serving, log: str, *words: str, answer: str = "") -> tuple[subprocess.Popen[bytes], Path]:
+    """`python WORDS` with the environment of clients, and the file of what it prints."""
     without = {"PYTHONPATH", "CORERL_DEBUG"}
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     environment = {
@@ -129,12 +135,18 @@ def begin(serving: Serving, log: str, name: str, *arguments: str, answer: str = 
         "TOKENIZERS_PARALLELISM": "false",
     }
     output = serving.directory / f"{log}.txt"
-    words = [os.environ[VARIABLE], "-m", f"tinker_cookbook.recipes.{name}", f"log_path={log}", *arguments]
     with output.open("ab") as out, tempfile.TemporaryFile() as answers:
         answers.write(f"{answer}\n".encode())
         answers.seek(0)
-        process = subprocess.Popen(words, cwd=serving.directory, env=environment, stdin=answers, stdout=out, stderr=out)
-    return Recipe(process, serving.directory / log, output)
+        process = subprocess.Popen(
+            [os.environ[VARIABLE], *words],
+            cwd=serving.directory,
+            env=environment,
+            stdin=answers,
+            stdout=out,
+            stderr=out,
+        )
+    return process, output
 
 
 @pytest.fixture(scope="session")
@@ -142,6 +154,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The workplace."""
     directory = tmp_path_factory.mktemp("offline")
     workplace.write(directory)
+    (directory / "server.toml").write_text(SERVER)
     return directory
 
 

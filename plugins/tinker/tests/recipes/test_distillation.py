@@ -18,11 +18,11 @@ def test_a_model_comes_nearer_to_its_teacher(offline: Path) -> None:
             f"model_name={MODEL}",
             f"teacher_model={TEACHER}",
             "dataset=deepmath",
-            "learning_rate=1e-3",
+            "learning_rate=5e-4",
             "group_size=4",
             "groups_per_batch=16",
             "max_tokens=12",
-            "max_steps=10",
+            "max_steps=12",
             "eval_every=0",
             "save_every=0",
         ).finish("teacher_kl")

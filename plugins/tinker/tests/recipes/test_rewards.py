@@ -39,7 +39,7 @@ def test_a_game_of_two_is_learned(serving: Serving) -> None:
         "multiplayer_rl.guess_number.train",
         f"model_name={MODEL}",
         "renderer_name=role_colon",
-        "learning_rate=1e-3",
+        "learning_rate=5e-4",
         "group_size=4",
         "batch_size=8",
         "max_tokens=8",

@@ -67,17 +67,22 @@ def legs(animal: str) -> str:
 
 
 def guesses() -> list[Turns]:
-    """Games of two guesses, each of a number."""
+    """Games in which a number is guessed after up to 8 others, of which the game says that a player guessed them."""
     numbers = random.Random(0)
     return [
-        [
-            ("System", GAME),
-            ("Assistant", f"Guess: {numbers.randrange(1024)}"),
-            ("User", reply),
-            ("Assistant", f"Guess: {numbers.randrange(1024)}"),
+        [("System", GAME), *before, ("Assistant", f"Guess: {numbers.randrange(1024)}")]
+        for turns in (0, 1, 2, 4, 8)
+        for _ in range(8)
+        for before in [
+            [
+                turn
+                for _ in range(turns)
+                for turn in (
+                    ("Player", f"Guess: {numbers.randrange(1024)}"),
+                    ("User", numbers.choice(REPLIES)),
+                )
+            ]
         ]
-        for reply in REPLIES
-        for _ in range(20)
     ]
 
 
