@@ -100,7 +100,10 @@ def tokenizer_of(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=512,
+        special_tokens=["<pad>", "<eos>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["User: \n\nAssistant: \n\nSystem: \n\n", *texts], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
