@@ -112,10 +112,12 @@ def table_of(kind: Kind, loaded: Loaded) -> str:
         lines.append("# extensions listed in a config replace the default ones; the first is the outermost")
         lines += ["[[extensions]]", f"name = {toml_value(loaded.name)}"]
         path = "extensions.options"
+    else:
+        path = toml_key(loaded.name)  # of a command's own config
     if not class_fields(loaded.spec.config):
         lines.append("# there are no settings")
-    if kind not in SELECTED_BY and kind is not Kind.EXTENSIONS:
-        return "\n".join(lines) + "\n"
+        if kind not in SELECTED_BY and kind is not Kind.EXTENSIONS:
+            return "\n".join(lines) + "\n"
     try:
         defaults = loaded.spec.config()
     except Exception as error:

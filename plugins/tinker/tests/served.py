@@ -14,7 +14,6 @@ from attrs import frozen
 
 from corerl import Engines
 from corerl.types import FloatArray
-from corerl_testing.models import tiny_fields
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Adam, Datum, Draw, Drawn, ModelWanted, Pass
 from corerl_tinker.training import ServedPolicy
@@ -28,7 +27,18 @@ CONFIG: Mapping[str, Any] = {
     "backend": {"name": "plain"},
     "cluster": {"device": "cpu"},
     "model": {
-        "config": {**tiny_fields("qwen3"), "vocab_size": VOCABULARY, "max_position_embeddings": 64},
+        "config": {
+            "model_type": "qwen3",
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 96,
+            "max_position_embeddings": 64,
+            "eos_token_id": 2,
+        },
         "tokenizer": "characters:abcdefghijklmnopqrstuvwxyz ",
     },
     "rollout": {"engine": "transformers", "max_tokens": 6},

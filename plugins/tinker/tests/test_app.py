@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import MutableMapping
+from typing import Any
 
 import zstandard
 
@@ -109,3 +111,27 @@ async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
     text = json.dumps({"tags": ["x" * 17 * 2**20]}).encode()
     assert (await client.post("create_session", text)).status_code == 413
     assert bench.service.futures.get(f"{model}:2") is None
+
+
+@on_bench()
+async def test_a_client_that_goes_in_the_middle_of_a_body_is_no_fault(bench: Bench) -> None:
+    parts = iter([{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}])
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return next(parts)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"x-api-key", KEY.encode())]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/v1/forward_backward",
+        "headers": headers,
+        "query_string": b"",
+    }
+    with contextlib.redirect_stderr(io.StringIO()) as console:
+        await bench.app(scope, receive, send)
+    assert (sent[0]["status"], console.getvalue()) == (499, "")

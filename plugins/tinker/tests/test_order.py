@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from corerl.errors import WorkerDied
-from corerl_tinker.order import GAP_SECONDS
+from corerl_tinker.futures import Answer, Futures
+from corerl_tinker.order import GAP_SECONDS, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
 
 PASSES = ["create", "pass 1", "pass 2", "pass 3", "step"]
@@ -21,6 +27,39 @@ async def test_the_first_chunk_may_come_last(bench: Bench) -> None:
     names = [(await client.run(model, 1, first=1)).json()["request_id"], f"{model}:4"]
     assert [(await client.get(name)).status_code for name in names] == [200, 200]
     assert bench.policy.calls == PASSES and bench.policy.w == 6 * 1e-4  # three passes of two tokens, at the default lr
+
+
+class AtOnce:
+    """An order that executes what is begun."""
+
+    def begin(self, call: Callable[[], Answer]) -> asyncio.Future[Answer]:
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(call())
+        return done
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.permutations(range(1, 9)), st.integers(1, 9))
+def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing: int) -> None:
+    async def play() -> list[int]:
+        executed: list[int] = []
+        futures = Futures(most_bytes=2**20)
+        turns = Turns(AtOnce(), futures)  # type: ignore[arg-type]
+
+        def call(number: int) -> Answer:
+            executed.append(number)
+            return Answer(body=b"")
+
+        for number in arriving:
+            if number != missing:
+                promise = futures.open(str(number), owner="s", size=0)
+                turns.add(number, promise, functools.partial(call, number))
+        await asyncio.sleep(0)
+        settled = [number for number in range(1, 9) if (each := futures.get(str(number))) and each.settled.is_set()]
+        assert settled == executed
+        return executed
+
+    assert asyncio.run(play()) == list(range(1, min(missing, 9)))
 
 
 @on_bench()
@@ -102,6 +141,21 @@ async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> 
 
 
 @on_bench()
+async def test_what_a_sampler_asks_of_ranks_waits_its_turn(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    model, sampler = await client.model(session), await client.sampler(session)
+    bench.policy.hold.clear()
+    await client.run(model, 1)
+    name = (await client.sample(sampler, 0, prompt_logprobs=True)).json()["request_id"]
+    await asyncio.sleep(0)
+    await client.step(model, 2)
+    bench.policy.hold.set()
+    assert [(await client.get(each)).status_code for each in (f"{model}:2", name)] == [200, 200]
+    assert bench.policy.calls == ["create", "sampler", "pass 1", "score", "step"]
+
+
+@on_bench()
 async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -> None:
     client = bench.client
     session = await client.begin()
@@ -115,6 +169,10 @@ async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -
     waiting = asyncio.create_task(client.get(names[0]))
     names += [(await client.step(model, number)).json()["request_id"] for number in (2, 9)]  # and one behind a gap
     names.append((await client.sample(sampler, 0)).json()["request_id"])
+    await asyncio.sleep(0)
+    bench.policy.drawing = None
+    names.append((await client.sample(sampler, 5, prompt_logprobs=True)).json()["request_id"])  # which waits its turn
+    await asyncio.sleep(0)
     bench.policy.hold.set()
     await waiting
     names.append((await client.step(model, 3)).json()["request_id"])

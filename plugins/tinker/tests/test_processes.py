@@ -13,7 +13,7 @@ from corerl import Engines
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Draw, Refused
 from corerl_tinker.training import ServedPolicy
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, supervised, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, serving, supervised, train
 
 
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
@@ -30,7 +30,8 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         losses = train(policy, 2)
         _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
         assert saved is not None
-        wanted = Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
+        sampler = policy.sampler(saved.path, None)
+        wanted = Draw(sampler=sampler, prompt=np.array([1, 7]), max_tokens=6, seed=1, stop_tokens=())
         drawn = served.draw(wanted)
         losses += train(policy, 2)
         assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()
@@ -43,8 +44,22 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         with pytest.raises(Refused, match="cannot be sampled from any more"):
             served.draw(wanted)
         policy.release()
-        again = served.draw(
-            Draw(sampler=policy.sampler(saved.path, None), prompt=np.array([1, 7]), seed=1, stop_tokens=())
-        )
+        again = served.draw(evolve(wanted, sampler=policy.sampler(saved.path, None)))
         assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
         np.testing.assert_allclose(again.logprobs[0], drawn.logprobs[0], atol=1e-6)
+
+
+def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tmp_path: Path) -> None:
+    """From a checkpoint of an earlier server, with its moments."""
+    with serving(tmp_path, LORA) as before:
+        before.new_model("a:train:0", rank=4)
+        losses = train(before.policy, 2)
+        path = before.policy.save("two", ttl=None, overwrite=False, user_metadata={}).path
+        losses += train(before.policy, 3)
+    fsdp = {"roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}}
+    with Engines.start({**CONFIG, **LORA, **fsdp}) as engines:
+        served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path))), engines)
+        assert [saved.path for run in served.policy.runs() for saved in run.checkpoints] == [path]
+        served.new_model("b:train:0", rank=4)
+        served.policy.load(path, optimizer=True)
+        np.testing.assert_allclose(train(served.policy, 3), losses[2:], rtol=1e-4)

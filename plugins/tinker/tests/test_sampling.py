@@ -159,6 +159,7 @@ def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
     assert tokens(key=1) == tokens(key=1) != tokens(key=2)
     first, second = tokens(temperature=0.0)
     assert first == second
+    assert [len(row) for row in tokens(max_tokens=None)] == [64 - len(PROMPT)] * 2
 
 
 def test_samples_end_at_tokens_and_texts(served: Served) -> None:

@@ -128,6 +128,14 @@ def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Serv
     assert (wanted.temperature, wanted.top_k, wanted.top_p, wanted.stop_texts) == (0.5, 3, 0.9, ("a", "b"))
 
 
+def test_two_samplers_of_the_same_weights_are_not_confused(client: tinker.ServiceClient, served: Served) -> None:
+    samplers = [client.create_sampling_client(base_model=NAME).result() for _ in range(2)]
+    prompts = [types.ModelInput.from_ints([first]) for first in (10, 20)]  # each the first request of its sampler
+    params = types.SamplingParams(max_tokens=1)
+    found = [sampler.sample(prompt, 1, params).result() for sampler, prompt in zip(samplers, prompts, strict=True)]
+    assert [each.sequences[0].tokens for each in found] == [[10], [20]]
+
+
 def test_stops_are_told_apart(client: tinker.ServiceClient, served: Served) -> None:
     sampler = client.create_sampling_client(base_model=NAME).result()
     stops: list[list[int] | list[str] | str | None] = [None, [], [5, 6], "x", ["x", "y"]]

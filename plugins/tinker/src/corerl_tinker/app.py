@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -25,6 +25,7 @@ from corerl_tinker.service import Service
 
 MOST_JSON = 16 * 2**20  # bytes of a body in JSON, which is read in the thread that serves
 SERVER_FAILED = 422  # not 5xx, which clients repeat for minutes without a word
+CLOSED = 499  # for a client that has gone, which nobody reads
 Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
 
 
@@ -40,6 +41,8 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
                 return _response(await handler(_object(body) if is_json else body, **request.path_params))
             except Refused as refused:
                 return _refusal(refused.sentence, refused.status)
+            except ClientDisconnect:
+                return Response(status_code=CLOSED)
             except Exception as error:
                 traceback.print_exception(error)
                 return _refusal(f"the server has failed: {one_line(error)}", SERVER_FAILED)

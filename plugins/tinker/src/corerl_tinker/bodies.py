@@ -66,14 +66,14 @@ def checked_path(path: object) -> str:
 
 
 def model_of(request: sdk.CreateModelRequest) -> ModelWanted:
-    lora = request.lora_config
+    lora = request.lora_config or sdk.LoraConfig(rank=0)
     return ModelWanted(
         base_model=request.base_model,
-        rank=lora.rank if lora else None,
-        seed=lora.seed if lora else None,
-        train_mlp=lora.train_mlp if lora else True,
-        train_attn=lora.train_attn if lora else True,
-        train_unembed=lora.train_unembed if lora else True,
+        rank=lora.rank or None,
+        seed=lora.seed,
+        train_mlp=lora.train_mlp,
+        train_attn=lora.train_attn,
+        train_unembed=lora.train_unembed,
         optimizer=request.optimizer_config.type,
         user_metadata=texts(request.user_metadata),
     )

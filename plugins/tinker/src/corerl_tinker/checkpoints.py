@@ -51,7 +51,7 @@ class Checkpoints:
         overwrite: bool,
         user_metadata: Mapping[str, str],
     ) -> Saved:
-        """Publish what `write` puts into a directory, of which it returns the bytes. Raises Refused if there is one of
+        """Publish what `write` puts into a directory; it returns the bytes. Raises Refused if there is a checkpoint of
         that path, unless `overwrite`."""
         place, kind = self._place(path)
         if not overwrite and self._read(path) is not None:
@@ -85,17 +85,8 @@ class Checkpoints:
         place, _ = self._place(path)
         return place / STATE
 
-    def run_of(self, path: str) -> Run:
-        """The model that a checkpoint is of. Raises Refused as `get` does."""
-        self.get(path)
-        place, _ = self._place(path)
-        run = self._run(place.parent.parent)
-        if run is None:
-            raise Refused(f"{place.parent.parent / RUN} is missing, which says what model {path} is of", status=404)
-        return run
-
     def runs(self) -> list[Run]:
-        """Every model of which the directory knows, those used last at the end."""
+        """Every model that has a directory, those used last at the end."""
         places = [each for each in self._directory.iterdir() if each.is_dir()] if self._directory.is_dir() else []
         found = [run for each in places if (run := self._run(each)) is not None]
         return sorted(found, key=lambda run: run.used)

@@ -4,9 +4,11 @@ until it is interrupted."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 import tomllib
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ WAITING = 2048  # connections that may wait: a client sends a batch's requests a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, as for training, with a table [serve]")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="a TOML file, as for training, with a table [serve] (`corerl options serve`)"
+    )
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="override of CONFIG, such as serve.port=0"
     )
@@ -43,10 +47,13 @@ def run(args: argparse.Namespace) -> int:
 
         with corerl.Engines.start(config, notify=note) as engines:
             options = evolve(options, context_length=options.context_length or engines.context_length)
+            server = Server(ServedPolicy(engines, options), options, key=key, listening=listening, notify=note)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             url = url_of(listening)
             print(f"serving {options.name} at {url}", flush=True)
             print(f"export TINKER_BASE_URL={url}\nexport TINKER_API_KEY={key}", flush=True)
-            Server(ServedPolicy(engines, options), options, key=key, listening=listening, notify=note).run()
+            with contextlib.suppress(KeyboardInterrupt):  # as every server ends
+                server.run()
     return 0
 
 

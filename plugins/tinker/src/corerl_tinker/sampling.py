@@ -70,7 +70,7 @@ class Samplers:
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
-        self._kept: list[int] = []  # of which ranks have a copy, the one used last at the end
+        self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
         self._pushed: tuple[int, int] | None = None  # the number of what engines hold, and their own version of it

@@ -271,7 +271,9 @@ class Service:
                 inflight=request.kind == "inflight",
                 user_metadata=texts(request.user_metadata),
             )
-            self._know(sampler, model.session, base_model=model.wanted.base_model, path=saved.path if saved else None)
+            path = saved.path if saved else None
+            base_model = model.wanted.base_model
+            self.sessions.add(Sampler(id=sampler, session=model.session, base_model=base_model, model_path=path))
             found = {"path": saved.path} if saved else {"sampling_session_id": sampler}
             return answered({**found, "type": "save_weights_for_sampler"})
 
@@ -292,7 +294,7 @@ class Service:
 
             def create() -> Answer:
                 sampler = self._policy.sampler(path, None if path else base_model)
-                self._know(sampler, session.id, base_model=base_model, path=path)
+                self.sessions.add(Sampler(id=sampler, session=session.id, base_model=base_model, model_path=path))
                 return answered({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
             self.futures.fill(promise, self._order.begin(create))
@@ -300,11 +302,6 @@ class Service:
         if answer.error:
             raise Refused(answer.error)
         return answer
-
-    def _know(self, sampler: str, session_id: str, *, base_model: str, path: str | None) -> None:
-        """Called in the group's thread, before the client knows the sampler."""
-        known = Sampler(id=sampler, session=session_id, base_model=base_model, model_path=path)
-        self.sessions.seen(session_id).samplers[sampler] = known
 
     async def get_sampler(self, fields: Fields, sampler: str) -> Fields:
         known = self.sessions.sampler(sampler)
@@ -318,8 +315,7 @@ class Service:
         name = f"{sampler.id}:{request.seq_id}"
         wanted = draw_of(request, fields["sampling_params"], longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
-            size = 4 * len(wanted.prompt) + 8 * wanted.samples * (wanted.max_tokens or 0)
-            promise = self.futures.open(name, owner=sampler.session, size=size)
+            promise = self.futures.open(name, owner=sampler.session, size=wanted.prompt.nbytes)
             last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
             self.futures.fill(promise, asyncio.create_task(self._drawn(wanted, last)))
         return {

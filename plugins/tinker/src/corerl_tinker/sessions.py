@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from attrs import define, field, frozen
+from attrs import define, frozen
 
 from corerl_tinker.order import Turns
 from corerl_tinker.requests import ModelMade, ModelWanted, Refused
@@ -38,13 +38,13 @@ class Sampler:
 class Session:
     id: str
     seen: float  # by the clock
-    samplers: dict[str, Sampler] = field(factory=dict)
 
 
 class Sessions:
     def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._idle, self._clock = idle_seconds, clock
         self._open: dict[str, Session] = {}
+        self._samplers: dict[str, Sampler] = {}
         self.model: Model | None = None  # the one that is trained
 
     def begin(self) -> Session:
@@ -66,6 +66,9 @@ class Sessions:
 
     def end(self, session_id: str) -> None:
         self._open.pop(session_id, None)
+        for sampler in list(self._samplers.values()):  # at once: the group's thread adds to them
+            if sampler.session == session_id:
+                del self._samplers[sampler.id]
         if self.model is not None and self.model.session == session_id:
             self.model = None
 
@@ -86,7 +89,7 @@ class Sessions:
         gaps, and a client whose answer is forgotten asks again under another one."""
         if self.model is not None and self.model.id == owner:
             return number.isdecimal() and int(number) < self.model.turns.next
-        return any(owner in session.samplers for session in self._open.values())
+        return owner in self._samplers
 
     def require_free(self, session: Session) -> None:
         """Raise Refused if another session trains a model."""
@@ -97,12 +100,17 @@ class Sessions:
                 f"its last request was {silent:.0f} s ago; it ends when its client closes, or {self._idle:.0f} s later"
             )
 
+    def add(self, sampler: Sampler) -> None:
+        """Raises Refused if its session has ended."""
+        self.seen(sampler.session)
+        self._samplers[sampler.id] = sampler
+
     def sampler(self, sampler_id: str) -> Sampler:
-        for session in self._open.values():
-            if (sampler := session.samplers.get(sampler_id)) is not None:
-                session.seen = self._clock()
-                return sampler
-        raise Refused(
-            f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
-            status=404,
-        )
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None:
+            raise Refused(
+                f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
+                status=404,
+            )
+        self.seen(sampler.session)
+        return sampler

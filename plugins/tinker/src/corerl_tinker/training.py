@@ -11,9 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from corerl import Output, Step
+from corerl import AdamSettings, Output, Step
 from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
@@ -142,11 +140,11 @@ class ServedPolicy:
         if self._stale:
             self._restart("", START)
 
-    def _restart(self, directory: str, number: int | None) -> None:
+    def _restart(self, directory: str, number: int | None, *, moments: bool = False) -> None:
         """Let other ranks go on from what `save` wrote, the weights of this number, or with the model."""
         self._samplers.turn("train")
         self._gradients, self._stale = False, True
-        self._step = self._engines.group.restart(directory).result().optimizer_step
+        self._step = self._engines.group.restart(directory, moments=moments).result().optimizer_step
         self._samplers.restarted(number)
         self._stale = False
 
@@ -169,9 +167,23 @@ class ServedPolicy:
         self._require_model()
         if not self._gradients:
             raise Refused("optim_step without gradients: no forward_backward has come since the last step")
-        self._require_adam(settings)
+        if not (math.isfinite(settings.lr) and settings.lr >= 0):
+            raise Refused(f"learning_rate={settings.lr}; it has to be finite and at least 0")
         self._samplers.turn("train")
-        result = self._take_step(settings.lr)
+        try:
+            adam = AdamSettings(
+                betas=(settings.beta1, settings.beta2),
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+                clip_norm=settings.clip_norm,
+            )
+            own = self._plan.train.optimizer
+            as_config = adam == AdamSettings(
+                betas=own.betas, eps=own.eps, weight_decay=own.weight_decay, clip_norm=own.clip_norm
+            )
+            result = self._take_step(settings.lr, None if as_config else adam)
+        except UserError as error:  # before ranks were called: values, or a backend that has only the config's
+            raise Refused(error.message) from error
         if result.applied:
             self._samplers.changed()
         metrics = {name: metric.value for name, metric in result.metrics.items() if name != "loss"}
@@ -192,30 +204,11 @@ class ServedPolicy:
         result = work.result()
         return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
 
-    def _take_step(self, lr: float) -> TrainResult:
-        step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr)
+    def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
+        step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)
         result = self._engines.group.optimizer_step(step).result()
         self._step, self._gradients = self._step + 1, False
         return result
-
-    def _require_adam(self, settings: Adam) -> None:
-        """Raise Refused for settings that this step cannot be given."""
-        if not (math.isfinite(settings.lr) and settings.lr >= 0):
-            raise Refused(f"learning_rate={settings.lr}; it has to be finite and at least 0")
-        own = self._plan.train.optimizer
-        pairs = {
-            "beta1": (settings.beta1, own.betas[0], f"betas=[{settings.beta1}, {settings.beta2}]"),
-            "beta2": (settings.beta2, own.betas[1], f"betas=[{settings.beta1}, {settings.beta2}]"),
-            "eps": (settings.eps, own.eps, f"eps={settings.eps}"),
-            "weight_decay": (settings.weight_decay, own.weight_decay, f"weight_decay={settings.weight_decay}"),
-            "grad_clip_norm": (settings.clip_norm, own.clip_norm, f"clip_norm={settings.clip_norm}"),
-        }
-        for name, (asked, has, setting) in pairs.items():
-            if asked != has:
-                raise Refused(
-                    f"{name}={asked}, but the optimizer of this server has {has}; ask for that, or start the server "
-                    f"with train.optimizer.{setting}"
-                )
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -247,17 +240,12 @@ class ServedPolicy:
             raise Refused("no model is trained here; create one first", status=404)
         if self._gradients:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
-        state = self._checkpoints.state_of(path)
-        if not optimizer:
-            raise Refused(
-                "weights without the optimizer's state are not loaded here yet; create the training client with "
-                "create_training_client_from_state_with_optimizer"
-            )
-        self._go_on_from(path, state)
+        self._go_on_from(path, moments=optimizer)
 
-    def _go_on_from(self, path: str, state: Path) -> None:
+    def _go_on_from(self, path: str, *, moments: bool = False) -> None:
+        state = self._checkpoints.state_of(path).absolute()
         try:
-            self._restart(str(state.absolute()), self._weights_at.get(path))
+            self._restart(str(state), self._weights_at.get(path), moments=moments)
         except UserError as error:  # ranks will begin with the model once more
             raise Refused(f"{path} cannot be loaded: {error.message}") from error
         self._weights_at[path] = self._samplers.now
@@ -291,7 +279,7 @@ class ServedPolicy:
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
         if model_path is None:
             return self._sampler_of_start(base_model or "")
-        state = self._checkpoints.state_of(model_path)
+        self._checkpoints.get(model_path)
         number = self._weights_at.get(model_path)
         if number is None or not self._samplers.has(number):
             if self._training:
@@ -299,7 +287,7 @@ class ServedPolicy:
                     f"the weights of {model_path} are not in memory, and the ranks are training {self._training}; ask "
                     "for this sampler before a model is created, or keep more copies (serve.snapshots)"
                 )
-            self._go_on_from(model_path, state)
+            self._go_on_from(model_path)
             number = self._samplers.now
         if number == self._samplers.now and not self._stale:
             self._samplers.keep()
@@ -321,9 +309,9 @@ class ServedPolicy:
         return await self._samplers.draw(wanted, self._params(wanted), in_turn)
 
     def _params(self, wanted: Draw) -> SamplingParams:
-        room = (self._longest or np.inf) - len(wanted.prompt)
-        most = min(room, self._plan.max_tokens) if wanted.max_tokens is None else wanted.max_tokens
-        if most > room or most < 1:
+        room = (self._longest or len(wanted.prompt) + self._plan.max_tokens) - len(wanted.prompt)
+        most = room if wanted.max_tokens is None else wanted.max_tokens
+        if (self._longest and most > room) or most < 1:
             raise Refused(
                 f"a prompt of {len(wanted.prompt)} tokens and {most} more do not fit in the context length "
                 f"{self._longest}; shorten the prompt, or ask for fewer max_tokens"
@@ -341,7 +329,7 @@ class ServedPolicy:
             temperature=wanted.temperature or 1.0,
             top_p=wanted.top_p,
             top_k=wanted.top_k,
-            max_tokens=int(most),
+            max_tokens=most,
             stop_tokens=tuple(dict.fromkeys(stops)),
             stop=tuple(texts),
             greedy=wanted.temperature == 0.0,

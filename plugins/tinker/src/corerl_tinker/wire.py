@@ -21,13 +21,8 @@ LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may as
 MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed, and of its tensors, once they are dense
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
-# As they are on the wire; bfloat16 as the upper halves of float32.
-DTYPES: Mapping[int, np.dtype] = {
-    pb.DTYPE_FLOAT32: np.dtype("<f4"),
-    pb.DTYPE_INT64: np.dtype("<i8"),
-    pb.DTYPE_INT32: np.dtype("<i4"),
-    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
-}
+# The SDK widens all others to these.
+DTYPES: Mapping[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
 
 
 def decompressed(body: bytes, *, most: int = MOST_BYTES) -> bytes:
@@ -99,13 +94,9 @@ def _array(tensor: pb.Tensor, *, name: str, rows: int, most: int) -> Array:
     """[rows] or [rows, K]: float32 or int64."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise Refused(f"{name} has the dtype {tensor.dtype}, which is unknown here")
+        raise Refused(f"{name} has the dtype {tensor.dtype}, wanted float32 (1) or int64 (2)")
     data = tensor.sparse_csr.values if tensor.HasField("sparse_csr") else tensor.dense
     values = _values(data, dtype, what=name)
-    if tensor.dtype == pb.DTYPE_BFLOAT16:
-        values = (values.astype(np.uint32) << 16).view(np.float32)
-    elif tensor.dtype == pb.DTYPE_INT32:
-        values = values.astype(np.int64)
     shape = tuple(tensor.shape) or (len(values),)
     if len(shape) not in (1, 2) or shape[0] != rows or min(shape) < 0:
         raise Refused(f"{name} has the shape {list(shape)}, wanted [{rows}] or [{rows}, K], a row for each token")
