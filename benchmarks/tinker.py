@@ -24,12 +24,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Comparison, Number, Report, finish
+from benchmarks.report import Comparison, Number, Report, finish
 from benchmarks.runs import ENVIRONMENT, MAIN, Watched, say_steps, sglang, shape_settings, value
 from plugins.tinker.tests.recipes import workplace
 
 RANK = 32
 TARGET = 1.1
+# Parts of a step.
+RECIPE = ("sampling", "train_step", "save_checkpoint_and_get_sampling_client")
+RUN = ("rollout", "train", "update_weights")
 DEADLINE = 420.0  # seconds, of each side with its start
 
 
@@ -44,19 +47,22 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
     fields = json.loads((tokenizer / "config.json").read_text())
     own = {name: fields[name] for name in ("vocab_size", "eos_token_id")}
     if args.tiny:
-        placed = [f"model.path={tokenizer}", "cluster.device=cpu", "rollout.engine=transformers"]
-        placed += ["weights.transport=disk", "backend.name=plain"]
+        fields |= {"hidden_size": 64, "num_hidden_layers": 2}
+        kept = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        kept += ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+        placed = [f"model.config.{name}={value(fields[name])}" for name in kept]
+        placed += ["cluster.device=cpu", "rollout.engine=transformers", "weights.transport=disk"]
     else:
         placed = [
             *shape_settings("4b", micro_batch=args.micro_batch),
-            *(f"model.config.{name}={value(each)}" for name, each in own.items()),
-            *(f"model.tokenizer={tokenizer}", "backend.name=fsdp", "backends.fsdp.shard_size=0"),
-            *("cluster.placement=colocated", "cluster.offload=never", f"lora.rank={RANK}", "lora.alpha=32"),
+            *("cluster.placement=colocated", "cluster.offload=never", "backends.fsdp.shard_size=0"),
             *sglang(memory=args.memory, attention_backend=os.environ.get("ATTENTION", "triton")),
         ]
     optimizer = ["betas=[0.9,0.95]", "eps=1e-8", "weight_decay=0.0", "clip_norm=0.0"]
     return [
         *placed,
+        *(f"model.config.{name}={value(each)}" for name, each in own.items()),
+        *(f"model.tokenizer={tokenizer}", "backend.name=fsdp", f"lora.rank={RANK}", "lora.alpha=32"),
         *(f"train.optimizer.{each}" for each in optimizer),
         *("roles.actor.ranks=1", "rollout.replicas=1", f"rollout.max_tokens={args.new}"),
         *args.set,
@@ -129,6 +135,11 @@ def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, 
         return ended.steps
 
 
+def of(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """A metric of all steps but the first."""
+    return [step[name] for step in steps[1:] if name in step]
+
+
 def main() -> None:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--client", required=True, help="a Python that has the SDK and the cookbook")
@@ -148,9 +159,7 @@ def main() -> None:
         workplace.write(directory)
         recipe, run = served(args, directory), trained(args, directory)
     recipe = [step for step in recipe if "time/total" in step]
-    ours = [step["time/total"] for step in recipe][1:]
-    other = [step["time/step"] for step in run][1:]
-    phases = sorted({name for step in recipe for name in step if name.startswith("time/")})
+    ours, other = of(recipe, "time/total"), of(run, "time/step")
     report = Report(
         name="tinker",
         size=f"{args.prompts * args.samples} samples of at most {args.new} tokens a step",
@@ -164,13 +173,14 @@ def main() -> None:
             )
         ],
         numbers=[
-            *(Number(what=name, values=[step.get(name, 0.0) for step in recipe[1:]], unit="s") for name in phases),
-            Number(what="tokens of a response, train", values=[s["rollout/response_length"] for s in run], unit="tokens"),
+            *(Number(what=f"{name}, the recipe", values=of(recipe, f"time/{name}"), unit="s") for name in RECIPE),
+            *(Number(what=f"{name}, the run", values=of(run, f"time/{name}"), unit="s") for name in RUN),
+            Number(what="tokens of a response, train", values=of(run, "rollout/response_length"), unit="tokens"),
         ],
         note="The first step of each is left out.",
     )
     for step in recipe:
-        print({name: round(each, 4) for name, each in step.items() if isinstance(each, float)}, flush=True)
+        print({name: each for name, each in step.items() if re.match("time/|tokens/|env/all/", name)}, flush=True)
     finish(report, args.output)
 
 
