@@ -54,6 +54,7 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
         placed += ["cluster.device=cpu", "rollout.engine=transformers", "weights.transport=disk"]
     else:
         placed = [
+            "model.config.model_type=qwen3",
             *shape_settings("4b", micro_batch=args.micro_batch),
             *("cluster.placement=colocated", "cluster.offload=never", "backends.fsdp.shard_size=0"),
             *sglang(memory=args.memory, attention_backend=os.environ.get("ATTENTION", "triton")),
