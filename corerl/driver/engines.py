@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from corerl.calls import POLL_SECONDS
 from corerl.cluster.placement import ResourcePool
@@ -166,6 +166,8 @@ class Engines:
 
     def _push(self) -> None:
         self._pushing = True
+        # Ranks that have restarted from what another group saved go on from its version.
+        self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
             self.update(_Rows(self.fleet), new=self.group.changes != self._changes)
         finally:

@@ -99,6 +99,7 @@ class TrainGroup:
         self._pool: ResourcePool | None = None
         self._calls = Calls(processes)
         self.layouts: list[ParallelLayout] = []
+        self.loaded_version = 0  # of the weights that the ranks loaded; they send engines no version before it
         self.changes = 0  # verbs that have changed the weights, or may have
         self._join_at: tuple[str, int, int] | None = None  # (host, port, socket in rank 0) where the ranks meet
 
@@ -222,7 +223,9 @@ class TrainGroup:
 
     def _agreed(self, results: Sequence[InitResult]) -> InitResult:
         self.layouts = [result.layout for result in results]
-        return agreed(results, self.plan)
+        result = agreed(results, self.plan)
+        self.loaded_version = result.weights_version
+        return result
 
     @property
     def dp_size(self) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -419,6 +420,17 @@ def test_weights_that_have_not_changed_are_the_same_policy_when_they_are_pushed_
         step(engines, answered(prompts([3]), engines.generate(prompts([3]))), 0)
         engines.push()
         assert engines.policies.of(np.arange(3)).tolist() == [0, 0, 1]
+
+
+def test_engines_go_on_from_the_version_of_ranks_that_were_resumed(tmp_path: Path) -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        for _ in range(3):
+            engines.push()
+        engines.group.save(str(tmp_path), Step(optimizer_step=0, rollout_step=0, lr=0.0)).result()
+    with without_ray(), Engines.start(OWN) as engines:
+        engines.group.restart(str(tmp_path)).result()
+        assert [engines.push(), engines.push()] == [2, 3]
+        assert set(engines.generate(prompts([3, 4])).versions) == {3}
 
 
 def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:

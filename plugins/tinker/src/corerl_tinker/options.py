@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Any
 
 from attrs import Attribute, frozen
@@ -72,6 +73,12 @@ class ServeOptions:
         "kept besides, once a client wants them",
         default=None,
         validator=at_least(1),
+    )
+    teachers: Mapping[str, str] = option(
+        "directories of frozen models, of the architecture and with the tokenizer of the trained one, by the names "
+        "that clients call them; they are asked for log-probs of prompts (compute_logprobs), and not sampled from. "
+        "Each takes host memory, and all weights have to be trained",
+        factory=dict,
     )
     context_length: int | None = option(
         "tokens of prompt and response together that clients are promised; none: what the engines hold",

@@ -1,7 +1,8 @@
 """Samplers: each is bound to the weights that it was made of, and answers with these or not at all.
 
-Weights have numbers: 0 are those that the ranks start with, and each change gives others. Engines hold those that were
-pushed last; of some earlier ones the ranks keep a copy, under which prompts still get their log-probs.
+Weights have numbers: 0 are those that the ranks start with, each change gives others, and teachers have some below 0.
+Engines hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts
+still get their log-probs.
 """
 
 from __future__ import annotations
@@ -96,16 +97,16 @@ class Samplers:
             self.turn("forward")
             self._engines.group.snapshot(_name(self.now)).create().result()
         self._used(self.now)
-        for number in [each for each in self._kept if each != START][: -self._keep]:
+        for number in [each for each in self._kept if each > START][: -self._keep]:
             self._kept.remove(number)
             self._engines.group.snapshot(_name(number)).drop().result()
 
-    def keep_start(self) -> None:
-        """Keep a copy of the weights that the ranks start with."""
-        if START not in self._kept:
+    def keep_loaded(self, number: int = START, path: str = "") -> None:
+        """Keep a copy of the weights in a model's directory, or of those that the ranks start with."""
+        if number not in self._kept:
             self.turn("forward")
-            self._engines.group.snapshot(_name(START)).load().result()
-            self._used(START)
+            self._engines.group.snapshot(_name(number)).load(path).result()
+            self._used(number)
 
     def _used(self, number: int) -> None:
         self._kept = [*(each for each in self._kept if each != number), number]

@@ -50,6 +50,11 @@ class ServedPolicy:
     def __init__(self, engines: Engines, options: ServeOptions) -> None:
         """Raises ConfigError for a config with which the API's sums cannot be computed."""
         plan = engines.group.plan
+        if options.teachers and plan.cluster.lora is not None:
+            raise ConfigError(
+                "serve.teachers: with a table [lora], ranks hold the weights of one model besides the adapters; remove "
+                "the table, or the teachers"
+            )
         if plan.objective is None or plan.objective.aggregation != "token-mean":
             raise ConfigError(
                 "algorithm.aggregation: the losses of this server are plain sums over tokens, which is 'token-mean' "
@@ -65,6 +70,9 @@ class ServedPolicy:
         self._longest = options.context_length or engines.context_length
         keep = options.snapshots or (SNAPSHOTS if self._lora is None else LORA_SNAPSHOTS)
         self._samplers = Samplers(engines, keep=keep)
+        self._teachers = dict(zip(options.teachers, range(-1, -1 - len(options.teachers), -1), strict=True))
+        for name in self._teachers:  # before a client is served: ranks end where files do not fit the model
+            self._keep_teacher(name)
         self._checkpoints = Checkpoints(Path(options.directory))
         self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
         self._training = ""  # the model's id; "" if there is none
@@ -278,7 +286,7 @@ class ServedPolicy:
 
     def sampler(self, model_path: str | None, base_model: str | None) -> str:
         if model_path is None:
-            return self._sampler_of_start(base_model or "")
+            return self._sampler_of_model(base_model or "")
         self._checkpoints.get(model_path)
         number = self._weights_at.get(model_path)
         if number is None or not self._samplers.has(number):
@@ -294,14 +302,22 @@ class ServedPolicy:
             self._samplers.push()
         return self._samplers.add(number, model_path)
 
-    def _sampler_of_start(self, base_model: str) -> str:
+    def _sampler_of_model(self, base_model: str) -> str:
+        if base_model in self._teachers:
+            self._freshen()
+            self._keep_teacher(base_model)
+            return self._samplers.add(self._teachers[base_model], base_model)
         self._require_served(base_model)
         self._stale |= not self._training and self._samplers.now != START
         self._freshen()
-        self._samplers.keep_start()
+        self._samplers.keep_loaded()
         if self._samplers.now == START:
             self._samplers.push()
         return self._samplers.add(START, base_model)
+
+    def _keep_teacher(self, name: str) -> None:
+        path = Path(self._options.teachers[name])
+        self._samplers.keep_loaded(self._teachers[name], str(path.absolute()))
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         if (wanted.prompt < 0).any() or (wanted.prompt >= self._vocabulary).any() or not len(wanted.prompt):
