@@ -85,7 +85,7 @@ class Watched:
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
         command = [sys.executable, "-c", MAIN, "train", str(config), *own, *settings]
-        self.command = " ".join(["corerl train", str(config.relative_to(ROOT)), *settings])
+        self.command = " ".join(["corerl train", os.path.relpath(config, ROOT), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:
             self.process = subprocess.Popen(

@@ -131,7 +131,11 @@ GPT_OSS_SLICE = {  # 8 layers with 8 experts; sinks, and windows of 128 tokens i
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 4,
 }
-SHAPES: Mapping[str, Mapping[str, Any]] = {"0.6b": QWEN3_600M, "8b": QWEN3_8B}  # of benchmarks of updates and runs
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "0.6b": QWEN3_600M,
+    "4b": QWEN3_4B,
+    "8b": QWEN3_8B,
+}  # of benchmarks of updates and runs
 
 TINY = {
     "vocab_size": 97,

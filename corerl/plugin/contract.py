@@ -174,9 +174,12 @@ def _taken(name: str, hook: str, function: Callable[..., Any]) -> tuple[str, ...
     for parameter in signature.parameters.values():
         passed = parameter.kind is Parameter.VAR_KEYWORD or (parameter.name in known and parameter.kind in BY_NAME)
         if not passed and parameter.default is Parameter.empty:
+            if parameter.kind is Parameter.VAR_POSITIONAL:
+                change = f"arguments are passed by name, so *{parameter.name} gets none; name those that it needs"
+            else:
+                change = f"parameter {parameter.name!r} is not passed by name; rename it or give it a default"
             raise ContractError(
-                f"{name} implements {hook}{_text(signature)} for {hook}{_text(_specified(hook))}: parameter "
-                f"{parameter.name!r} is not passed by name; rename it or give it a default"
+                f"{name} implements {hook}{_text(signature)} for {hook}{_text(_specified(hook))}: {change}"
             )
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return tuple(known)

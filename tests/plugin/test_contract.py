@@ -46,6 +46,10 @@ BACKWARD = (
     "extension:t implements forward_backward(batch, index) for forward_backward(batch, loss, outputs, last): parameter "
     "'index' is not passed by name; rename it or give it a default"
 )
+STARRED = (
+    "extension:t implements forward_backward(*index) for forward_backward(batch, loss, outputs, last): arguments are "
+    "passed by name, so *index gets none; name those that it needs"
+)
 STEP_ITSELF = (
     "extension:t implements optimizer_step itself, which only a backend may do; to wrap it, end with 'return (yield)'"
 )
@@ -63,7 +67,7 @@ STEP_ITSELF = (
         (extension(wakeup=yields), "extension:t has 'wakeup'; did you mean the hook 'wake_up'? Else rename it"),
         (extension(forward_backward=unknown), BACKWARD),
         (extension(forward_backward=logged(unknown)), BACKWARD),  # a decorator hides nothing
-        (extension(forward_backward=starred), BACKWARD.replace("batch, index", "*index")),
+        (extension(forward_backward=starred), STARRED),
         (extension(optimizer_step=returns), STEP_ITSELF),
         (
             extension(observe=lambda self, event: None),

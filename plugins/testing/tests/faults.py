@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from attrs import evolve, frozen
 from corerl.backend import StateKey
 from corerl.config import ClusterInfo, RoleConfig, option
 from corerl.plugin import BackendSpec, Capability, Context, Problem
-from corerl.types import MicroBatch, Output, ParallelLayout
-from corerl.weights import Chunk
+from corerl.types import MicroBatch, Output, ParallelLayout, SaveResult, Step, StepResult
+from corerl.weights import Bucket, Chunk
 from corerl_testing.broken.backends import LeaksBetweenLongSequences
 from corerl_testing.plain.backend import PlainBackend
 from corerl_testing.plain.spec import SPEC as PLAIN
@@ -41,6 +42,12 @@ LEAKS_IN_BFLOAT16 = evolve(
 )
 ADDS_TO_ENTROPY = faulty("AddsToEntropy")
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")
+DROPS_OUT = faulty("DropsOut")
+SPLITS_TIED_WEIGHTS = faulty("SplitsTiedWeights")
+KEEPS_NO_SNAPSHOT = faulty("KeepsNoSnapshot")
+FAILS_TO_SAVE = faulty("FailsToSave")
+FORGETS_ADAM_STEP = faulty("ForgetsAdamStep")
+SENDS_LATE = faulty("SendsLate")
 
 
 class KeepsAGradient(PlainBackend):
@@ -78,6 +85,47 @@ class AddsToEntropy(PlainBackend):
     def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
         found = super().of_sequences(tokens, temperature, *shown)
         return {**found, Output.ENTROPY: found[Output.ENTROPY] + 0.01}
+
+
+class DropsOut(PlainBackend):
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature, *shown)
+        return {output: torch.nn.functional.dropout(values, 0.1) for output, values in found.items()}
+
+
+class SplitsTiedWeights(PlainBackend):
+    def local_state(self, key: StateKey) -> Sequence[Chunk]:
+        chunks = super().local_state(key)
+        return [
+            *chunks,
+            *(evolve(chunk, name="lm_head.weight") for chunk in chunks if chunk.name == "model.embed_tokens.weight"),
+        ]
+
+
+class KeepsNoSnapshot(PlainBackend):
+    @contextlib.contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        with super().using("" if weights == "reference" else weights):
+            yield
+
+
+class SendsLate(PlainBackend):
+    def optimizer_step(self, step: Step, scale: float) -> StepResult:
+        self.sent = [evolve(chunk, view=chunk.view.clone()) for chunk in self.weights]
+        return super().optimizer_step(step, scale)
+
+    def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
+        super().gather(bucket, out, chunks=self.sent, root=root)
+
+
+class ForgetsAdamStep(PlainBackend):
+    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
+        super().after_load(keys, None if adam_step is None else 0)
+
+
+class FailsToSave(PlainBackend):
+    def save(self, path: str, step: Step, background: bool) -> SaveResult:
+        raise OSError("no room")
 
 
 class ForgetsMomentsToCome(PlainBackend):

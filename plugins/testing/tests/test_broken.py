@@ -131,13 +131,17 @@ def test_checks_on_gpus_see_numbers_that_differ(runs: Runs, tmp_path: Path) -> N
 
     forward = test_gpu.test_forward_on_gpus_gives_what_transformers_gives_on_a_cpu
     training = test_gpu.test_training_on_gpus_follows_the_plain_backend_on_a_cpu
+    pictures = test_gpu.test_training_on_pictures_on_gpus_follows_the_plain_backend_on_a_cpu
     halved = test_gpu.test_bfloat16_on_gpus_stays_near_plain_on_a_cpu
     forward(on_a_cpu("plain"), "qwen3")
     training(on_a_cpu("plain"), "qwen3")
+    pictures(on_a_cpu("plain"), "trained")
     with pytest.raises(AssertionError):
         halved(on_a_cpu("plain"))
     with pytest.raises(AssertionError):
         training(on_a_cpu("corerl_testing.broken:KEEPS_FIRST_RATE"), "qwen3")
+    with pytest.raises(AssertionError):
+        pictures(on_a_cpu("corerl_testing.broken:FREEZES_TOWERS"), "trained")
     with pytest.raises(AssertionError):
         forward(on_a_cpu("corerl_testing.broken:FORGETS_TEMPERATURE"), "qwen3")
     with pytest.raises(AssertionError):

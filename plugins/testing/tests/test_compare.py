@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve
 
 from corerl.types import Output, TrainResult
+from corerl_testing.causes import Mismatch
 from corerl_testing.compare import (
     BEFORE_A_STEP,
     Trajectory,
@@ -64,6 +65,7 @@ def test_the_first_difference_is_named() -> None:
         with pytest.raises(AssertionError) as caught:
             assert_follows(evolve(RUN, losses=losses, grad_norms=grad_norms), RUN)
         assert str(caught.value).partition("\n")[0] == said
+        assert isinstance(caught.value, Mismatch) == said.endswith(BEFORE_A_STEP)
 
 
 # ---- what outputs are off by -----------------------------------------------------------------------------------------
@@ -90,13 +92,14 @@ def exchanged() -> np.ndarray:
         (moved(-1), "; each token has that of the next one; "),
         (moved(1), "; each token has that of the one before; "),
         (exchanged(), "; sample 0 has those of sample 1; "),
+        (RIGHT[::-1].copy(), "; the values are all there, in another order than that of the samples; "),
         (
             np.where(FIRST_TOKENS, 0.5, RIGHT),
             "; only first tokens differ, which nothing predicts: outputs are exactly 0",
         ),
         (2 * RIGHT, f"logprobs of token 0 of sample 0 is {2 * RIGHT[0]}, expected {RIGHT[0]}; {len(RIGHT)} of"),
     ],
-    ids=["shifted to the left", "shifted to the right", "exchanged samples", "first tokens", "a factor"],
+    ids=["shifted to the left", "shifted to the right", "exchanged samples", "backwards", "first tokens", "a factor"],
 )
 def test_outputs_of_another_token_or_sample_are_reported(found: np.ndarray, said: str) -> None:
     assert_outputs(RIGHT.copy(), RIGHT, SAMPLES, Output.LOGPROBS)
@@ -127,6 +130,12 @@ def trained(gradients: dict[str, np.ndarray] = GRADIENTS, *, losses: tuple[float
     )
 
 
+def decayed(*names: str) -> Trajectory:
+    found = trained(losses=(1.0, 2.5))
+    masters = {name: 0.99 * value if name in names else value for name, value in found.first["master"].items()}
+    return evolve(found, first={**found.first, "master": masters})
+
+
 @pytest.mark.parametrize(
     ("found", "said"),
     [
@@ -146,8 +155,29 @@ def trained(gradients: dict[str, np.ndarray] = GRADIENTS, *, losses: tuple[float
             trained(losses=(1.0, 2.5)),
             "gradients and weights of the first step agree: check that gradients are cleared after each step",
         ),
+        (
+            decayed("norm"),
+            (
+                "the gradients of the first step agree, but not the weights after it, in 1 of 4 tensors, "
+                "such as norm: look at weight decay, which only matrices have, for no matrix is among them"
+            ),
+        ),
+        (
+            decayed("embed", "up", "down"),
+            (
+                "the gradients of the first step agree, but not the weights after it, in 3 of 4 tensors, "
+                "such as embed: look at weight decay, which only matrices have, for no vector is among them"
+            ),
+        ),
+        (
+            decayed(*SHAPES),
+            (
+                "the gradients of the first step agree, but not the weights after it, in 4 of 4 tensors, "
+                "such as embed: look at weight decay, the learning rate and bias correction"
+            ),
+        ),
     ],
-    ids=["swapped names", "clipped by tensor", "not cleared"],
+    ids=["swapped names", "clipped by tensor", "not cleared", "decayed norms", "matrices not decayed", "all"],
 )
 def test_a_difference_points_to_its_cause(found: Trajectory, said: str) -> None:
     with pytest.raises(AssertionError) as caught:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from corerl.plugin import Capability
-from corerl_testing.plugin import undeclared
+from corerl_testing.causes import Mismatch
+from corerl_testing.plugin import compared, undeclared
+from corerl_testing.pool import RankFailed
 
 SUITE = """
 import pytest
@@ -170,6 +172,21 @@ def test_an_expected_failure_that_passes_is_an_error(tmp_path: Path) -> None:
     status, out, _ = run(tmp_path, "--corerl-expected-failures", "expected.toml", *select)
     assert status == 4
     assert "expected failures name checks that do not exist: C77; remove them from expected.toml" in out
+
+
+@pytest.mark.parametrize(
+    ("error", "usual"),
+    [
+        (AssertionError("losses differ"), True),
+        (RankFailed("rank 1 raised AssertionError: losses differ"), True),
+        (Mismatch("losses differ: look at the optimizer"), False),
+        (OSError("no room"), False),
+    ],
+)
+def test_usual_causes_are_told_where_nothing_else_is(error: Exception, usual: bool) -> None:
+    with pytest.raises(type(error)) as caught:
+        raise error
+    assert compared(caught) == usual
 
 
 @pytest.mark.usefixtures("forked_python")

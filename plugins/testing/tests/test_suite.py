@@ -6,12 +6,25 @@ import inspect
 from pathlib import Path
 
 import pytest
+import torch
 
+from corerl.errors import HookFailed
+from corerl.plugin import Kind, load
 from corerl_testing import algorithm_suite, suite
 from corerl_testing.causes import CAUSES
 from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
-from corerl_testing.suite import CHECKS, test_forward, test_memory, test_routing, test_training
+from corerl_testing.suite import (
+    CHECKS,
+    test_checkpoints,
+    test_errors,
+    test_forward,
+    test_loading,
+    test_memory,
+    test_routing,
+    test_training,
+    test_weights,
+)
 
 
 def checks() -> dict[str, Check]:
@@ -94,6 +107,55 @@ def test_wrong_entropy_alone_is_named(runs: Runs, tmp_path: Path) -> None:
         AssertionError, match=r"^entropy of token 1 of sample 0 is .*; log-probs agree, so look at what"
     ):
         test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(subject, "qwen3", "packed")
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("corerl_testing.broken:FORGETS_TEMPERATURE", "they are right for a temperature of 1: divide logits by the ba"),
+        ("plugins.testing.tests.faults:DROPS_OUT", "another worker's pass gives other ones: look at dropout"),
+        ("corerl_testing.broken:OFF_BY_ONE_LOGPROBS", r"\d+ of \d+ differ$"),
+    ],
+)
+def test_what_makes_logprobs_wrong_is_named(backend: str, said: str, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=rf"^logprobs of token 1 of sample 0 is .*; {said}"):
+        test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(
+            subject_of(backend, runs, tmp_path), "qwen3", "packed"
+        )
+
+
+def test_a_snapshot_that_is_the_current_weights_is_named(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:KEEPS_NO_SNAPSHOT", runs, tmp_path)
+    with pytest.raises(AssertionError, match="^log-probs of a snapshot made of the initial weights are those of the w"):
+        test_forward.test_snapshots_keep_their_weights_and_leave_the_current_ones_alone(subject, "qwen3-tied")
+
+
+@pytest.mark.parametrize("backend", ["corerl_testing.broken:SENDS_ONCE", "plugins.testing.tests.faults:SENDS_LATE"])
+def test_weights_of_before_the_step_are_named(backend: str, runs: Runs, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="^the second update, after another step, sends the weights of before "):
+        test_weights.test_an_update_delivers_every_tensor_once_and_bit_for_bit(
+            subject_of(backend, runs, tmp_path), "qwen3-tied", tmp_path
+        )
+
+
+def test_a_count_of_steps_that_is_not_restored_is_named(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:FORGETS_ADAM_STEP", runs, tmp_path)
+    with pytest.raises(AssertionError, match="^the loss of step 3 .*gives the moments that were saved, so it is not t"):
+        test_checkpoints.test_a_resumed_run_equals_the_uninterrupted_one(subject, "qwen3-tied")
+
+
+def test_a_tied_weight_under_two_names_is_named(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:SPLITS_TIED_WEIGHTS", runs, tmp_path)
+    with pytest.raises(AssertionError, match=r"^local_state\('master'\) has lm_head\.weight, which the model ties"):
+        test_loading.test_init_loads_the_models_weights_to_the_last_bit(subject, "qwen3-tied")
+
+
+def test_a_worker_that_fails_leaves_no_group_to_the_checks_that_follow(runs: Runs, tmp_path: Path) -> None:
+    subject = subject_of("plugins.testing.tests.faults:FAILS_TO_SAVE", runs, tmp_path)
+    loaded = load(Kind.BACKENDS, subject.backend)
+    with pytest.raises(HookFailed, match="no room"):
+        test_errors.test_a_worker_can_follow_another_one_in_the_same_process(subject, loaded)
+    assert not torch.distributed.is_initialized()
 
 
 def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:

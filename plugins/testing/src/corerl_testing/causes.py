@@ -68,7 +68,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     ),
     "C14": ("a random number without the seed, such as dropout", "the order of a sum depends on threads or on memory"),
     "C15": (
-        "the loss is divided by the micro-batch's tokens, not by the weights it is given",
+        "the loss is divided by the micro-batch's tokens, or by the number of micro-batches, not by its weights alone",
         "each micro-batch's gradients replace those before",
         "attention leaks between packed sequences, if only the long ones differ",
     ),
@@ -153,7 +153,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "C43": (
         "tensors(kind) leaves out what holds the memory, such as moments or flat buffers",
         "a copy or a view of what sleeps is kept",
-        "wake_up zeroes what it must restore; only gradients come back as zeros",
+        "wake_up zeroes what it must restore, or a buffer; only gradients come back as zeros",
     ),
     "C58": ("forward or update_weights reads masters", "masters and parameters share a storage that sleeps"),
     "C65": (
@@ -211,6 +211,10 @@ CAUSES: Mapping[str, Sequence[str]] = {
     "A17": ("samples are counted, not episodes", "a group's size is taken for its number of episodes"),
     "A18": ("by_prompt is set, but advantages are normalized over the batch", "a mean over all prompts is subtracted"),
 }
+
+
+class Mismatch(AssertionError):
+    """A comparison that says where to look: what is usual may contradict it."""
 
 
 def usual(id_: str) -> str:

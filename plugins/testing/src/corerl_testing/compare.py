@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint import CheckpointSource
 from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
+from corerl_testing.causes import Mismatch
 from corerl_testing.harness import State
 from corerl_testing.require import require, require_equal, require_near
 from corerl_testing.scenarios import training
@@ -90,11 +91,11 @@ def grad_norm_of(results: Sequence[TrainResult]) -> float:
     """The norm that all ranks report; they must agree."""
     norms = [result.grad_norm for result in results]
     equal = all(norm == norms[0] for norm in norms) or all(math.isnan(norm) for norm in norms)
-    require(
-        equal,
-        f"the ranks disagree on the norm: {norms}; sum gradients over all ranks that have other samples, and squares "
-        "over those that hold other parts of the model",
-    )
+    if not equal:
+        raise Mismatch(
+            f"the ranks disagree on the norm: {norms}; sum gradients over all ranks that have other samples, and "
+            "squares over those that hold other parts of the model"
+        )
     return norms[0]
 
 
@@ -190,7 +191,10 @@ def assert_outputs(found: FloatArray, wanted: FloatArray, samples: SampleBatch, 
     else:
         others = (other for other, each in enumerate(bounds) if len(wanted[each]) == len(mine))
         twin = next((other for other in others if other != at and _near(mine, wanted[bounds[other]]).all()), None)
-        text += "" if twin is None else f"; sample {at} has those of sample {twin}"
+        if twin is not None:
+            text += f"; sample {at} has those of sample {twin}"
+        elif _near(np.sort(found), np.sort(wanted)).all():
+            text += "; the values are all there, in another order than that of the samples"
     right = int((wrong - samples.offsets[np.searchsorted(samples.offsets, wrong, side="right") - 1]).min())
     if right > 1:
         text += f"; the first {right} tokens of each sample are right, as if longer ones saw what they are packed with"
@@ -212,11 +216,13 @@ def assert_follows(found: Trajectory, wanted: Trajectory) -> None:
         near = pytest.approx(loss, rel=LOSS.relative, abs=LOSS.absolute)
         if found.losses[step] != near:
             hint = _after_the_first(found, wanted) if step else BEFORE_A_STEP
-            raise AssertionError(_difference_of("loss", step, found.losses, loss) + hint)
+            text = _difference_of("loss", step, found.losses, loss) + hint
+            raise Mismatch(text) if hint else AssertionError(text)
         near = pytest.approx(norm, rel=GRAD_NORM.relative)
         if found.grad_norms[step] != near:
             hint = _after_the_first(found, wanted) if step else _in_the_first(found, wanted)
-            raise AssertionError(_difference_of("gradient norm", step, found.grad_norms, norm) + hint)
+            text = _difference_of("gradient norm", step, found.grad_norms, norm) + hint
+            raise Mismatch(text) if hint and step else AssertionError(text)
     assert_same_weights(found, wanted, _after_the_first(found, wanted))
 
 
@@ -259,8 +265,9 @@ def assert_losses(what: str, found: Sequence[float], wanted: Sequence[float]) ->
         require_near(f"the loss of step {step} of {what}", mine, other, LOSS)
 
 
-def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int) -> None:
-    """The run that was saved after `saved` steps goes on as the uninterrupted one, to the last bit."""
+def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int, checkpoint: str = "") -> None:
+    """The run that was saved after `saved` steps goes on as the uninterrupted one, to the last bit. It went on from
+    `checkpoint`, if that is to be compared where they differ."""
     require_equal("InitResult.optimizer_step after the resume", resumed.optimizer_step, saved)
     require_equal("Backend.adam_step at the end of the resumed run", resumed.adam_step, uninterrupted.adam_step)
     for what, mine, others in (
@@ -269,26 +276,35 @@ def assert_resumes(resumed: Trajectory, uninterrupted: Trajectory, *, saved: int
     ):
         require_equal(f"the number of steps with a {what}", len(mine), len(others))
         for at, (found, wanted) in enumerate(zip(mine, others, strict=True)):
-            require(
-                found == wanted,
+            if found == wanted:
+                continue
+            text = (
                 f"the {what} of step {saved + at} is {found} in the run resumed after step {saved - 1}, and {wanted} "
                 "in the uninterrupted one: "
-                + (
-                    "the first step after the resume was equal, so the weights were restored, but not the moments, "
-                    f"their count of steps (set_adam_step) or the learning rate{_all_zero(resumed.at_start)}"
-                    if at
-                    else "weights, or what forward_backward reads of them, are not those that were saved"
-                ),
+            )
+            if not at:
+                raise AssertionError(
+                    f"{text}weights, or what forward_backward reads of them, are not those that were saved"
+                )
+            raise AssertionError(
+                f"{text}the first step after the resume was equal, so the weights were restored, but not the moments, "
+                f"their count of steps (set_adam_step) or the learning rate{_moments_of(resumed.at_start, checkpoint)}"
             )
     require_same_state(
         "the state at the end of the resumed run and of the uninterrupted one", resumed.state, uninterrupted.state
     )
 
 
-def _all_zero(state: Mapping[str, Tensors]) -> str:
-    """Which moments are nothing but zeros where some steps have been taken."""
+def _moments_of(state: Mapping[str, Tensors], checkpoint: str) -> str:
+    """Which moments are nothing but zeros where some steps have been taken, or that all are the checkpoint's."""
     empty = [key for key in SAVED[1:] if key in state and not any(values.any() for values in state[key].values())]
-    return f"; right after the resume local_state gives {' and '.join(empty)} as zeros" if empty else ""
+    if empty:
+        return f"; right after the resume local_state gives {' and '.join(empty)} as zeros"
+    if checkpoint:
+        saved = {key: saved_tensors(CheckpointSource(checkpoint, key)) for key in SAVED[1:]}
+        if not different(state, saved, SAVED[1:]):
+            return "; right after the resume local_state gives the moments that were saved, so it is not these"
+    return ""
 
 
 def require_same_state(
@@ -331,9 +347,15 @@ def _after_the_first(found: Trajectory, wanted: Trajectory) -> str:
     mine, others, start = found.first["master"], wanted.first["master"], wanted.at_start["master"]
     wrong = [name for name in others if _l2(mine[name] - others[name]) > CLOSE * _l2(others[name] - start[name])]
     if wrong:
+        matrices = {others[name].ndim > 1 for name in wrong}
+        if len(matrices) < len({values.ndim > 1 for values in others.values()}):
+            none = "vector" if True in matrices else "matrix"
+            look = f"weight decay, which only matrices have, for no {none} is among them"
+        else:
+            look = "weight decay, the learning rate and bias correction"
         return (
             f"; the gradients of the first step agree, but not the weights after it, in {_such(wrong, others)}: look "
-            "at weight decay, the learning rate and bias correction"
+            f"at {look}"
         )
     return (
         "; gradients and weights of the first step agree: check that gradients are cleared after each step, and the "

@@ -21,7 +21,7 @@ from corerl.data import plan_forward, plan_steps
 from corerl.data.packing import pack, plan_part
 from corerl.errors import CorerlError
 from corerl.plan.roles import Assignment
-from corerl.plugin import Context, Kind, load
+from corerl.plugin import FULL, Capability, Context, Kind, load
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Loaded
 from corerl.trainer.worker import Worker
@@ -202,7 +202,7 @@ def make_worker(setup: Setup, *, resume: str = "") -> Worker:
         )
     )
     if setup.lifted:
-        worker.backend.declared = {}
+        worker.backend.declared = dict.fromkeys(Capability, FULL)
     return worker
 
 

@@ -24,7 +24,7 @@ import pytest
 from corerl.messages import did_you_mean, one_line
 from corerl.plugin import Capability, Kind, Variant, load
 from corerl.plugin.spec import RANKS_OF_VARIANTS
-from corerl_testing.causes import usual
+from corerl_testing.causes import Mismatch, usual
 from corerl_testing.marks import LEVELS, MARK, Check, with_variants
 from corerl_testing.outcomes import (
     FOUNDATION,
@@ -349,10 +349,11 @@ def undeclared(needs: Sequence[Capability]) -> str:
 
 
 def compared(failure: pytest.ExceptionInfo[BaseException] | None) -> bool:
-    """Whether the check failed by a comparison, here or in a rank: any other error names its cause itself."""
+    """Whether the check failed by a comparison, here or in a rank, that does not say where to look: any other error
+    names its cause itself."""
     text = "" if failure is None else str(failure.value)
     return failure is not None and (
-        failure.errisinstance((AssertionError, pytest.fail.Exception))
+        (failure.errisinstance((AssertionError, pytest.fail.Exception)) and not failure.errisinstance(Mismatch))
         or (failure.errisinstance(RankFailed) and "AssertionError" in text)
     )
 

@@ -191,6 +191,14 @@ class Lives:
 
 
 def live_twice(setup: Setup, directory: str, background: bool) -> Lives:
+    try:
+        return _live_twice(setup, directory, background)
+    finally:  # of a worker that failed, which has told all there is: the checks that follow are to start their own
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _live_twice(setup: Setup, directory: str, background: bool) -> Lives:
     before = set(threading.enumerate())
     results, left, again = [], [], ""
     for life in range(2):

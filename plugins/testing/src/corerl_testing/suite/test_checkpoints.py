@@ -35,8 +35,9 @@ from corerl_testing.subject import PLAIN, STEPS, WHOLE, Checkpoint, Subject
 def test_a_resumed_run_equals_the_uninterrupted_one(subject: Subject, kind: str) -> None:
     setup, checkpoint = subject.setup(kind), subject.checkpoint(2)
     uninterrupted = subject.train(setup, range(4), save_after=1, save_to=checkpoint.role)
-    resumed = subject.train(setup, range(2, 4), resume=checkpoint.complete())
-    assert_resumes(resumed, uninterrupted, saved=2)
+    complete = checkpoint.complete()
+    resumed = subject.train(setup, range(2, 4), resume=complete)
+    assert_resumes(resumed, uninterrupted, saved=2, checkpoint=complete)
 
 
 @check("C18", level=1, needs=[Capability.BFLOAT16], builds_on=["C14"])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from corerl.config import ClusterInfo, structure
 from corerl.plugin import Capability, Kind, load
+from corerl_testing.causes import Mismatch
 from corerl_testing.compare import (
     different,
     files_of,
@@ -54,6 +55,13 @@ def test_init_loads_the_models_weights_to_the_last_bit(subject: Subject, kind: s
         require_equal("optimizer_step, weights_version and adam_step of a model that starts", counted, (0, 0, 0))
     loaded = whole([rank.at_start for rank in ranks])
     wanted: Any = AutoModelForCausalLM.from_pretrained(subject.model(kind), dtype=torch.float32)
+    once, all_names = (dict(wanted.named_parameters(remove_duplicate=each)) for each in (True, False))
+    tied = sorted(loaded["master"].keys() & (all_names.keys() - once.keys()))
+    if tied:
+        raise Mismatch(
+            f"local_state('master') has {', '.join(tied)}, which the model ties to another weight: it is one tensor, "
+            "and in chunks under one name, that of the files"
+        )
     names = (sorted(each) for each in (loaded["master"], files_of(subject.model(kind))))
     require_equal("the set of weights in local_state('master')", *(dict.fromkeys(each) for each in names))
     known = {  # experts have other names in files

@@ -77,7 +77,8 @@ def test_sleep_frees_what_it_says_and_waking_restores_every_bit(
     awake = subject.undisturbed(setup, 4)
     steps = list(zip(*(rank.then for rank in ranks), strict=True))
     for what, of, wanted in (("losses", loss_of, awake.losses), ("gradient norms", grad_norm_of, awake.grad_norms)):
-        require_equal(f"the list of {what} of steps after waking", [of(results) for results in steps], wanted[2:])
+        which = f"the list of {what} of steps after waking, with the same weights and moments as before it,"
+        require_equal(which, [of(results) for results in steps], wanted[2:])
     end = whole([rank.end for rank in ranks])
     require_same_state("the state of the run that slept and of one that did not", end, awake.state)
 

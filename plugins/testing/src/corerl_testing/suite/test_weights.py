@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM
 from corerl.config import WeightsConfig
 from corerl.models import stored_buffers
 from corerl.plugin import Capability
+from corerl_testing.causes import Mismatch
 from corerl_testing.compare import (
     assert_follows,
+    different,
     files_of,
     require_same_state,
     whole,
@@ -47,6 +49,11 @@ def test_an_update_delivers_every_tensor_once_and_bit_for_bit(subject: Subject, 
     trained = whole([rank.state for rank in ranks])["master"]
     root, *others = ranks
     require_sent(root.names, files_of(subject.model(kind)))
+    if not different({"sent": root.tensors_then}, {"sent": trained}, SENT):
+        raise Mismatch(
+            "the second update, after another step, sends the weights of before that step: gather them in each update, "
+            "from what the optimizer has stepped or a copy that is made after each step"
+        )
     require_same_state("weights as an engine gets them and as trained", {"sent": root.tensors}, {"sent": trained}, SENT)
     then, sent = whole([rank.state_then for rank in ranks])["master"], {"sent": root.tensors_then}
     require_same_state("weights of the second update, after another step, and as trained", sent, {"sent": then}, SENT)
