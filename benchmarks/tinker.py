@@ -48,8 +48,10 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
     own = {name: fields[name] for name in ("vocab_size", "eos_token_id")}
     if args.tiny:
         fields |= {"hidden_size": 64, "num_hidden_layers": 2}
-        kept = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        kept += ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+        kept = (
+            *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+        )
         placed = [f"model.config.{name}={value(fields[name])}" for name in kept]
         placed += ["cluster.device=cpu", "rollout.engine=transformers", "weights.transport=disk"]
     else:
