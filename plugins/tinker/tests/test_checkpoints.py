@@ -62,6 +62,21 @@ def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
     assert text_at(kept) == "again" and len(kept.runs()[0].checkpoints) == 1
 
 
+def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(kept)
+    removed = []
+
+    def killed(path: Path, **_: bool) -> None:
+        removed.append(path.exists())
+        if removed[-1] and (path / "state").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(kept, text="new")
+    assert text_at(kept) == "new"
+
+
 def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(checkpoints.time, "time", lambda: now)

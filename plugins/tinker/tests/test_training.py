@@ -309,6 +309,19 @@ def test_weights_without_moments_begin_a_new_optimizer(served: Served, policy: P
     assert found == in_torch_trained(network, (ADAM, ADAM)) and found[0] == losses[2] and found[1] != losses[3]
 
 
+def test_a_broken_checkpoint_leaves_ranks_that_answer(served: Served, policy: Policy) -> None:
+    first = train(policy, 2)
+    sampler = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata=NOTHING)[0]
+    path = policy.save("broken", ttl=None, overwrite=True, user_metadata=NOTHING).path
+    for each in served.policy._checkpoints.state_of(path).rglob("*.json"):
+        each.unlink()
+    with pytest.raises(Refused, match=r"weights/broken cannot be loaded, and ranks begin with the model again: "):
+        policy.load(path, optimizer=True)
+    with pytest.raises(Refused, match="are gone"):
+        served.logprobs(sampler, ROWS[0])
+    assert train(policy, 2) == first
+
+
 def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:
     wanted = ModelWanted(base_model=MODEL, rank=32)
     served.policy.release()

@@ -16,6 +16,8 @@ from corerl_tinker.requests import Adam, Draw, ModelWanted, Refused, Run, Saved
 from corerl_tinker.wire import row_of
 
 MOST_SAMPLES = 4096  # of one prompt
+MOST_TOKEN = 2**31  # a token is below
+LONGEST_TTL = 10**9  # seconds, of a checkpoint
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
 Fields = Mapping[str, Any]
@@ -54,6 +56,13 @@ def checked_name(name: str | None) -> str:
             "'.', which is not the first"
         )
     return name
+
+
+def seconds(ttl: object) -> int | None:
+    """How long a checkpoint is kept; None: forever."""
+    if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
+        return ttl
+    raise Refused(f"ttl_seconds={shorten(repr(ttl), 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
 
 
 def checked_path(path: object) -> str:
@@ -111,18 +120,19 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
         prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
     except OverflowError:
         raise Refused("the prompt has a token that is no number of 64 bits") from None
+    listed = [stop] if isinstance(stop, str) else list(stop or ())
     checks = {
         "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
-        "top_k": params.top_k >= -1,
+        "top_k": -1 <= params.top_k < MOST_TOKEN,
+        "stop": all(0 <= each < MOST_TOKEN for each in listed if isinstance(each, int)),
         "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
     }
     for name, holds in checks.items():
         if not holds:
             raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-    listed = [stop] if isinstance(stop, str) else list(stop or ())
     stop_texts = tuple(each for each in listed if isinstance(each, str))
     stop_tokens = tuple(each for each in listed if isinstance(each, int))
     return Draw(

@@ -65,9 +65,12 @@ class Checkpoints:
         saved = Saved(path=path, kind=kind, bytes=size, created=now, expires=expires, user_metadata=dict(user_metadata))
         _write(partial / CHECKPOINT, asdict(saved))
         with self._changing:
-            self._remove(place)
+            aside = _aside(place)
+            if place.exists():
+                os.replace(place, aside)
             os.replace(partial, place)
             (place.parent.parent / RUN).touch()
+            shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
     def get(self, path: str) -> Saved:
@@ -150,12 +153,16 @@ class Checkpoints:
 
     def _remove(self, place: Path) -> None:
         """Out of sight first, at once, so that nobody sees half of it."""
-        if not place.exists():
-            return
-        aside = place.with_name(REPLACED + place.name)
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = _aside(place)
         os.replace(place, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _aside(place: Path) -> Path:
+    """Where what is at `place` is moved to."""
+    aside = place.with_name(REPLACED + place.name)
+    shutil.rmtree(aside, ignore_errors=True)  # what an earlier server left
+    return aside
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from corerl_tinker.bodies import (
     model_of,
     read,
     run_fields,
+    seconds,
     texts,
 )
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
@@ -213,7 +214,7 @@ class Service:
             request = read(sdk.SaveWeightsRequest, fields)
             saved = self._policy.save(
                 checked_name(request.path),
-                ttl=request.ttl_seconds,
+                ttl=seconds(request.ttl_seconds),
                 overwrite=request.overwrite,
                 user_metadata=texts(request.user_metadata),
             )
@@ -267,7 +268,7 @@ class Service:
             request = read(sdk.SaveWeightsForSamplerRequest, fields)
             sampler, saved = self._policy.save_for_sampler(
                 None if request.path is None else checked_name(request.path),
-                ttl=request.ttl_seconds,
+                ttl=seconds(request.ttl_seconds),
                 inflight=request.kind == "inflight",
                 user_metadata=texts(request.user_metadata),
             )
@@ -378,10 +379,8 @@ class Service:
 
     async def expire_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
         _, saved = await self._found(checked_path(f"tinker://{run}/{checkpoint}"))
-        seconds = fields.get("ttl_seconds")
-        if seconds is not None and not (isinstance(seconds, int) and seconds > 0):
-            raise Refused(f"ttl_seconds={shorten(repr(seconds), 40)}, wanted seconds above 0, or null for never")
-        await asyncio.to_thread(self._policy.expire, saved.path, ttl=seconds)
+        ttl = seconds(fields.get("ttl_seconds"))
+        await asyncio.to_thread(self._policy.expire, saved.path, ttl=ttl)
 
     async def _runs(self) -> list[Run]:
         return list(await asyncio.to_thread(self._policy.runs))
