@@ -124,6 +124,10 @@ def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: P
     save(kept)
     (tmp_path / "checkpoints" / "notes").mkdir()
     (tmp_path / "checkpoints" / "a:train:0" / "weights" / "with a space").mkdir()
+    save(kept, "tinker://a:train:0/weights/cut")
+    (tmp_path / "checkpoints" / "a:train:0" / "weights" / "cut" / "checkpoint.json").write_text("")
+    kept.begin("c:train:0", MADE, {})
+    (tmp_path / "checkpoints" / "c:train:0" / "run.json").write_text("{}")
     (run,) = kept.runs()
     assert [saved.path for saved in run.checkpoints] == [PATH]
 

@@ -71,7 +71,22 @@ async def test_a_second_model_of_a_session_replaces_the_first(bench: Bench) -> N
     late = await client.step(first, 1)
     assert late.status_code == 404
     assert late.json()["error"] == f"model {first!r} is not trained here any more; this server trains {second!r}"
-    assert bench.policy.calls == ["create", "release", "create"]
+    assert bench.policy.calls == ["create", "create"]
+
+
+@on_bench()
+async def test_a_refused_model_leaves_the_one_before(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    first = await client.model(session)
+    await client.step(first, 2)  # waits for 1
+    refused = await client.create(session, 1, base_model="nobody/nothing")
+    early = await client.run(f"{session}:train:1", 1)  # before its client knows
+    assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
+    assert "was not created" in (await client.get(early.json()["request_id"])).json()["error"]
+    await client.run(first, 1)
+    assert (await client.get(f"{first}:2")).json() == {"metrics": {"grad_norm": 2.0}}
+    assert bench.policy.calls == ["create", "create", "pass 1", "step"]
 
 
 @on_bench()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -268,11 +269,27 @@ def test_gradients_that_are_dropped_leave_nothing(served: Served, policy: Policy
     assert losses + train(policy, 2) == expected
 
 
+def test_a_model_that_is_refused_leaves_the_one_before(
+    served: Served, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(policy, 3)
+    served.new_model("b:train:1")
+    losses = train(policy, 2)
+    with pytest.raises(Refused, match="base_model='other' is not served here"):
+        policy.create(ModelWanted(base_model="other", rank=None), model_id="b:train:2")
+    with monkeypatch.context() as patched, pytest.raises(Refused, match="serve.directory: no space left"):
+        patched.setattr(Path, "mkdir", _no_space)
+        policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:2")
+    assert losses + train(policy, 1) == expected
+
+
+def _no_space(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
 def test_another_model_begins_where_the_first_one_began(served: Served, policy: Policy) -> None:
     first = train(policy, 2)
-    with pytest.raises(Refused, match="a:train:0 is trained here, and one model at a time"):
-        policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:0")
-    served.new_model("b:train:0")
+    policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:0")
     assert train(policy, 2) == first
 
 

@@ -124,8 +124,8 @@ class Checkpoints:
         with self._changing:
             try:
                 saved = Saved(**json.loads((place / CHECKPOINT).read_text()))
-            except FileNotFoundError:
-                return None
+            except (OSError, ValueError, TypeError):
+                return None  # also what is no longer readable, or of a later version
             if saved.expires is None or time.time() < saved.expires:
                 return saved
             self._remove(place)
@@ -135,7 +135,8 @@ class Checkpoints:
         try:
             used = (place / RUN).stat().st_mtime
             content: dict[str, Any] = json.loads((place / RUN).read_text())
-        except FileNotFoundError:
+            made = ModelMade(**content["made"])
+        except (OSError, ValueError, TypeError, KeyError):
             return None  # none of ours
         paths = [
             f"tinker://{place.name}/{folder}/{each.name}"
@@ -145,9 +146,9 @@ class Checkpoints:
         saved = [one for path in paths if PATH.fullmatch(path) and (one := self._read(path)) is not None]
         return Run(
             id=place.name,
-            made=ModelMade(**content["made"]),
+            made=made,
             used=used,
-            user_metadata=content["user_metadata"],
+            user_metadata=content.get("user_metadata", {}),
             checkpoints=tuple(sorted(saved, key=lambda one: one.created)),
         )
 

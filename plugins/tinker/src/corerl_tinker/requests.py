@@ -150,7 +150,7 @@ class Policy(Protocol):
     numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
 
     def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
-        """Begin with a new model. The one before, if any, was released."""
+        """Begin with a new model in the place of the one before, which goes on if this one is refused."""
 
     def release(self) -> None:
         """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""

@@ -128,9 +128,7 @@ class Service:
         if (promise := self.futures.get(name)) is None:
             self.sessions.require_free(session)
             promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
-            if (before := self.sessions.model) is not None:
-                before.turns.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
-                self._order.begin(self._policy.release)
+            before = self.sessions.model
             turns = Turns(self._order, self.futures, clock=self._clock)
             model = Model(id=model_id, session=session.id, wanted=wanted, turns=turns)
             self.sessions.model = model
@@ -149,8 +147,11 @@ class Service:
                 )
 
             def created(work: asyncio.Future[Answer]) -> None:
-                if (work.cancelled() or work.exception()) and self.sessions.model is model:
-                    self.sessions.model = None
+                failed = work.cancelled() or work.exception() is not None
+                if failed and self.sessions.model is model:
+                    self.sessions.model = before if before is not None and before.made is not None else None
+                elif not failed and before is not None:
+                    before.turns.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
 
             work = self._order.begin(create)
             work.add_done_callback(created)
@@ -258,7 +259,13 @@ class Service:
                     f"request {number} of model {model_id!r} was answered, and its answer is forgotten", status=GONE
                 )
             promise = self.futures.open(name, owner=model.session, size=size, urgent=number == model.turns.next)
-            model.turns.add(number, promise, lambda: call(model))
+
+            def of_model() -> Answer:
+                if model.made is None:  # or another one would be trained
+                    raise Refused(f"model {model_id!r} was not created: request {model_id}:0 was refused")
+                return call(model)
+
+            model.turns.add(number, promise, of_model)
         return {"request_id": promise.name, "model_id": model_id}
 
     # ---- samplers ----------------------------------------------------------------------------------------------------

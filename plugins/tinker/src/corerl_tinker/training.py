@@ -84,19 +84,20 @@ class ServedPolicy:
     # ---- a model -----------------------------------------------------------------------------------------------------
 
     def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
-        if self._training:
-            raise Refused(f"{self._training} is trained here, and one model at a time; end its session first")
         self._require_served(wanted.base_model)
         self._require_same(wanted)
-        self.discard()
-        if self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
         made = ModelMade(
             base_model=wanted.base_model,
             tokenizer=self._options.name,
             rank=self._lora.rank if self._lora is not None else None,
         )
-        self._checkpoints.begin(model_id, made, wanted.user_metadata)
+        try:
+            self._checkpoints.begin(model_id, made, wanted.user_metadata)
+        except OSError as error:
+            raise Refused(f"a model needs its directory in serve.directory: {error}") from error
+        self.discard()
+        if self._step or self._samplers.now != START:
+            self._stale = True  # not yet: a checkpoint may be loaded next
         self._training = model_id
         return made
 
