@@ -116,7 +116,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
     ],
 )
 def test_paths_lead_nowhere_else(path: str, kept: Checkpoints) -> None:
-    with pytest.raises(Refused, match="is no path of a checkpoint"):
+    with pytest.raises(Refused, match="the path of a checkpoint is"):
         kept.get(path)
 
 

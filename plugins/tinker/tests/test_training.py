@@ -123,8 +123,8 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(loss: str, served: Ser
     done = policy.run(wanted)
     for found in (done, without):
         assert found.metrics == {"loss:sum": pytest.approx(value, rel=1e-5)}
-        for row, expected in zip(found.outputs, logprobs, strict=True):
-            np.testing.assert_allclose(row["logprobs"], expected, atol=1e-5)
+        for row, expected in zip(found.logprobs, logprobs, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-5)
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-4, atol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
 
@@ -185,7 +185,7 @@ def test_a_client_differentiates_a_loss_of_its_own(served: Served, policy: Polic
 
     nothing = tuple(evolve(row, inputs={**row.inputs, "weights": np.zeros(len(row.tokens))}) for row in rows)
     forward = policy.run(Pass(loss="cross_entropy", datums=nothing, forward_only=True))
-    logprobs = [torch.tensor(row["logprobs"], requires_grad=True) for row in forward.outputs]
+    logprobs = [torch.tensor(row, requires_grad=True) for row in forward.logprobs]
     difference(logprobs).backward()
     slopes = [-each.grad.numpy() for each in logprobs if each.grad is not None]
     weighted = (evolve(row, inputs={**row.inputs, "weights": slope}) for row, slope in zip(rows, slopes, strict=True))
@@ -277,9 +277,10 @@ def test_a_model_that_is_refused_leaves_the_one_before(
     losses = train(policy, 2)
     with pytest.raises(Refused, match="base_model='other' is not served here"):
         policy.create(ModelWanted(base_model="other", rank=None), model_id="b:train:2")
-    with monkeypatch.context() as patched, pytest.raises(Refused, match="serve.directory: no space left"):
+    with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", _no_space)
-        policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:2")
+        with pytest.raises(Refused, match="serve.directory: no space left"):
+            policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:2")
     assert losses + train(policy, 1) == expected
 
 

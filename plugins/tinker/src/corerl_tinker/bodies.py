@@ -12,14 +12,13 @@ import pydantic
 from tinker import types as sdk
 
 from corerl.messages import shorten
+from corerl_tinker.checkpoints import NAME
 from corerl_tinker.requests import Adam, Draw, ModelWanted, Refused, Run, Saved
 from corerl_tinker.wire import row_of
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKEN = 2**31  # a token is below
 LONGEST_TTL = 10**9  # seconds, of a checkpoint
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
 Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 
@@ -50,7 +49,7 @@ def address(fields: Fields) -> tuple[str, int]:
 
 
 def checked_name(name: str | None) -> str:
-    if name is None or not NAME.fullmatch(name):
+    if name is None or not re.fullmatch(NAME, name, re.ASCII):
         raise Refused(
             f"the name of a checkpoint is {shorten(repr(name), 200)}, wanted 1 to 128 letters, digits, '_', '-' and "
             "'.', which is not the first"
@@ -63,15 +62,6 @@ def seconds(ttl: object) -> int | None:
     if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
         return ttl
     raise Refused(f"ttl_seconds={shorten(repr(ttl), 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
-
-
-def checked_path(path: object) -> str:
-    if not isinstance(path, str) or not PATH.fullmatch(path):
-        raise Refused(
-            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
-            "tinker://RUN/sampler_weights/NAME"
-        )
-    return path
 
 
 def model_of(request: sdk.CreateModelRequest) -> ModelWanted:

@@ -20,11 +20,13 @@ from typing import Any, Literal
 
 from attrs import asdict, evolve
 
+from corerl.messages import shorten
 from corerl_tinker.requests import ModelMade, Refused, Run, Saved
 
 Kind = Literal["training", "sampler"]
 FOLDERS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
-PATH = re.compile(r"tinker://([\w:-][\w.:-]*)/(weights|sampler_weights)/([\w-][\w.-]*)", re.ASCII)
+NAME = r"[\w-][\w.-]{0,127}"
+PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/(weights|sampler_weights)/{NAME}", re.ASCII)
 CHECKPOINT, RUN, STATE = "checkpoint.json", "run.json", "state"
 PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
 
@@ -109,12 +111,7 @@ class Checkpoints:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _place(self, path: str) -> tuple[Path, Kind]:
-        match = PATH.fullmatch(path)
-        if match is None:
-            raise Refused(
-                f"{path!r} is no path of a checkpoint: tinker://RUN/weights/NAME, or .../sampler_weights/NAME"
-            )
-        run, folder, name = match.groups()
+        _, _, run, folder, name = checked_path(path).split("/")
         kind: Kind = "training" if folder == FOLDERS["training"] else "sampler"
         return self._directory / run / folder / name, kind
 
@@ -157,6 +154,15 @@ class Checkpoints:
         aside = _aside(place)
         os.replace(place, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def checked_path(path: object) -> str:
+    if not isinstance(path, str) or not PATH.fullmatch(path):
+        raise Refused(
+            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
+            "tinker://RUN/sampler_weights/NAME"
+        )
+    return path
 
 
 def _aside(place: Path) -> Path:

@@ -29,8 +29,7 @@ class Datum:
     """One row of a pass."""
 
     tokens: IntArray  # [n]
-    # name -> [n] or [n, K], by token of the row: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
-    inputs: Mapping[str, Array]
+    inputs: Mapping[str, Array]  # name -> [n]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
 
 
 @frozen(kw_only=True)
@@ -45,10 +44,9 @@ class Pass:
 
 @frozen(kw_only=True)
 class PassDone:
-    """What a pass returns for each datum, and metrics with their reductions as suffixes (`loss:sum`)."""
+    """What a pass returns: metrics have their reductions as suffixes (`loss:sum`)."""
 
-    loss: str
-    outputs: tuple[Mapping[str, FloatArray], ...]  # for each datum `logprobs` [n], and what else its loss returns
+    logprobs: tuple[FloatArray, ...]  # [n] for each datum
     metrics: Mapping[str, float]
 
 

@@ -103,7 +103,7 @@ class Samplers:
             self._kept.remove(number)
             self._engines.group.snapshot(_name(number)).drop().result()
 
-    def keep_loaded(self, number: int = START) -> None:
+    def keep_loaded(self, number: int) -> None:
         """Keep a copy of a teacher's weights, or of those that the ranks start with."""
         if number not in self._kept:
             self.turn("forward")

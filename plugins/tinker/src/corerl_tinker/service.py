@@ -17,7 +17,6 @@ from corerl_tinker.bodies import (
     adam_of,
     address,
     checked_name,
-    checked_path,
     checkpoint_fields,
     draw_of,
     model_of,
@@ -26,6 +25,7 @@ from corerl_tinker.bodies import (
     seconds,
     texts,
 )
+from corerl_tinker.checkpoints import checked_path
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.options import ServeOptions, is_loopback
 from corerl_tinker.order import ModelLost, Order, Turns
@@ -34,6 +34,7 @@ from corerl_tinker.sessions import GONE, Model, Sampler, Sessions
 
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
+SAMPLES_AT_ONCE = 512  # of a client, each in a connection of its own; more wait in the client
 
 
 class Service:
@@ -69,15 +70,12 @@ class Service:
             "pjwt_auth_enabled": False,
             "proto_compress_fwdbwd": not is_loopback(self._options.address),
             "parallel_fwdbwd_chunks": True,
-            "sample_max_concurrent_requests": self._options.samples_at_once,
+            "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
             # Routes that are not served; clients do without them.
             "sample_use_retrieve_futures": False,
             "sample_join_sampling_session": False,
             "custom_loss_server_side": False,
         }
-
-    async def dynamic_config(self, fields: Fields) -> Fields:
-        return {"sample_cancel_enabled": False}
 
     async def create_session(self, fields: Fields) -> Fields:
         read(sdk.CreateSessionRequest, fields)

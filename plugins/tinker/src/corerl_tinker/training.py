@@ -171,8 +171,7 @@ class ServedPolicy:
         else:
             self._samplers.turn("train")
             logprobs, loss = self._add_gradients(rows)
-        outputs = tuple({"logprobs": row} for row in rows.outputs(logprobs))
-        return PassDone(loss=wanted.loss, outputs=outputs, metrics={"loss:sum": loss})
+        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": loss})
 
     def step(self, settings: Adam) -> Mapping[str, float]:
         self._require_model()
@@ -312,7 +311,6 @@ class ServedPolicy:
         self._require_served(base_model)
         self._stale |= not self._training and self._samplers.now != START
         self._freshen()
-        self._samplers.keep_loaded()
         if self._samplers.now == START:
             self._samplers.push()
         return self._samplers.add(START, base_model)
