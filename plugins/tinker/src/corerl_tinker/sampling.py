@@ -12,12 +12,12 @@ import concurrent.futures
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from attrs import define, frozen
 
-from corerl import Output, SampleBatch, TrainGroup
+from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.ops import hash_key
@@ -26,22 +26,6 @@ from corerl_tinker.requests import Draw, Drawn, InTurn, Refused
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
-
-
-class Engines(Protocol):
-    """What is used of `corerl.Engines`."""
-
-    @property
-    def group(self) -> TrainGroup: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def takes_turns(self) -> bool:
-        """Whether `turn` lets engines sleep, which lose their weights by that."""
-
-    def push(self) -> int: ...
-    def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]: ...
-    def turn(self, stage: Literal["train", "forward", "save"]) -> None: ...
 
 
 @frozen(kw_only=True)

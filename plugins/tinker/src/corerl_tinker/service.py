@@ -79,7 +79,7 @@ class Service:
 
     async def create_session(self, fields: Fields) -> Fields:
         read(sdk.CreateSessionRequest, fields)
-        return {"session_id": self.sessions.begin().id, "error_message": self._order.lost or None}
+        return {"session_id": self.sessions.begin(), "error_message": self._order.lost or None}
 
     async def session_heartbeat(self, fields: Fields) -> Fields:
         self.sessions.seen(read(sdk.SessionHeartbeatRequest, fields).session_id)
@@ -120,15 +120,15 @@ class Service:
         self, session_id: str, number: int, wanted: ModelWanted, *, path: str = "", moments: bool = False
     ) -> Fields:
         """Create a model, with the weights of a checkpoint if there is a path."""
-        session = self.sessions.seen(session_id)
-        model_id = f"{session.id}:train:{number}"
+        self.sessions.seen(session_id)
+        model_id = f"{session_id}:train:{number}"
         name = f"{model_id}:0"
         if (promise := self.futures.get(name)) is None:
-            self.sessions.require_free(session)
-            promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
+            self.sessions.require_free(session_id)
+            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
             before = self.sessions.model
             turns = Turns(self._order, self.futures, clock=self._clock)
-            model = Model(id=model_id, session=session.id, wanted=wanted, turns=turns)
+            model = Model(id=model_id, session=session_id, wanted=wanted, turns=turns)
             self.sessions.model = model
 
             def create() -> Answer:
@@ -287,20 +287,21 @@ class Service:
 
     async def create_sampling_session(self, fields: Fields) -> Answer:
         request = read(sdk.CreateSamplingSessionRequest, fields)
-        session = self.sessions.seen(request.session_id)
+        session_id = request.session_id
+        self.sessions.seen(session_id)
         path = None if request.model_path is None else checked_path(request.model_path)
         if path is not None:
             run, _ = await self._found(path)
             base_model = run.made.base_model
         else:
             base_model = request.base_model or ""
-        name = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        name = f"{session_id}:sample:{request.sampling_session_seq_id}"
         if (promise := self.futures.get(name)) is None:
-            promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
+            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
 
             def create() -> Answer:
                 sampler = self._policy.sampler(path, None if path else base_model)
-                self.sessions.add(Sampler(id=sampler, session=session.id, base_model=base_model, model_path=path))
+                self.sessions.add(Sampler(id=sampler, session=session_id, base_model=base_model, model_path=path))
                 return answered({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
             self.futures.fill(promise, self._order.begin(create))

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from corerl import AdamSettings, Output, Step
+from corerl import AdamSettings, Engines, Output, Step
 from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
@@ -33,7 +33,7 @@ from corerl_tinker.requests import (
     Run,
     Saved,
 )
-from corerl_tinker.sampling import START, Engines, Samplers
+from corerl_tinker.sampling import START, Samplers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
