@@ -213,8 +213,11 @@ class Engines:
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Where ranks and engines share devices: let engines sleep and wake what ranks need for these verbs, until the
-        next `push`. Elsewhere nothing happens."""
-        self.residency.enter(TURNS[stage])
+        next `push`, after which rows that are being generated go on. Elsewhere nothing happens."""
+        if self.takes_turns:
+            # Also rows whose callers have gone are being generated: an engine only sleeps once none are.
+            with _Rows(self.fleet).updating(self.policies):
+                self.residency.enter(TURNS[stage])
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,6 +385,9 @@ def prompts(*rows: list[int]) -> GenerateRequest:
     )
 
 
+MANY = 2000  # tokens, which take longer than a turn
+
+
 def answered(request: GenerateRequest, generation: Generation) -> SampleBatch:
     """The rows, with what was sampled as what is to become likelier."""
     return assemble(request, generation).with_row_columns(group=np.arange(len(request)))
@@ -457,6 +461,21 @@ def test_rows_for_engines_that_have_all_died_are_an_error(engines: Fleet) -> Non
     engines.die()
     with pytest.raises(EngineFailed, match="engine-0: its process died; engine-1"):
         own.begin(prompts([3, 4])).result(60.0)
+
+
+def test_rows_that_a_turn_interrupts_go_on_after_the_next_push() -> None:
+    with without_ray(), Engines.start(OWN) as engines:
+        shared: Any = {"actor": engines.group}
+        engines.residency = sharing(shared, fleet=engines.fleet)  # type: ignore[arg-type]
+        engines.push()
+        request = prompts([3, 4])
+        waiting = engines.begin(evolve(request, params=evolve(request.params, max_tokens=MANY)))
+        engines.fleet.loop.run(asyncio.sleep(0.2))  # until it has begun
+        engines.turn("train")
+        assert not waiting.done()
+        engines.push()
+        versions = waiting.result(60.0).versions
+    assert len(versions) == MANY and set(versions) == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,10 @@ class OneNumber:
         for datum in wanted.datums:
             logprobs = (self.w - np.arange(len(datum.tokens))).astype(np.float32)
             loss -= float((logprobs * datum.inputs["weights"]).sum())
-            outputs.append({"logprobs": logprobs})
+            outputs.append(logprobs)
             if not wanted.forward_only:
                 self.gradient += float(datum.inputs["weights"].sum())
-        return PassDone(loss=wanted.loss, outputs=tuple(outputs), metrics={"loss:sum": loss})
+        return PassDone(logprobs=tuple(outputs), metrics={"loss:sum": loss})
 
     def discard(self) -> None:
         self._called("discard")

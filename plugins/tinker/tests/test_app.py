@@ -67,6 +67,11 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
         (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served"),
         (await client.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
         (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
+        (
+            await client.sample(sampler, 1, sampling_params={"stop": [2**70]}),
+            400,
+            "stop=[1180591620717411303424] is out",
+        ),
         (await client.sample(sampler, 1, sampling_params={"min_p": 0.1}), 400, "sampling_params.min_p is not served"),
         (await client.sample("elsewhere", 1), 404, "sampler 'elsewhere' is not known"),
         (await client.post("weights_info", {"tinker_path": "tinker://a/weights/b"}), 404, "has no checkpoint here"),

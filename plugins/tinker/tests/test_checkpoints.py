@@ -62,6 +62,21 @@ def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
     assert text_at(kept) == "again" and len(kept.runs()[0].checkpoints) == 1
 
 
+def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(kept)
+    removed = []
+
+    def killed(path: Path, **_: bool) -> None:
+        removed.append(path.exists())
+        if removed[-1] and (path / "state").exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(kept, text="new")
+    assert text_at(kept) == "new"
+
+
 def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(checkpoints.time, "time", lambda: now)
@@ -101,7 +116,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
     ],
 )
 def test_paths_lead_nowhere_else(path: str, kept: Checkpoints) -> None:
-    with pytest.raises(Refused, match="is no path of a checkpoint"):
+    with pytest.raises(Refused, match="the path of a checkpoint is"):
         kept.get(path)
 
 
@@ -109,6 +124,10 @@ def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: P
     save(kept)
     (tmp_path / "checkpoints" / "notes").mkdir()
     (tmp_path / "checkpoints" / "a:train:0" / "weights" / "with a space").mkdir()
+    save(kept, "tinker://a:train:0/weights/cut")
+    (tmp_path / "checkpoints" / "a:train:0" / "weights" / "cut" / "checkpoint.json").write_text("")
+    kept.begin("c:train:0", MADE, {})
+    (tmp_path / "checkpoints" / "c:train:0" / "run.json").write_text("{}")
     (run,) = kept.runs()
     assert [saved.path for saved in run.checkpoints] == [PATH]
 

@@ -134,6 +134,10 @@ async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> 
     await client.post("optim_step", other)
     await client.post("save_weights", {"model_id": model, "seq_id": 3, "path": "../../etc"})
     await client.step(model, 4)
+    for number, ttl in ((5, 0), (6, 10**400)):
+        fields = {"model_id": model, "seq_id": number, "path": "x", "ttl_seconds": ttl}
+        await client.post("save_weights" if ttl else "save_weights_for_sampler", fields)
+        assert "wanted 1 to 1000000000, or null" in (await client.get(f"{model}:{number}")).json()["error"]
     errors = [(await client.get(f"{model}:{number}")).json().get("error", "") for number in (1, 2, 3, 4)]
     assert errors[0].startswith("adam_params.") and errors[0].endswith("got 'fast'")
     assert errors[1] == "the optimizer 'dimuon' is not served; use AdamParams"

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
+from corerl.errors import EngineFailed
 from corerl_tinker.requests import Draw, Refused
 from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, at_once, serving, supervised, train
 
@@ -267,6 +268,51 @@ def test_samples_of_other_weights_than_asked_for_are_refused(served: Served, mon
     monkeypatch.setattr(type(served.engines), "begin", of_the_next_version)
     with pytest.raises(Refused, match="went while this was sampled"):
         served.draw(asked(sampler))
+
+
+def test_engines_that_died_get_weights_once_for_all_who_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = publish(served)
+    expected = served.draw(asked(sampler, seed=5)).tokens[0].tolist()
+    begin, push, pushed, begun = type(served.engines).begin, type(served.engines).push, [], []
+
+    def dies_at_first(self: Any, request: Any) -> Any:
+        begun.append(request)
+        if len(begun) > 3:
+            return begin(self, request)
+        dead: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        dead.set_exception(EngineFailed("engine-0 was killed by SIGKILL"))
+        return dead
+
+    def counted(self: Any) -> int:
+        pushed.append(self.version)
+        return push(self)
+
+    monkeypatch.setattr(type(served.engines), "begin", dies_at_first)
+    monkeypatch.setattr(type(served.engines), "push", counted)
+
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(served.policy.draw(asked(sampler, seed=5), at_once) for _ in range(3)))
+
+    assert [drawn.tokens[0].tolist() for drawn in asyncio.run(all_of_them())] == [expected] * 3
+    assert len(pushed) == 1
+
+
+def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:
+    sampler = publish(served)
+
+    async def never(work: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def gone() -> None:
+        wanted = asked(sampler, max_tokens=1, prompt_logprobs=True)
+        task = asyncio.create_task(served.policy.draw(wanted, never))
+        await asyncio.sleep(0)
+        assert sum(map(len, served.policy._samplers._waiting.values())) == 1
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(gone())
+    assert not sum(map(len, served.policy._samplers._waiting.values()))
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

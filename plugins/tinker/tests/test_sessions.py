@@ -71,7 +71,25 @@ async def test_a_second_model_of_a_session_replaces_the_first(bench: Bench) -> N
     late = await client.step(first, 1)
     assert late.status_code == 404
     assert late.json()["error"] == f"model {first!r} is not trained here any more; this server trains {second!r}"
-    assert bench.policy.calls == ["create", "release", "create"]
+    assert bench.policy.calls == ["create", "create"]
+
+
+@on_bench()
+async def test_a_refused_model_leaves_the_one_before(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    first = await client.model(session)
+    bench.policy.hold.clear()
+    await client.run(first, 1)
+    await client.step(first, 3)  # waits for 2
+    refused = await client.create(session, 1, base_model="nobody/nothing")
+    early = await client.run(f"{session}:train:1", 1)  # before its client knows
+    bench.policy.hold.set()
+    assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
+    assert "was not created" in (await client.get(early.json()["request_id"])).json()["error"]
+    await client.run(first, 2)
+    assert (await client.get(f"{first}:3")).json() == {"metrics": {"grad_norm": 4.0}}
+    assert bench.policy.calls == ["create", "pass 1", "create", "pass 1", "step"]
 
 
 @on_bench()

@@ -37,6 +37,15 @@ def test_a_teachers_logprobs_are_those_of_transformers(teacher: Path, tmp_path: 
             train(served.policy, 2)
             np.testing.assert_allclose(served.logprobs(sampler, ROW)[1:], wanted, atol=1e-5)
             assert np.abs(served.logprobs(served.policy.sampler(None, MODEL), ROW)[1:] - wanted.numpy()).max() > 0.1
+        served.policy.release()
+        before, start = served.policy.sampler(None, TEACHER), served.policy.sampler(None, MODEL)
+        of_start = served.logprobs(start, ROW)
+        served.new_model("a:train:2")
+        train(served.policy, 1)
+        path = served.policy.save("one", ttl=None, overwrite=False, user_metadata={}).path
+        served.policy.load(path, optimizer=True)  # by other ranks
+        np.testing.assert_allclose(served.logprobs(before, ROW)[1:], wanted, atol=1e-5)
+        assert served.logprobs(start, ROW).tobytes() == of_start.tobytes()
         with pytest.raises(Refused, match="teacher cannot be sampled from any more"):
             served.draw(Draw(sampler=sampler, prompt=np.array(ROW), max_tokens=2, stop_tokens=()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,8 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(loss: str, served: Ser
     done = policy.run(wanted)
     for found in (done, without):
         assert found.metrics == {"loss:sum": pytest.approx(value, rel=1e-5)}
-        for row, expected in zip(found.outputs, logprobs, strict=True):
-            np.testing.assert_allclose(row["logprobs"], expected, atol=1e-5)
+        for row, expected in zip(found.logprobs, logprobs, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-5)
     torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-4, atol=1e-5)
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
 
@@ -184,7 +185,7 @@ def test_a_client_differentiates_a_loss_of_its_own(served: Served, policy: Polic
 
     nothing = tuple(evolve(row, inputs={**row.inputs, "weights": np.zeros(len(row.tokens))}) for row in rows)
     forward = policy.run(Pass(loss="cross_entropy", datums=nothing, forward_only=True))
-    logprobs = [torch.tensor(row["logprobs"], requires_grad=True) for row in forward.outputs]
+    logprobs = [torch.tensor(row, requires_grad=True) for row in forward.logprobs]
     difference(logprobs).backward()
     slopes = [-each.grad.numpy() for each in logprobs if each.grad is not None]
     weighted = (evolve(row, inputs={**row.inputs, "weights": slope}) for row, slope in zip(rows, slopes, strict=True))
@@ -268,11 +269,28 @@ def test_gradients_that_are_dropped_leave_nothing(served: Served, policy: Policy
     assert losses + train(policy, 2) == expected
 
 
+def test_a_model_that_is_refused_leaves_the_one_before(
+    served: Served, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(policy, 3)
+    served.new_model("b:train:1")
+    losses = train(policy, 2)
+    with pytest.raises(Refused, match="base_model='other' is not served here"):
+        policy.create(ModelWanted(base_model="other", rank=None), model_id="b:train:2")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", _no_space)
+        with pytest.raises(Refused, match="serve.directory: no space left"):
+            policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:2")
+    assert losses + train(policy, 1) == expected
+
+
+def _no_space(*_: Any, **__: Any) -> None:
+    raise OSError("no space left")
+
+
 def test_another_model_begins_where_the_first_one_began(served: Served, policy: Policy) -> None:
     first = train(policy, 2)
-    with pytest.raises(Refused, match="a:train:0 is trained here, and one model at a time"):
-        policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:0")
-    served.new_model("b:train:0")
+    policy.create(ModelWanted(base_model=MODEL, rank=None), model_id="b:train:0")
     assert train(policy, 2) == first
 
 
@@ -307,6 +325,19 @@ def test_weights_without_moments_begin_a_new_optimizer(served: Served, policy: P
     network = copy.deepcopy(served.network)
     found = train(policy, 2)
     assert found == in_torch_trained(network, (ADAM, ADAM)) and found[0] == losses[2] and found[1] != losses[3]
+
+
+def test_a_broken_checkpoint_leaves_ranks_that_answer(served: Served, policy: Policy) -> None:
+    first = train(policy, 2)
+    sampler = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata=NOTHING)[0]
+    path = policy.save("broken", ttl=None, overwrite=True, user_metadata=NOTHING).path
+    for each in served.policy._checkpoints.state_of(path).rglob("*.json"):
+        each.unlink()
+    with pytest.raises(Refused, match=r"weights/broken cannot be loaded, and ranks begin with the model again: "):
+        policy.load(path, optimizer=True)
+    with pytest.raises(Refused, match="are gone"):
+        served.logprobs(sampler, ROWS[0])
+    assert train(policy, 2) == first
 
 
 def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:

@@ -60,7 +60,6 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
             route("GET", "healthz", service.health),
             route("GET", "get_server_capabilities", service.capabilities),
             route("POST", "client/config", service.client_config),
-            route("POST", "client/dynamic_config", service.dynamic_config),
             route("POST", "telemetry", service.telemetry),
             route("POST", "create_session", service.create_session),
             route("POST", "session_heartbeat", service.session_heartbeat),

@@ -12,12 +12,13 @@ import pydantic
 from tinker import types as sdk
 
 from corerl.messages import shorten
+from corerl_tinker.checkpoints import NAME
 from corerl_tinker.requests import Adam, Draw, ModelWanted, Refused, Run, Saved
 from corerl_tinker.wire import row_of
 
 MOST_SAMPLES = 4096  # of one prompt
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
-PATH = re.compile(rf"tinker://[A-Za-z0-9][A-Za-z0-9._:-]{{0,127}}/(weights|sampler_weights)/{NAME.pattern}")
+MOST_TOKEN = 2**31  # a token is below
+LONGEST_TTL = 10**9  # seconds, of a checkpoint
 Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 
@@ -48,7 +49,7 @@ def address(fields: Fields) -> tuple[str, int]:
 
 
 def checked_name(name: str | None) -> str:
-    if name is None or not NAME.fullmatch(name):
+    if name is None or not re.fullmatch(NAME, name, re.ASCII):
         raise Refused(
             f"the name of a checkpoint is {shorten(repr(name), 200)}, wanted 1 to 128 letters, digits, '_', '-' and "
             "'.', which is not the first"
@@ -56,13 +57,11 @@ def checked_name(name: str | None) -> str:
     return name
 
 
-def checked_path(path: object) -> str:
-    if not isinstance(path, str) or not PATH.fullmatch(path):
-        raise Refused(
-            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
-            "tinker://RUN/sampler_weights/NAME"
-        )
-    return path
+def seconds(ttl: object) -> int | None:
+    """How long a checkpoint is kept; None: forever."""
+    if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
+        return ttl
+    raise Refused(f"ttl_seconds={shorten(repr(ttl), 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
 
 
 def model_of(request: sdk.CreateModelRequest) -> ModelWanted:
@@ -111,18 +110,19 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
         prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
     except OverflowError:
         raise Refused("the prompt has a token that is no number of 64 bits") from None
+    listed = [stop] if isinstance(stop, str) else list(stop or ())
     checks = {
         "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
-        "top_k": params.top_k >= -1,
+        "top_k": -1 <= params.top_k < MOST_TOKEN,
+        "stop": all(0 <= each < MOST_TOKEN for each in listed if isinstance(each, int)),
         "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
     }
     for name, holds in checks.items():
         if not holds:
             raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-    listed = [stop] if isinstance(stop, str) else list(stop or ())
     stop_texts = tuple(each for each in listed if isinstance(each, str))
     stop_tokens = tuple(each for each in listed if isinstance(each, int))
     return Draw(

@@ -20,11 +20,13 @@ from typing import Any, Literal
 
 from attrs import asdict, evolve
 
+from corerl.messages import shorten
 from corerl_tinker.requests import ModelMade, Refused, Run, Saved
 
 Kind = Literal["training", "sampler"]
 FOLDERS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
-PATH = re.compile(r"tinker://([\w:-][\w.:-]*)/(weights|sampler_weights)/([\w-][\w.-]*)", re.ASCII)
+NAME = r"[\w-][\w.-]{0,127}"
+PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/(weights|sampler_weights)/{NAME}", re.ASCII)
 CHECKPOINT, RUN, STATE = "checkpoint.json", "run.json", "state"
 PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
 
@@ -65,9 +67,12 @@ class Checkpoints:
         saved = Saved(path=path, kind=kind, bytes=size, created=now, expires=expires, user_metadata=dict(user_metadata))
         _write(partial / CHECKPOINT, asdict(saved))
         with self._changing:
-            self._remove(place)
+            aside = _aside(place)
+            if place.exists():
+                os.replace(place, aside)
             os.replace(partial, place)
             (place.parent.parent / RUN).touch()
+            shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
     def get(self, path: str) -> Saved:
@@ -106,12 +111,7 @@ class Checkpoints:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _place(self, path: str) -> tuple[Path, Kind]:
-        match = PATH.fullmatch(path)
-        if match is None:
-            raise Refused(
-                f"{path!r} is no path of a checkpoint: tinker://RUN/weights/NAME, or .../sampler_weights/NAME"
-            )
-        run, folder, name = match.groups()
+        _, _, run, folder, name = checked_path(path).split("/")
         kind: Kind = "training" if folder == FOLDERS["training"] else "sampler"
         return self._directory / run / folder / name, kind
 
@@ -121,8 +121,8 @@ class Checkpoints:
         with self._changing:
             try:
                 saved = Saved(**json.loads((place / CHECKPOINT).read_text()))
-            except FileNotFoundError:
-                return None
+            except (OSError, ValueError, TypeError):
+                return None  # also what is no longer readable, or of a later version
             if saved.expires is None or time.time() < saved.expires:
                 return saved
             self._remove(place)
@@ -132,7 +132,8 @@ class Checkpoints:
         try:
             used = (place / RUN).stat().st_mtime
             content: dict[str, Any] = json.loads((place / RUN).read_text())
-        except FileNotFoundError:
+            made = ModelMade(**content["made"])
+        except (OSError, ValueError, TypeError, KeyError):
             return None  # none of ours
         paths = [
             f"tinker://{place.name}/{folder}/{each.name}"
@@ -142,20 +143,33 @@ class Checkpoints:
         saved = [one for path in paths if PATH.fullmatch(path) and (one := self._read(path)) is not None]
         return Run(
             id=place.name,
-            made=ModelMade(**content["made"]),
+            made=made,
             used=used,
-            user_metadata=content["user_metadata"],
+            user_metadata=content.get("user_metadata", {}),
             checkpoints=tuple(sorted(saved, key=lambda one: one.created)),
         )
 
     def _remove(self, place: Path) -> None:
         """Out of sight first, at once, so that nobody sees half of it."""
-        if not place.exists():
-            return
-        aside = place.with_name(REPLACED + place.name)
-        shutil.rmtree(aside, ignore_errors=True)
+        aside = _aside(place)
         os.replace(place, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def checked_path(path: object) -> str:
+    if not isinstance(path, str) or not PATH.fullmatch(path):
+        raise Refused(
+            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
+            "tinker://RUN/sampler_weights/NAME"
+        )
+    return path
+
+
+def _aside(place: Path) -> Path:
+    """Where what is at `place` is moved to."""
+    aside = place.with_name(REPLACED + place.name)
+    shutil.rmtree(aside, ignore_errors=True)  # what an earlier server left
+    return aside
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

@@ -257,11 +257,6 @@ def _inputs(datum: Datum, named: Named, *, loss: str) -> dict[str, Array]:
     if missing := [name for name in (TARGETS, *named.needs) if name not in found]:
         raise Refused(f"loss_fn_inputs has no {missing[0]!r}, which {loss} needs; it has {_listed(found)}")
     for name, value in found.items():
-        if value.shape != datum.tokens.shape:
-            raise Refused(
-                f"{name} has shape {list(value.shape)} for {len(datum.tokens)} tokens; one value of each for each "
-                "token is served, and not several targets for one token"
-            )
         if not np.isfinite(value).all():
             raise Refused(f"{name} has values that are not finite")
     weights = found[WEIGHTS] if WEIGHTS in named.needs else found.pop(WEIGHTS, None)

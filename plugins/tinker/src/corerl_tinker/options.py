@@ -88,11 +88,6 @@ class ServeOptions:
     tokens_per_row: int = option(
         "tokens that a row of a request may have", default=100_000, validator=between(1, 10_000_000)
     )
-    samples_at_once: int = option(
-        "requests for samples that a client has in flight, each of which holds a connection; more wait in the client",
-        default=512,
-        validator=between(1, 10_000),
-    )
     memory_mib: int = option(
         "memory for requests that wait and for results until they are fetched, in MiB; above it clients wait, and "
         "results that were fetched before are forgotten",

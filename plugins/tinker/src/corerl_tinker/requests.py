@@ -29,8 +29,7 @@ class Datum:
     """One row of a pass."""
 
     tokens: IntArray  # [n]
-    # name -> [n] or [n, K], by token of the row: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
-    inputs: Mapping[str, Array]
+    inputs: Mapping[str, Array]  # name -> [n]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
 
 
 @frozen(kw_only=True)
@@ -45,10 +44,9 @@ class Pass:
 
 @frozen(kw_only=True)
 class PassDone:
-    """What a pass returns for each datum, and metrics with their reductions as suffixes (`loss:sum`)."""
+    """What a pass returns: metrics have their reductions as suffixes (`loss:sum`)."""
 
-    loss: str
-    outputs: tuple[Mapping[str, FloatArray], ...]  # for each datum `logprobs` [n], and what else its loss returns
+    logprobs: tuple[FloatArray, ...]  # [n] for each datum
     metrics: Mapping[str, float]
 
 
@@ -150,7 +148,7 @@ class Policy(Protocol):
     numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
 
     def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
-        """Begin with a new model. The one before, if any, was released."""
+        """Begin with a new model in the place of the one before, which goes on if this one is refused."""
 
     def release(self) -> None:
         """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""

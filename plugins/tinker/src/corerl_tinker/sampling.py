@@ -11,13 +11,13 @@ import asyncio
 import concurrent.futures
 import secrets
 import threading
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from attrs import define, frozen
 
-from corerl import Output, SampleBatch, TrainGroup
+from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.ops import hash_key
@@ -26,22 +26,6 @@ from corerl_tinker.requests import Draw, Drawn, InTurn, Refused
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
-
-
-class Engines(Protocol):
-    """What is used of `corerl.Engines`."""
-
-    @property
-    def group(self) -> TrainGroup: ...
-    @property
-    def context_length(self) -> int: ...
-    @property
-    def takes_turns(self) -> bool:
-        """Whether `turn` lets engines sleep, which lose their weights by that."""
-
-    def push(self) -> int: ...
-    def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]: ...
-    def turn(self, stage: Literal["train", "forward", "save"]) -> None: ...
 
 
 @frozen(kw_only=True)
@@ -64,10 +48,12 @@ class _Prompt:
 class Samplers:
     """The samplers of one server. All but `draw` is called by the thread of the group."""
 
-    def __init__(self, engines: Engines, *, keep: int) -> None:
-        """`keep`: how many earlier weights the ranks keep a copy of, besides those they started with."""
+    def __init__(self, engines: Engines, *, keep: int, teachers: Mapping[int, str]) -> None:
+        """`keep`: how many earlier weights the ranks keep a copy of, besides those they started with; `teachers`: the
+        models' directories, by the numbers of their weights."""
         self._engines = engines
         self._keep = keep
+        self._sources = {START: "", **teachers}  # of copies that ranks load again, should they have restarted
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
@@ -86,10 +72,10 @@ class Samplers:
         self._last += number is None
         self.now = self._last if number is None else number
 
-    def restarted(self, number: int | None) -> None:
-        """The same, where the ranks have ended with all that they kept."""
+    def restarting(self) -> None:
+        """The ranks end with all that they kept. Until `changed`, nobody's weights are in their place."""
         self._kept.clear()
-        self.changed(number)
+        self.changed()
 
     def keep(self) -> None:
         """Keep a copy of the weights as they are. The one that was not used for longest goes, if there are too many."""
@@ -101,11 +87,11 @@ class Samplers:
             self._kept.remove(number)
             self._engines.group.snapshot(_name(number)).drop().result()
 
-    def keep_loaded(self, number: int = START, path: str = "") -> None:
-        """Keep a copy of the weights in a model's directory, or of those that the ranks start with."""
+    def keep_loaded(self, number: int) -> None:
+        """Keep a copy of a teacher's weights, or of those that the ranks start with."""
         if number not in self._kept:
             self.turn("forward")
-            self._engines.group.snapshot(_name(number)).load(path).result()
+            self._engines.group.snapshot(_name(number)).load(self._sources[number]).result()
             self._used(number)
 
     def _used(self, number: int) -> None:
@@ -113,7 +99,7 @@ class Samplers:
 
     def has(self, number: int) -> bool:
         """Whether a sampler of these weights can be answered anything."""
-        return number in (self.now, *self._kept, self._pushed and self._pushed[0])
+        return number in (self.now, *self._kept, *self._sources, self._pushed and self._pushed[0])
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Before ranks do such work. Where they share devices with engines, these finish what they are at and sleep."""
@@ -133,8 +119,9 @@ class Samplers:
     def _close(self) -> None:
         """Begin no samples, and wait for those in flight: they are of the weights that engines hold."""
         with self._changing:
-            self._open = False
-            self._changing.wait_for(lambda: not self._in_flight, LONGEST_WAIT)
+            if self._open:  # else that was waited for, and what goes on waits for the next push
+                self._open = False
+                self._changing.wait_for(lambda: not self._in_flight, LONGEST_WAIT)
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
@@ -173,7 +160,8 @@ class Samplers:
         try:
             generation = await asyncio.wrap_future(work)
         except EngineFailed:  # all have died, and others get what they held only by a push
-            work, version = await in_turn(lambda: self._begin_in_turn(sampler, request, again=True))
+            died = version
+            work, version = await in_turn(lambda: self._begin_in_turn(sampler, request, died=died))
             generation = await asyncio.wrap_future(work)
         if sampler.weights is not None and (generation.versions != version).any():
             raise Refused(f"the weights of {sampler.name} went while this was sampled; {self._instead(sampler)}")
@@ -202,10 +190,11 @@ class Samplers:
             self._changing.notify_all()
 
     def _begin_in_turn(
-        self, sampler: Sampler, request: GenerateRequest, *, again: bool = False
+        self, sampler: Sampler, request: GenerateRequest, *, died: int | None = None
     ) -> tuple[concurrent.futures.Future[Generation], int]:
-        """The same in the thread of the group, which can push: `again` if engines have died."""
-        if again:
+        """The same in the thread of the group, which can push. `died`: the version with which engines have died; the
+        first who finds out pushes, for all others."""
+        if self._pushed is not None and self._pushed[1] == died:
             self._close()
         if sampler.weights == self.now or (sampler.weights is None and not self._open):
             self.push()
@@ -231,13 +220,20 @@ class Samplers:
             number = self.now if self._pushed is None else self._pushed[0]
         with self._changing:
             self._waiting.setdefault(number, []).append(prompt)
-        return await in_turn(lambda: self._score(number, prompt, sampler))
+        try:
+            return await in_turn(lambda: self._score(number, prompt, sampler))
+        finally:
+            with self._changing:
+                if prompt in (left := self._waiting.get(number, [])):  # whoever asked has gone
+                    left.remove(prompt)
 
     def _score(self, number: int, prompt: _Prompt, sampler: Sampler) -> FloatArray:
         """In one pass with all prompts that wait for the same weights by now."""
         if prompt.logprobs is None:
             with self._changing:
                 prompts = self._waiting.pop(number, [prompt])
+            if number != self.now and number in self._sources:
+                self.keep_loaded(number)
             if number != self.now and number not in self._kept:
                 raise Refused(
                     f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and "

@@ -17,14 +17,15 @@ from corerl_tinker.bodies import (
     adam_of,
     address,
     checked_name,
-    checked_path,
     checkpoint_fields,
     draw_of,
     model_of,
     read,
     run_fields,
+    seconds,
     texts,
 )
+from corerl_tinker.checkpoints import checked_path
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.options import ServeOptions, is_loopback
 from corerl_tinker.order import ModelLost, Order, Turns
@@ -33,6 +34,7 @@ from corerl_tinker.sessions import GONE, Model, Sampler, Sessions
 
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
+SAMPLES_AT_ONCE = 512  # of a client, each in a connection of its own; more wait in the client
 
 
 class Service:
@@ -68,19 +70,16 @@ class Service:
             "pjwt_auth_enabled": False,
             "proto_compress_fwdbwd": not is_loopback(self._options.address),
             "parallel_fwdbwd_chunks": True,
-            "sample_max_concurrent_requests": self._options.samples_at_once,
+            "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
             # Routes that are not served; clients do without them.
             "sample_use_retrieve_futures": False,
             "sample_join_sampling_session": False,
             "custom_loss_server_side": False,
         }
 
-    async def dynamic_config(self, fields: Fields) -> Fields:
-        return {"sample_cancel_enabled": False}
-
     async def create_session(self, fields: Fields) -> Fields:
         read(sdk.CreateSessionRequest, fields)
-        return {"session_id": self.sessions.begin().id, "error_message": self._order.lost or None}
+        return {"session_id": self.sessions.begin(), "error_message": self._order.lost or None}
 
     async def session_heartbeat(self, fields: Fields) -> Fields:
         self.sessions.seen(read(sdk.SessionHeartbeatRequest, fields).session_id)
@@ -121,17 +120,15 @@ class Service:
         self, session_id: str, number: int, wanted: ModelWanted, *, path: str = "", moments: bool = False
     ) -> Fields:
         """Create a model, with the weights of a checkpoint if there is a path."""
-        session = self.sessions.seen(session_id)
-        model_id = f"{session.id}:train:{number}"
+        self.sessions.seen(session_id)
+        model_id = f"{session_id}:train:{number}"
         name = f"{model_id}:0"
         if (promise := self.futures.get(name)) is None:
-            self.sessions.require_free(session)
-            promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
-            if (before := self.sessions.model) is not None:
-                before.turns.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
-                self._order.begin(self._policy.release)
+            self.sessions.require_free(session_id)
+            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
+            before = self.sessions.model
             turns = Turns(self._order, self.futures, clock=self._clock)
-            model = Model(id=model_id, session=session.id, wanted=wanted, turns=turns)
+            model = Model(id=model_id, session=session_id, wanted=wanted, turns=turns)
             self.sessions.model = model
 
             def create() -> Answer:
@@ -148,8 +145,11 @@ class Service:
                 )
 
             def created(work: asyncio.Future[Answer]) -> None:
-                if (work.cancelled() or work.exception()) and self.sessions.model is model:
-                    self.sessions.model = None
+                failed = work.cancelled() or work.exception() is not None
+                if failed and self.sessions.model is model:
+                    self.sessions.model = before if before is not None and before.made is not None else None
+                elif not failed and before is not None:
+                    before.turns.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
 
             work = self._order.begin(create)
             work.add_done_callback(created)
@@ -213,7 +213,7 @@ class Service:
             request = read(sdk.SaveWeightsRequest, fields)
             saved = self._policy.save(
                 checked_name(request.path),
-                ttl=request.ttl_seconds,
+                ttl=seconds(request.ttl_seconds),
                 overwrite=request.overwrite,
                 user_metadata=texts(request.user_metadata),
             )
@@ -257,7 +257,13 @@ class Service:
                     f"request {number} of model {model_id!r} was answered, and its answer is forgotten", status=GONE
                 )
             promise = self.futures.open(name, owner=model.session, size=size, urgent=number == model.turns.next)
-            model.turns.add(number, promise, lambda: call(model))
+
+            def of_model() -> Answer:
+                if model.made is None:  # or another one would be trained
+                    raise Refused(f"model {model_id!r} was not created: request {model_id}:0 was refused")
+                return call(model)
+
+            model.turns.add(number, promise, of_model)
         return {"request_id": promise.name, "model_id": model_id}
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
@@ -267,7 +273,7 @@ class Service:
             request = read(sdk.SaveWeightsForSamplerRequest, fields)
             sampler, saved = self._policy.save_for_sampler(
                 None if request.path is None else checked_name(request.path),
-                ttl=request.ttl_seconds,
+                ttl=seconds(request.ttl_seconds),
                 inflight=request.kind == "inflight",
                 user_metadata=texts(request.user_metadata),
             )
@@ -281,20 +287,21 @@ class Service:
 
     async def create_sampling_session(self, fields: Fields) -> Answer:
         request = read(sdk.CreateSamplingSessionRequest, fields)
-        session = self.sessions.seen(request.session_id)
+        session_id = request.session_id
+        self.sessions.seen(session_id)
         path = None if request.model_path is None else checked_path(request.model_path)
         if path is not None:
             run, _ = await self._found(path)
             base_model = run.made.base_model
         else:
             base_model = request.base_model or ""
-        name = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        name = f"{session_id}:sample:{request.sampling_session_seq_id}"
         if (promise := self.futures.get(name)) is None:
-            promise = self.futures.open(name, owner=session.id, size=0, urgent=True)
+            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
 
             def create() -> Answer:
                 sampler = self._policy.sampler(path, None if path else base_model)
-                self.sessions.add(Sampler(id=sampler, session=session.id, base_model=base_model, model_path=path))
+                self.sessions.add(Sampler(id=sampler, session=session_id, base_model=base_model, model_path=path))
                 return answered({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
             self.futures.fill(promise, self._order.begin(create))
@@ -378,10 +385,8 @@ class Service:
 
     async def expire_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
         _, saved = await self._found(checked_path(f"tinker://{run}/{checkpoint}"))
-        seconds = fields.get("ttl_seconds")
-        if seconds is not None and not (isinstance(seconds, int) and seconds > 0):
-            raise Refused(f"ttl_seconds={shorten(repr(seconds), 40)}, wanted seconds above 0, or null for never")
-        await asyncio.to_thread(self._policy.expire, saved.path, ttl=seconds)
+        ttl = seconds(fields.get("ttl_seconds"))
+        await asyncio.to_thread(self._policy.expire, saved.path, ttl=ttl)
 
     async def _runs(self) -> list[Run]:
         return list(await asyncio.to_thread(self._policy.runs))

@@ -34,38 +34,30 @@ class Sampler:
     model_path: str | None = None
 
 
-@define(kw_only=True, eq=False)
-class Session:
-    id: str
-    seen: float  # by the clock
-
-
 class Sessions:
     def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._idle, self._clock = idle_seconds, clock
-        self._open: dict[str, Session] = {}
+        self._seen: dict[str, float] = {}  # session -> when, by the clock
         self._samplers: dict[str, Sampler] = {}
         self.model: Model | None = None  # the one that is trained
 
-    def begin(self) -> Session:
-        session = Session(id=f"session-{secrets.token_hex(8)}", seen=self._clock())
-        self._open[session.id] = session
-        return session
+    def begin(self) -> str:
+        session_id = f"session-{secrets.token_hex(8)}"
+        self._seen[session_id] = self._clock()
+        return session_id
 
-    def seen(self, session_id: str) -> Session:
-        """The session, of which a request has just arrived. Raises Refused if it has ended."""
-        session = self._open.get(session_id)
-        if session is None:
+    def seen(self, session_id: str) -> None:
+        """A request of this session has just arrived. Raises Refused if it has ended."""
+        if session_id not in self._seen:
             raise Refused(
                 f"session {session_id!r} has ended, or is one of an earlier server; begin another, with a new "
                 "ServiceClient, and resume from a saved state",
                 status=GONE,
             )
-        session.seen = self._clock()
-        return session
+        self._seen[session_id] = self._clock()
 
     def end(self, session_id: str) -> None:
-        self._open.pop(session_id, None)
+        self._seen.pop(session_id, None)
         for sampler in list(self._samplers.values()):  # at once: the group's thread adds to them
             if sampler.session == session_id:
                 del self._samplers[sampler.id]
@@ -74,7 +66,7 @@ class Sessions:
 
     def idle(self) -> list[str]:
         """Sessions of which nothing was heard for long."""
-        return [session.id for session in self._open.values() if self._clock() > session.seen + self._idle]
+        return [session_id for session_id, seen in list(self._seen.items()) if self._clock() > seen + self._idle]
 
     def trained(self, model_id: str) -> Model:
         """The model of this id, whose session is there."""
@@ -91,10 +83,10 @@ class Sessions:
             return number.isdecimal() and int(number) < self.model.turns.next
         return owner in self._samplers
 
-    def require_free(self, session: Session) -> None:
+    def require_free(self, session_id: str) -> None:
         """Raise Refused if another session trains a model."""
-        if self.model is not None and self.model.session != session.id:
-            silent = self._clock() - self._open[self.model.session].seen
+        if self.model is not None and self.model.session != session_id:
+            silent = self._clock() - self._seen[self.model.session]
             raise Refused(
                 f"session {self.model.session} trains {self.model.id!r}, and this server trains one model at a time; "
                 f"its last request was {silent:.0f} s ago; it ends when its client closes, or {self._idle:.0f} s later"

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from corerl import AdamSettings, Output, Step
+from corerl import AdamSettings, Engines, Output, Step
 from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
@@ -33,7 +33,7 @@ from corerl_tinker.requests import (
     Run,
     Saved,
 )
-from corerl_tinker.sampling import START, Engines, Samplers
+from corerl_tinker.sampling import START, Samplers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,10 +69,11 @@ class ServedPolicy:
         self._vocabulary: int = config.model.vocabulary or text["vocab_size"]
         self._longest = options.context_length or engines.context_length
         keep = options.snapshots or (SNAPSHOTS if self._lora is None else LORA_SNAPSHOTS)
-        self._samplers = Samplers(engines, keep=keep)
-        self._teachers = dict(zip(options.teachers, range(-1, -1 - len(options.teachers), -1), strict=True))
-        for name in self._teachers:  # before a client is served: ranks end where files do not fit the model
-            self._keep_teacher(name)
+        self._teachers = {name: -1 - number for number, name in enumerate(options.teachers)}
+        sources = {self._teachers[name]: str(Path(path).absolute()) for name, path in options.teachers.items()}
+        self._samplers = Samplers(engines, keep=keep, teachers=sources)
+        for number in sources:  # before a client is served: ranks end where files do not fit the model
+            self._samplers.keep_loaded(number)
         self._checkpoints = Checkpoints(Path(options.directory))
         self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
         self._training = ""  # the model's id; "" if there is none
@@ -83,19 +84,20 @@ class ServedPolicy:
     # ---- a model -----------------------------------------------------------------------------------------------------
 
     def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
-        if self._training:
-            raise Refused(f"{self._training} is trained here, and one model at a time; end its session first")
         self._require_served(wanted.base_model)
         self._require_same(wanted)
-        self.discard()
-        if self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
         made = ModelMade(
             base_model=wanted.base_model,
             tokenizer=self._options.name,
             rank=self._lora.rank if self._lora is not None else None,
         )
-        self._checkpoints.begin(model_id, made, wanted.user_metadata)
+        try:
+            self._checkpoints.begin(model_id, made, wanted.user_metadata)
+        except OSError as error:
+            raise Refused(f"a model needs its directory in serve.directory: {error}") from error
+        self.discard()
+        if self._step or self._samplers.now != START:
+            self._stale = True  # not yet: a checkpoint may be loaded next
         self._training = model_id
         return made
 
@@ -152,8 +154,9 @@ class ServedPolicy:
         """Let other ranks go on from what `save` wrote, the weights of this number, or with the model."""
         self._samplers.turn("train")
         self._gradients, self._stale = False, True
+        self._samplers.restarting()
         self._step = self._engines.group.restart(directory, moments=moments).result().optimizer_step
-        self._samplers.restarted(number)
+        self._samplers.changed(number)
         self._stale = False
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -168,8 +171,7 @@ class ServedPolicy:
         else:
             self._samplers.turn("train")
             logprobs, loss = self._add_gradients(rows)
-        outputs = tuple({"logprobs": row} for row in rows.outputs(logprobs))
-        return PassDone(loss=wanted.loss, outputs=outputs, metrics={"loss:sum": loss})
+        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": loss})
 
     def step(self, settings: Adam) -> Mapping[str, float]:
         self._require_model()
@@ -254,8 +256,9 @@ class ServedPolicy:
         state = self._checkpoints.state_of(path).absolute()
         try:
             self._restart(str(state), self._weights_at.get(path), moments=moments)
-        except UserError as error:  # ranks will begin with the model once more
-            raise Refused(f"{path} cannot be loaded: {error.message}") from error
+        except UserError as error:
+            self._freshen()
+            raise Refused(f"{path} cannot be loaded, and ranks begin with the model again: {error.message}") from error
         self._weights_at[path] = self._samplers.now
 
     def runs(self) -> Sequence[Run]:
@@ -304,20 +307,13 @@ class ServedPolicy:
 
     def _sampler_of_model(self, base_model: str) -> str:
         if base_model in self._teachers:
-            self._freshen()
-            self._keep_teacher(base_model)
             return self._samplers.add(self._teachers[base_model], base_model)
         self._require_served(base_model)
         self._stale |= not self._training and self._samplers.now != START
         self._freshen()
-        self._samplers.keep_loaded()
         if self._samplers.now == START:
             self._samplers.push()
         return self._samplers.add(START, base_model)
-
-    def _keep_teacher(self, name: str) -> None:
-        path = Path(self._options.teachers[name])
-        self._samplers.keep_loaded(self._teachers[name], str(path.absolute()))
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         if (wanted.prompt < 0).any() or (wanted.prompt >= self._vocabulary).any() or not len(wanted.prompt):

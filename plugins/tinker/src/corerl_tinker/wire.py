@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -12,13 +11,13 @@ import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
-from corerl.types import Array, FloatArray, IntArray
+from corerl.types import Array, IntArray
 from corerl_tinker.futures import Answer
 from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
 
 PROTOBUF = "application/x-protobuf"
 LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may ask for
-MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed, and of its tensors, once they are dense
+MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
 # The SDK widens all others to these.
@@ -50,19 +49,17 @@ def parsed(body: bytes) -> PassMessage:
     return message
 
 
-def read_pass(message: PassMessage, *, longest: int, most: int = MOST_BYTES) -> Pass:
-    """What a message asks for. Rows have at most `longest` tokens, and tensors, once they are dense, `most` bytes
-    together. Raises Refused, with the number of the datum, for what is not served or contradicts itself."""
+def read_pass(message: PassMessage, *, longest: int) -> Pass:
+    """What a message asks for. Rows have at most `longest` tokens. Raises Refused, with the number of the datum, for
+    what is not served or contradicts itself."""
     if not message.data:
         raise Refused("a pass without datums")
     datums = []
     for number, datum in enumerate(message.data):
         try:
             tokens = _tokens(datum.model_input, longest=longest)
-            inputs = {}
-            for name, tensor in datum.loss_fn_inputs.items():
-                inputs[name] = _array(tensor, name=name, rows=len(tokens), most=most)
-                most -= inputs[name].nbytes
+            given = datum.loss_fn_inputs.items()
+            inputs = {name: _array(tensor, name=name, rows=len(tokens)) for name, tensor in given}
         except Refused as refused:
             raise Refused(f"datum {number}: {refused.sentence}") from refused
         datums.append(Datum(tokens=tokens, inputs=inputs))
@@ -90,43 +87,24 @@ def row_of(tokens: Array, *, longest: int) -> IntArray:
     return tokens.astype(np.int64)
 
 
-def _array(tensor: pb.Tensor, *, name: str, rows: int, most: int) -> Array:
-    """[rows] or [rows, K]: float32 or int64."""
+def _array(tensor: pb.Tensor, *, name: str, rows: int) -> Array:
+    """[rows]: float32 or int64."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise Refused(f"{name} has the dtype {tensor.dtype}, wanted float32 (1) or int64 (2)")
-    data = tensor.sparse_csr.values if tensor.HasField("sparse_csr") else tensor.dense
-    values = _values(data, dtype, what=name)
-    shape = tuple(tensor.shape) or (len(values),)
-    if len(shape) not in (1, 2) or shape[0] != rows or min(shape) < 0:
-        raise Refused(f"{name} has the shape {list(shape)}, wanted [{rows}] or [{rows}, K], a row for each token")
-    if math.prod(shape) * values.itemsize > most:
-        raise Refused(f"{name} has the shape {list(shape)}; with the datums before it that is too much at once")
     if tensor.HasField("sparse_csr"):
-        return _dense(tensor.sparse_csr, values, shape, name=name)
-    if math.prod(shape) != len(values):
-        raise Refused(f"{name} has {len(values)} values and the shape {list(shape)}")
-    return values.reshape(shape)
-
-
-def _dense(csr: pb.SparseCsr, values: Array, shape: tuple[int, ...], *, name: str) -> Array:
-    """Zeros where nothing is listed."""
-    crow = _values(csr.crow_indices, np.dtype("<i8"), what=name)
-    columns = _values(csr.col_indices, np.dtype("<i8"), what=name)
-    counts = np.diff(crow)
-    whole = (
-        len(shape) == 2
-        and len(crow) == shape[0] + 1
-        and (crow[0], crow[-1]) == (0, len(values))
-        and (counts >= 0).all()
-        and len(columns) == len(values)
-        and ((columns >= 0) & (columns < shape[1])).all()
+        shape = tuple(tensor.shape)
+    else:
+        values = _values(tensor.dense, dtype, what=name)
+        shape = tuple(tensor.shape) or (len(values),)
+        if math.prod(shape) != len(values):
+            raise Refused(f"{name} has {len(values)} values and the shape {list(shape)}")
+        if shape == (rows,):
+            return values
+    raise Refused(
+        f"{name} has the shape {list(shape)}, wanted [{rows}]: one value for each token is served, and not several "
+        "targets for one token"
     )
-    if not whole:
-        raise Refused(f"{name} is sparse, and its indices do not fit the shape {list(shape)} and {len(values)} values")
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return dense
 
 
 def _values(data: bytes, dtype: np.dtype, *, what: str) -> Array:
@@ -140,29 +118,13 @@ def _values(data: bytes, dtype: np.dtype, *, what: str) -> Array:
 
 def pass_answer(done: PassDone) -> Answer:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
-    for _, group in itertools.groupby(done.outputs, key=_trailing):
-        message.loss_fn_outputs.append(_record(list(group)))
+    if done.logprobs:
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(done.logprobs))
+        parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in done.logprobs]
+        offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()  # in bytes
+        tensor = pb.BatchedTensor(data=b"".join(parts), offsets=offsets, dtype=pb.DTYPE_FLOAT32)
+        record.fields["logprobs"].CopyFrom(tensor)
     return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
-
-
-def _trailing(outputs: Mapping[str, FloatArray]) -> list[tuple[str, tuple[int, ...]]]:
-    """What the datums of one record have in common: the names of outputs, and their shapes but for the tokens."""
-    return [(name, values.shape[1:]) for name, values in sorted(outputs.items())]
-
-
-def _record(rows: Sequence[Mapping[str, FloatArray]]) -> pb.ArrayRecord:
-    record = pb.ArrayRecord(type_tag="ArrayRecord", num_datums=len(rows))
-    for name, values in rows[0].items():
-        parts = [np.ascontiguousarray(row[name], "<f4").tobytes() for row in rows]
-        record.fields[name].CopyFrom(
-            pb.BatchedTensor(
-                data=b"".join(parts),
-                offsets=np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes(),  # in bytes
-                dtype=pb.DTYPE_FLOAT32,
-                trailing_shape=values.shape[1:],
-            )
-        )
-    return record
 
 
 def sample_answer(drawn: Drawn, *, last: int | None = None) -> Answer:
