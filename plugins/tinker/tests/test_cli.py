@@ -65,6 +65,11 @@ def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
         ("serve = 3", [], "serve: expected a table, got 3"),
         ("[serve", [], "is not valid TOML"),
         ("[backend]\nname = 'plain'", [], "serve.name is empty, and there is no model.path"),
+        (
+            "backend.name = 'plain'\n[serve]\nname = 'small'",
+            [],
+            "model.tokenizer is empty, and there is no model.path; set it",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, overrides: list[str], line: str) -> None:

@@ -16,13 +16,25 @@ async def test_one_session_trains_at_a_time(bench: Bench) -> None:
     bench.now += 7
     refused = await client.create(second)
     assert refused.status_code == 400 and refused.json() == {
-        "error": f"session {first} trains {model!r}, and this server trains one model at a time; its last request "
-        "was 7 s ago; it ends when its client closes, or 60 s later",
+        "error": f"session {first} trains {model!r}, and this server trains one model at a time; its client was there "
+        "7 s ago; close that client, or try again once it has been silent for 35 s",
         "category": "user",
     }
     assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
     assert (await client.post(f"sessions/{first}/finish", {"reason": {"type": "success"}})).status_code == 204
     await client.model(second)
+    assert bench.policy.calls == ["create", "release", "create"]
+
+
+@on_bench(idle_minutes=5.0)
+async def test_a_client_takes_over_from_one_that_sends_no_heartbeats(bench: Bench) -> None:
+    client = bench.client
+    gone, there = await client.begin(), await client.begin()
+    model = await client.model(gone)
+    bench.now += 36
+    await client.model(there)
+    assert bench.notices == [f"session {gone} has ended: another one trains, and its client sends no heartbeats"]
+    assert (await client.step(model, 1)).status_code == 410
     assert bench.policy.calls == ["create", "release", "create"]
 
 

@@ -80,6 +80,11 @@ def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptio
     name = options.name or config.model.path
     if not name:
         raise ConfigError("serve.name is empty, and there is no model.path; set it to what clients call the model")
+    if not config.model.tokenizer and not config.model.path:
+        raise ConfigError(
+            "model.tokenizer is empty, and there is no model.path; set it: which tokens end an answer, and what texts "
+            "of clients stop one, follow from the tokenizer"
+        )
     return config, evolve(options, name=name)
 
 

@@ -124,7 +124,10 @@ class Service:
         model_id = f"{session_id}:train:{number}"
         name = f"{model_id}:0"
         if (promise := self.futures.get(name)) is None:
-            self.sessions.require_free(session_id)
+            # Once all is lost, the promise says so, whoever trained.
+            if not self._order.lost and (silent := self.sessions.silent_trainer(session_id)):
+                self._notify(f"session {silent} has ended: another one trains, and its client sends no heartbeats")
+                self._end(silent)
             promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
             before = self.sessions.model
             turns = Turns(self._order, self.futures, clock=self._clock)

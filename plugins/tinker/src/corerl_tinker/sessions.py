@@ -11,6 +11,7 @@ from attrs import define, frozen
 from corerl_tinker.order import Turns
 from corerl_tinker.requests import ModelMade, ModelWanted, Refused
 
+HEARTBEATS_SECONDS = 35.0  # clients send one every 10 s
 GONE = 410  # for which clients neither wait nor ask again
 
 
@@ -83,14 +84,19 @@ class Sessions:
             return number.isdecimal() and int(number) < self.model.turns.next
         return owner in self._samplers
 
-    def require_free(self, session_id: str) -> None:
-        """Raise Refused if another session trains a model."""
-        if self.model is not None and self.model.session != session_id:
-            silent = self._clock() - self._seen[self.model.session]
-            raise Refused(
-                f"session {self.model.session} trains {self.model.id!r}, and this server trains one model at a time; "
-                f"its last request was {silent:.0f} s ago; it ends when its client closes, or {self._idle:.0f} s later"
-            )
+    def silent_trainer(self, session_id: str) -> str:
+        """The other session that trains a model, if its client has missed its heartbeats: "" if there is none. Raises
+        Refused if its client is there."""
+        if self.model is None or self.model.session == session_id:
+            return ""
+        silent = self._clock() - self._seen[self.model.session]
+        if silent > HEARTBEATS_SECONDS:
+            return self.model.session
+        raise Refused(
+            f"session {self.model.session} trains {self.model.id!r}, and this server trains one model at a time; its "
+            f"client was there {silent:.0f} s ago; close that client, or try again once it has been silent for "
+            f"{HEARTBEATS_SECONDS:.0f} s"
+        )
 
     def add(self, sampler: Sampler) -> None:
         """Raises Refused if its session has ended."""
