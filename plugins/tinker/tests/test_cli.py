@@ -54,6 +54,12 @@ def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
     assert KEY not in repr(options)
 
 
+def test_the_example_is_read() -> None:
+    config, options = read_config(str(Path(__file__).parents[3] / "examples" / "serve.toml"), [])
+    assert (config.backend.name, config.roles.actor.ranks, config.lora and config.lora.rank) == ("fsdp", 2, 32)
+    assert (options.name, options.directory) == ("small", "runs/served")
+
+
 @pytest.mark.parametrize(
     ("text", "overrides", "line"),
     [
