@@ -331,10 +331,15 @@ class DataParallel(PlainBackend):
         self.sum_gradients()
         return super().optimizer_step(step, scale)
 
-    def sum_gradients(self) -> None:
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(param.grad)
+    def sum_gradients(self, group: dist.ProcessGroup | None = None) -> None:
+        """What has no gradient on any rank, such as a tower in a step on text alone, has none."""
+        params = [*self.trained.values()]
+        there = torch.tensor([param.grad is not None for param in params]).int()
+        dist.all_reduce(there, group=group)
+        for param, count in zip(params, there.tolist(), strict=True):
+            if count:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                dist.all_reduce(param.grad, group=group)
 
     def local_state(self, key: StateKey) -> Sequence[Chunk]:
         return self.of_the_first(super().local_state(key))
@@ -359,10 +364,8 @@ class InPairs(DataParallel):
         self.like_me = [dist.new_group([*range(each, 2 * pairs, 2)]) for each in (0, 1)][rank % 2]
         return ParallelLayout(rank=rank, world_size=2 * pairs, dp_rank=rank // 2, dp_size=pairs, outputs=rank % 2 == 0)
 
-    def sum_gradients(self) -> None:
-        for param in self.params.values():
-            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(param.grad, group=self.like_me)
+    def sum_gradients(self, group: dist.ProcessGroup | None = None) -> None:
+        super().sum_gradients(self.like_me)
 
 
 class AnswersOnEveryRank(InPairs):
