@@ -374,7 +374,7 @@ class AnswersOnEveryRank(InPairs):
 
 
 class ForgetsOtherPairs(InPairs):
-    def sum_gradients(self) -> None:
+    def sum_gradients(self, group: dist.ProcessGroup | None = None) -> None:
         pass
 
 
