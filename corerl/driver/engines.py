@@ -127,13 +127,11 @@ class Engines:
             started = start_processes(processes, plan.cluster, plan.rollout, loop, progress, stack)
             group, fleet = started.groups[ACTOR], started.fleet
             assert fleet is not None
-            group.plan = plan.role  # with the algorithm's objective
             residency = Residency(
                 plan=residency_plan(processes.sharing, passed={ACTOR}, sleeps=plan.cluster.offload_kinds),
                 groups={name: started.groups[name] for name in processes.sharing},
                 fleet=fleet,
                 progress=progress,
-                measures=plan.cluster.offload == "auto",
             )
             yield cls(
                 config=plan.weights,

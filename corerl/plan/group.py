@@ -62,7 +62,8 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
             resume={role: resume},
             context_length=context,
         )
-        plan, placement = processes.roles[role], processes.placement
+        plan, placement = evolve(processes.roles[role], objective=objective), processes.placement
+        processes = evolve(processes, roles={role: plan})
     else:
         plan = plan_role(
             role,
@@ -73,6 +74,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
             model=models[role],
             common=process_environment(config.cluster, device=device, transport=plugins.transport),
         )
+        plan = evolve(plan, objective=objective)
         placement = arrange(
             {role: len(plan.assignments)},
             cpus=plan.resources.cpus,
@@ -80,7 +82,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
             resources=config.cluster.resources,
         )
     return GroupPlan(
-        role=evolve(plan, objective=objective),
+        role=plan,
         placement=placement,
         processes=processes,
         cluster=config.cluster,
