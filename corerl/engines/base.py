@@ -50,6 +50,7 @@ class GenerateRequest:
     offsets: IntArray  # [R + 1]
     noise_keys: IntArray  # [R] hash of (seed, rollout step, prompt, sample)
     params: SamplingParams
+    version: int | None = None  # of the weights to sample from, one of those that engines hold; None: the newest
     # [R] how many of a row's last tokens already belong to its response, after an interruption or after an episode's
     # first turn; the next token sampled has this number in the response. 0 in a fresh row.
     response_lengths: IntArray = field(
@@ -104,10 +105,11 @@ class GenerateRequest:
 
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
-        """The rows of several requests with the same parameters, in order."""
+        """The rows of several requests with the same parameters and version, in order."""
         picture, pictures = all_shown([(part.picture, part.pictures) for part in parts])
         return cls(
             params=parts[0].params,
+            version=parts[0].version,
             picture=picture,
             pictures=pictures,
             **_joined(parts, "tokens", *REQUEST_ROWS),
@@ -170,6 +172,7 @@ class Received:
     version: int
     bytes: int
     error: str = ""  # empty if committed; otherwise the engine serves nothing until a full update commits
+    held: tuple[int, ...] = ()  # versions that the engine can sample from now, this one last; (): this one alone
     died: bool = False  # the engine's process has ended
 
 
@@ -208,8 +211,9 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
-        """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them. Called by
-        up to `EngineSpec.calls` threads at once. Raises EngineFailed without weights.
+        """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them: that of
+        the request, or the newest. Called by up to `EngineSpec.calls` threads at once. Raises EngineFailed without
+        these weights.
 
         Call `on_finished`, from any thread, with a number of rows when that many more have finished: users see the
         progress, and the watchdog takes an engine that finishes no rows for one that hangs."""
@@ -229,6 +233,10 @@ class Engine(ABC):
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         """Load one full set of weights from `address`. Refuses a version that is not above the current one before
         loading any byte. Never raises for a failed transfer: the result holds the reason."""
+
+    def forget(self, version: int) -> None:  # noqa: B027  -- most hold one version
+        """Hold an earlier version of the adapters no longer, in whose place another one comes. Without such a call the
+        oldest goes. For engines that hold several."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from corerl.engines.base import GenerateRequest, Generation
+from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.continuation import split
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ class Batcher:
     """The requests of one engine. For coroutines of one event loop."""
 
     def __init__(self, call: Call, *, calls: int, width: int, on_free_slot: Callable[[], None] = lambda: None) -> None:
-        """At most `calls` at once, each of requests with the same parameters and of at most `width` rows together; one
-        request is never divided. `on_free_slot` is called whenever a call has ended, and another could begin if any
-        request waited."""
+        """At most `calls` at once, each of requests with the same parameters and version, of at most `width` rows
+        together; one request is never divided. `on_free_slot` is called whenever a call has ended, and another could
+        begin if any request waited."""
         self._call = call
         self._calls = calls
         self.width = width
@@ -110,7 +110,7 @@ class Batcher:
         taken: list[_Waiting] = []
         for each in self._waiting:
             fits = not taken or len(each.request) <= room
-            if fits and each.request.params == first.request.params:
+            if fits and _terms(each.request) == _terms(first.request):
                 taken.append(each)
                 room -= len(each.request)
         gone = set(taken)
@@ -143,6 +143,11 @@ async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awa
     for answer, result in zip(answers, found, strict=True):
         if not answer.done():
             answer.set_result(result)
+
+
+def _terms(request: GenerateRequest) -> tuple[SamplingParams, int | None]:
+    """What the rows of one call have in common."""
+    return request.params, request.version
 
 
 def _hand_back(waiting: _Waiting) -> None:

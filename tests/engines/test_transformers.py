@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForImageTextToText
 
-from corerl.config.schema import LoraConfig, ModelConfig
+from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.engines.continuation import append, continued
 from corerl.engines.specs import TransformersConfig
@@ -20,6 +20,7 @@ from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
 from corerl.ops.noise import hash_keys
 from corerl.weights.adapters import is_adapter
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl_testing import smallest_config
@@ -397,27 +398,35 @@ def test_an_engine_closes_at_once_while_it_generates(tmp_path: Path) -> None:
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
+LORA = LoraConfig(rank=3, alpha=7.0).settled({})
+Tensors = dict[str, torch.Tensor]
+
+
+def adapted(versions: int) -> TransformersEngine:
+    """An engine that holds adapters apart from the weights."""
+    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=versions))
+    return TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own)
+
+
+def drawn_adapters(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
+    """Adapters, and the weights that they come to."""
+    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
+    generator = torch.Generator().manual_seed(seed)
+    adapters = {
+        name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
+    }
+    merged = dict(weights)
+    for a in adapters:
+        if a.endswith(".lora_A.weight"):
+            changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
+            merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
+    return adapters, merged
+
+
 def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
-    lora = LoraConfig(rank=3, alpha=7.0).settled({})
-    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), lora=lora))
-    plain = engine(TIED)
+    served, plain = adapted(versions=1), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=lora))
-    generator = torch.Generator().manual_seed(4)
-
-    def drawn() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """New adapters, and the weights that they come to."""
-        adapters = {
-            name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
-        }
-        merged = dict(weights)
-        for a in adapters:
-            if a.endswith(".lora_A.weight"):
-                changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
-                merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
-        return adapters, merged
-
-    first, then, last = drawn(), drawn(), drawn()
+    first, then, last = (drawn_adapters(weights, seed) for seed in (4, 5, 6))
     (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
     assert alone.error == (
         "adapters have arrived alone, but the engine lacks the weights that they adapt; send all weights first"
@@ -433,6 +442,37 @@ def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     served.wake_up()
     (asleep,) = update([served], last[0], version=4, path=tmp_path / "w")
     assert asleep.error == alone.error
+
+
+def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
+    served, plain = adapted(versions=2), engine(TIED)
+    weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
+    sent = {version: drawn_adapters(weights, version) for version in (1, 2, 3, 4)}
+    whole = {version: {**weights, **sent[version][0]} for version in (1, 4)}
+    expected, first = {}, {}
+    held = {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}  # the weights that came with the fourth may be others
+    for version, (adapters, merged) in sent.items():
+        (received,) = update([served], whole.get(version, adapters), version=version, path=tmp_path / "w")
+        assert (received.error, received.held) == ("", held[version])
+        assert served.weight_sums("float32") == bit_sums({**weights, **adapters})
+        update([plain], merged, version=version, path=tmp_path / "plain")
+        expected[version] = plain.generate(request(8))
+        for each in (*held[version], *reversed(held[version])):
+            found = served.generate(evolve(request(8), version=each))
+            assert set(found.versions) == {each}
+            assert_same_samples(found, expected[each])
+            first.setdefault(each, found.logprobs.tobytes())
+            assert found.logprobs.tobytes() == first[each]
+        assert_same_samples(served.generate(request(8)), expected[version])
+        with pytest.raises(EngineFailed, match=rf"cannot sample from weights version 0: it holds .*{version}$"):
+            served.generate(evolve(request(8), version=0))
+    assert len(set(first.values())) == 4
+    served.sleep()
+    served.wake_up()
+    update([served], {**weights, **sent[2][0]}, version=5, path=tmp_path / "w")
+    assert_same_samples(served.generate(evolve(request(8), version=5)), expected[2])
+    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 5"):
+        served.generate(evolve(request(8), version=4))
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------
