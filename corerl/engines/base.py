@@ -20,6 +20,7 @@ UNLIMITED = np.iinfo(np.int64).max
 
 REQUEST_ROWS = ("noise_keys", "response_lengths", "answered", "limits")  # fields of a request that are [R]
 GENERATION_ROWS, GENERATION_TOKENS = ("truncated", "unfinished"), ("tokens", "logprobs", "versions")  # [R]; [m]
+SCORES = ("logprobs", "top_tokens", "top_logprobs")  # fields of scores, [n, ...]
 
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
 
@@ -40,6 +41,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end a response too; CoreRL looks for them, engines need not (see `stops`)
     greedy: bool = False  # take the likeliest token; noise is unused
     routed_experts: bool = False  # also report `Generation.routed_experts`, if the engine can
+    # Also report `Generation.scores`, if the engine can: of so many of each prompt's last tokens (UNLIMITED: of all),
+    scored: int = 0
+    scored_top: int = 0  # and of so many of the likeliest tokens at each of their places
 
 
 @frozen(kw_only=True)
@@ -117,6 +121,33 @@ class GenerateRequest:
 
 
 @frozen(kw_only=True)
+class PromptScores:
+    """What the weights make of the prompts of R rows, n tokens. Of logits as they are, whatever the temperature; NaN
+    where nobody has asked, and at first tokens."""
+
+    logprobs: FloatArray  # [n] log p(token)
+    top_tokens: IntArray  # [n, k] the likeliest tokens in its place, the likeliest first
+    top_logprobs: FloatArray  # [n, k]
+
+    @classmethod
+    def unknown(cls, tokens: int, params: SamplingParams) -> PromptScores:
+        """Of so many tokens, to be filled in."""
+        return cls(
+            logprobs=np.full(tokens, np.nan, np.float32),
+            top_tokens=np.zeros((tokens, params.scored_top), np.int32),
+            top_logprobs=np.full((tokens, params.scored_top), np.nan, np.float32),
+        )
+
+    def part(self, start: int, stop: int) -> PromptScores:
+        """Of tokens [start, stop)."""
+        return PromptScores(**{name: getattr(self, name)[start:stop] for name in SCORES})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[PromptScores]) -> PromptScores:
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in SCORES})
+
+
+@frozen(kw_only=True)
 class Generation:
     """The responses of R rows."""
 
@@ -128,6 +159,7 @@ class Generation:
     # [n + m, MoE layers, experts per token] integers, row by row, prompt then response: the experts each token was
     # routed through; -1 for a token that was never routed, such as a row's last. None if the engine does not report.
     routed_experts: Array | None = None
+    scores: PromptScores | None = None  # of the prompts; None if they are not asked for, or the engine reports none
     # [R] cut by `Engine.pause`, possibly before the first token: neither stopped nor truncated, to be continued.
     unfinished: BoolArray = field(
         default=Factory(lambda self: np.zeros(len(self.offsets) - 1, dtype=np.bool_), takes_self=True)
@@ -146,6 +178,7 @@ class Generation:
             logprobs=np.zeros(0, dtype=np.float32),
             versions=np.zeros(0, dtype=np.int64),
             truncated=np.zeros(rows, dtype=np.bool_),
+            scores=PromptScores.unknown(len(request.tokens), request.params) if request.params.scored else None,
             unfinished=np.ones(rows, dtype=np.bool_),
         )
 
@@ -153,8 +186,10 @@ class Generation:
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
         """The rows of several generations, in order."""
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
+        scores = [part.scores for part in parts if part.scores is not None]
         return cls(
             routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
+            scores=PromptScores.concatenate(scores) if len(scores) == len(parts) else None,
             **_joined(parts, *GENERATION_TOKENS, *GENERATION_ROWS),
         )
 

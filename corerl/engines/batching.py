@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from attrs import frozen
 
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.continuation import split
 
 T = TypeVar("T")
@@ -110,7 +110,8 @@ class Batcher:
         taken: list[_Waiting] = []
         for each in self._waiting:
             fits = not taken or len(each.request) <= room
-            if fits and _terms(each.request) == _terms(first.request):
+            alike = (each.request.params, each.request.version) == (first.request.params, first.request.version)
+            if fits and alike:
                 taken.append(each)
                 room -= len(each.request)
         gone = set(taken)
@@ -143,11 +144,6 @@ async def settle(answers: Sequence[asyncio.Future[T]], results: Callable[[], Awa
     for answer, result in zip(answers, found, strict=True):
         if not answer.done():
             answer.set_result(result)
-
-
-def _terms(request: GenerateRequest) -> tuple[SamplingParams, int | None]:
-    """What the rows of one call have in common."""
-    return request.params, request.version
 
 
 def _hand_back(waiting: _Waiting) -> None:

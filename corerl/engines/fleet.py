@@ -242,6 +242,8 @@ class EngineFleet:
                 on_tokens(generated)
             if not generated.unfinished.any():
                 return generated
+            if share.params.scored:  # scores are of these prompts, and not of those that go on with a response
+                return await self._divided(share, number, None, on_tokens)
             return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
@@ -275,6 +277,8 @@ class EngineFleet:
                 f"{replica.name} sampled from weights version {set(generated.versions.tolist())}, but was asked for "
                 f"version {request.version}; an engine says in `Received.held` what it can sample from"
             )
+        if generated is not None and request.params.scored and generated.scores is None:
+            raise EngineFailed(f"{replica.name} was asked for log-probs of prompts, and its engine reports none")
         interrupted = self._pauses_begun > pauses_ended  # by a pause that has not ended before the call
         if generated is None or interrupted or replica not in self._replicas:
             return generated

@@ -29,6 +29,7 @@ from corerl.engines.base import (
     GenerateRequest,
     Generation,
     OnFinished,
+    PromptScores,
     Received,
     SamplingParams,
     ignore,
@@ -127,6 +128,7 @@ class TransformersEngine(Engine):
         self, request: GenerateRequest, version: int, on_finished: OnFinished, encoded: MutableMapping[str, Features]
     ) -> Generation:
         params = request.params
+        scores = self._scores(request, encoded) if params.scored else None
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
         mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
@@ -166,8 +168,28 @@ class TransformersEngine(Engine):
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),
             routed_experts=routes.of(mask, chosen),
+            scores=scores,
             unfinished=~finished & (sizes < request.left),
         )
+
+    def _scores(self, request: GenerateRequest, encoded: MutableMapping[str, Features]) -> PromptScores:
+        """One row at a time: logits of all places of all rows would take too much memory."""
+        top, found = request.params.scored_top, PromptScores.unknown(len(request.tokens), request.params)
+        for row, stop in enumerate(request.offsets[1:].tolist()):
+            one = request.row_range(row, row + 1)
+            count = min(request.params.scored, len(one.tokens) - 1)
+            if not count:
+                continue
+            with self._prompts(one, np.ones((1, len(one.tokens)), np.bool_), encoded) as prompt:
+                logits = self._model(**prompt, use_cache=False).logits[0, -count - 1 : -1].float()
+            logits[:, self._vocabulary or logits.shape[1] :] = -torch.inf
+            logprobs = torch.log_softmax(logits, dim=-1)
+            own = torch.tensor(one.tokens[-count:], device=self._device)
+            found.logprobs[stop - count : stop] = logprobs.gather(1, own[:, None])[:, 0].cpu()
+            values, tokens = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+            found.top_logprobs[stop - count : stop, : values.shape[1]] = values.cpu()
+            found.top_tokens[stop - count : stop, : values.shape[1]] = tokens.cpu()
+        return found
 
     @contextmanager
     def _prompts(

@@ -16,7 +16,7 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, VersionGone, WeightUpdateError, WorkerDied
@@ -357,6 +357,34 @@ def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> No
     assert "kill" not in scripted.log
     fleet.updated(fleet.names, {"engine-0": (6, 7), "engine-1": (6, 7)})
     assert set(sample(fleet, evolve(REQUEST, version=7)).versions) == {7}
+
+
+def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
+    sampling, scored = threading.Event(), evolve(REQUEST, params=evolve(REQUEST.params, scored=3, scored_top=2))
+
+    def scores(request: GenerateRequest) -> PromptScores:
+        unknown = PromptScores.unknown(len(request.tokens), request.params)
+        return evolve(unknown, logprobs=-request.tokens.astype(np.float32))
+
+    def interrupted(request: GenerateRequest) -> Generation:
+        sampling.set()
+        assert scripted.paused.wait(60.0)
+        return evolve(respond(request, rows=2), scores=PromptScores.unknown(len(request.tokens), request.params))
+
+    def whole(request: GenerateRequest) -> Generation:
+        return evolve(respond(request), scores=scores(request))
+
+    scripted = Scripted(interrupted, whole)
+    fleet = fleet_of(scripted, loop, 1)
+    work = loop.begin(fleet.generate(scored))
+    assert sampling.wait(60.0)
+    loop.run(fleet.pause())
+    loop.run(fleet.resume())
+    found = work.result(60.0)
+    assert found.tokens.tolist() == [7, 8, 9, 10, 11]
+    assert found.scores is not None and found.scores.logprobs.tolist() == [-token for token in range(10)]
+    with pytest.raises(EngineFailed, match="engine-0 was asked for log-probs of prompts, and its engine reports none"):
+        sample(fleet, scored)
 
 
 def test_an_engine_that_samples_from_other_weights_than_asked_is_an_error(loop: EventLoop) -> None:

@@ -10,14 +10,16 @@ from attrs import evolve
 from transformers import AutoModelForImageTextToText
 
 from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.continuation import append, continued
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, PromptScores, SamplingParams
+from corerl.engines.continuation import append, continued, split
 from corerl.engines.specs import TransformersConfig
+from corerl.engines.stops import Stops, until_stop
 from corerl.engines.transformers import TransformersEngine, keep_likeliest
 from corerl.errors import EngineFailed
 from corerl.models.config import hf_config
 from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
+from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.weights.adapters import is_adapter
 from corerl.weights.checksums import bit_sums
@@ -393,6 +395,61 @@ def test_an_engine_closes_at_once_while_it_generates(tmp_path: Path) -> None:
     served.close()
     drawing.join()
     assert drawn[0].unfinished.tolist() == [True, True]
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def assert_scores_of(model: Any, asked: GenerateRequest, scores: PromptScores | None, *, known: int = VOCAB) -> None:
+    """Those of a plain forward pass, in float64 from its logits on."""
+    assert scores is not None
+    last, top = asked.params.scored, asked.params.scored_top
+    for start, row in zip(asked.offsets, asked.by_row(), strict=False):
+        count = min(last, len(row) - 1)
+        own = scores.part(start, start + len(row))
+        assert np.isnan(own.logprobs[: len(row) - count]).all()
+        assert np.isnan(own.top_logprobs[: len(row) - count]).all() and own.top_tokens.shape == (len(row), top)
+        if count == 0:
+            continue
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(row)[None], use_cache=False).logits[0, -count - 1 : -1, :known]
+        wanted = logits.double().log_softmax(-1)
+        of_tokens = wanted.gather(1, torch.tensor(row[-count:])[:, None])[:, 0]
+        np.testing.assert_allclose(own.logprobs[-count:], of_tokens, atol=1e-5)
+        best, tokens = wanted.topk(top)
+        np.testing.assert_allclose(own.top_logprobs[-count:], best, atol=1e-5)
+        assert own.top_tokens[-count:].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(("last", "top"), [(UNLIMITED, 3), (2, 5), (1, 0)])
+def test_scores_of_prompts_equal_a_plain_forward_pass(
+    last: int, top: int, tied: tuple[TransformersEngine, Any]
+) -> None:
+    served, model = tied
+    asked = request(12, evolve(PARAMS, temperature=0.7, scored=last, scored_top=top))
+    found = served.generate(asked)
+    assert_same_samples(found, served.generate(evolve(asked, params=evolve(asked.params, scored=0))))
+    assert_scores_of(model, asked, found.scores)
+    parts = split(served.generate(GenerateRequest.concatenate(asked.parts(3))), asked.parts(3))
+    for part, own in zip(asked.parts(3), parts, strict=True):
+        assert_scores_of(model, part, own.scores)
+
+
+def test_scores_give_padding_of_the_embedding_no_probability(tmp_path: Path) -> None:
+    model = random_model(TIED, seed=1)
+    padded = TransformersEngine(ModelConfig(config=TIED, vocabulary=11), TransformersConfig(), context())
+    update([padded], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "w")
+    asked = request(6, evolve(PARAMS, scored=UNLIMITED, scored_top=11))
+    asked = evolve(asked, tokens=asked.tokens % 11)
+    assert_scores_of(model, asked, padded.generate(asked).scores, known=11)
+
+
+def test_scores_are_those_of_whole_prompts_with_stop_texts(tied: tuple[TransformersEngine, Any]) -> None:
+    """For which a request is made in parts, each with a longer prompt."""
+    served, model = tied
+    texts = Stops(character_tokenizer("0123456789>s"), ["00000"])
+    asked = request(4, evolve(PARAMS, max_tokens=100, stop_tokens=(), scored=UNLIMITED, scored_top=2))
+    assert_scores_of(model, asked, until_stop(served.generate, asked, texts).scores)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import GenerateRequest, Received, SamplingParams, named_views
+from corerl.engines import UNLIMITED, GenerateRequest, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, meta_model, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
@@ -606,6 +606,29 @@ def test_each_version_held_is_sampled_as_if_alone(start: Start, tmp_path: Path) 
     assert loads == [*(f"load v{number}" for number in range(1, 5)), "unload v1", "load v5", "unload v2"]
     with pytest.raises(EngineFailed, match="cannot sample from weights version 2: it holds 4, 5"):
         engine.generate(evolve(REQUEST, version=2))
+
+
+@pytest.mark.parametrize(("last", "top"), [(UNLIMITED, 3), (1, 2), (2, 0)])
+def test_prompts_are_scored_as_transformers_scores_them(last: int, top: int, scoring: tuple[Any, Any]) -> None:
+    engine, reference = scoring
+    asked = evolve(REQUEST, params=evolve(REQUEST.params, scored=last, scored_top=top))
+    found, expected = engine.generate(asked), reference.generate(asked)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    for name in ("logprobs", "top_logprobs", "top_tokens"):
+        np.testing.assert_allclose(getattr(found.scores, name), getattr(expected.scores, name), atol=1e-5)
+    assert engine.generate(REQUEST).scores is None
+
+
+@pytest.fixture(scope="module")
+def scoring(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[SglangEngine, TransformersEngine]:
+    """Of the same weights."""
+    model, at = ModelConfig(config=TIED), tmp_path_factory.mktemp("scoring")
+    engine = start(TIED)
+    reference = TransformersEngine(model, TransformersConfig(), context())
+    tensors = hf_tensors(random_model(TIED, seed=1), at / "one")
+    assert push(engine, tensors, 0, on_disk(at / "weights")).error == ""
+    push_to(reference, tensors, at / "reference")
+    return engine, reference
 
 
 def test_adapters_of_an_aborted_version_stay_loaded() -> None:

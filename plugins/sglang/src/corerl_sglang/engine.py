@@ -192,6 +192,11 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
+        if request.params.scored:
+            # The server gives no log-prob of the token it begins with, and the likeliest ones in one piece.
+            starts = np.maximum(np.diff(request.offsets) - 1 - request.params.scored, 0)
+            body |= {"logprob_start_len": starts.tolist(), "top_logprobs_num": request.params.scored_top}
+            body |= dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"), True)
         if request.pictures:
             in_text = self._kind in IN_TEXT
             body |= body_of(request, files, self._placeholder, in_text=in_text, engine=self._context.name)
