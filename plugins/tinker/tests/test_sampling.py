@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -201,6 +202,33 @@ def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     with pytest.raises(Refused, match="was deleted") as refused:
         policy.sampler(saved.path, None)
     assert refused.value.status == 404
+
+
+def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Served, pushed: list[str]) -> None:
+    networks, samplers = [], []
+    for _ in range(2):
+        samplers.append(publish(served))
+        networks.append(copy.deepcopy(served.network))
+        train(served.policy, 2)
+    for last, number in ((None, 0), (2, 1), (None, 1), (3, 0)):
+        wanted = asked(samplers[number], max_tokens=1, prompt_logprobs=True, prompt_top=4, prompt_last=last)
+        found = served.draw(wanted)
+        assert found.prompt_top is not None and found.prompt_logprobs is not None
+        tokens, logprobs = found.prompt_top
+        with torch.no_grad():
+            logits = networks[number](input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, :-1]
+        count, expected = last or len(PROMPT) - 1, logits.double().log_softmax(-1)[-(last or len(PROMPT)) :]
+        values, ids = expected.topk(4)
+        assert tokens[-count:].tolist() == ids.tolist()
+        np.testing.assert_allclose(logprobs[-count:], values, atol=1e-5)
+        own = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
+        np.testing.assert_allclose(found.prompt_logprobs[-count:], own, atol=1e-5)
+        assert np.isnan(logprobs[:-count]).all() and np.isnan(found.prompt_logprobs[:-count]).all()
+        scored = served.draw(evolve(wanted, prompt_top=0))  # by the ranks
+        np.testing.assert_allclose(scored.prompt_logprobs, found.prompt_logprobs, atol=1e-5)
+    assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
+    with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
+        served.draw(asked(samplers[0], prompt_top=33))
 
 
 def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:

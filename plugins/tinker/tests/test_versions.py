@@ -20,6 +20,7 @@ from plugins.tinker.tests.served import (
     MODEL,
     PROMPT,
     ROWS,
+    VOCABULARY,
     Served,
     asked,
     at_once,
@@ -157,6 +158,14 @@ def test_a_game_against_earlier_weights_is_played_through_the_sdk(served: Served
             assert (again.tokens, again.logprobs) == (alone.tokens, alone.logprobs)  # to the last bit
             assert opponent.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result() == kept
         assert games[0] != games[1] != games[2]
+        known = opponent.sample(
+            types.ModelInput.from_ints(PROMPT), 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=VOCABULARY
+        ).result()
+        of_tokens = [
+            dict(place)[token] for place, token in zip(known.topk_prompt_logprobs[1:], PROMPT[1:], strict=True)
+        ]
+        np.testing.assert_allclose(of_tokens, kept[1:], atol=1e-5)
+        np.testing.assert_allclose(known.prompt_logprobs[1:], kept[1:], atol=1e-5)
         client.close("success").result()
         del client, training, opponent, player, moves, mover
         gc.collect()

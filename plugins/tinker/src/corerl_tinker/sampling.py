@@ -188,19 +188,31 @@ class Samplers:
         sampler = self._samplers.get(wanted.sampler)
         if sampler is None:
             raise Refused(f"there is no sampler {wanted.sampler}; the server may have started again since", status=404)
-        scores = await self._scored(sampler, wanted.prompt, in_turn) if wanted.prompt_logprobs else None
+        scores = None
+        if wanted.prompt_top:  # from the engines, and then all of the prompt's log-probs in this answer are
+            last = len(wanted.prompt) if wanted.prompt_last is None else wanted.prompt_last
+            params = evolve(params, scored=last, scored_top=wanted.prompt_top)
+        elif wanted.prompt_logprobs:
+            scores = await self._scored(sampler, wanted.prompt, in_turn)
+            if wanted.prompt_last is not None:
+                scores[: len(scores) - wanted.prompt_last] = np.nan
         request = _request(wanted, params, sampler)
         if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
             found = await self._sampled(_Asked(sampler, request), in_turn)
-        parts = found.offsets[1:-1]
+        parts, top = found.offsets[1:-1], None
+        if found.scores is not None:
+            first = found.scores.part(0, len(wanted.prompt))
+            scores = first.logprobs if wanted.prompt_logprobs else None
+            top = first.top_tokens, first.top_logprobs
         return Drawn(
             tokens=tuple(np.split(found.tokens, parts)),
             logprobs=tuple(np.split(found.logprobs, parts)),
             stopped=tuple(bool(each) for each in ~(found.truncated | found.unfinished)),
             prompt_logprobs=scores,
+            prompt_top=top,
         )
 
     async def _sampled(self, asked: _Asked, in_turn: InTurn) -> Generation:
