@@ -132,7 +132,8 @@ def _gradient(
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)
     x = tl.load(logits + columns, mask=columns < real, other=0.0).to(tl.float32)
     log_p = tl.div_rn(x, temperature) - tl.load(normalizer + row)
     factor = tl.load(falls + row)
@@ -140,7 +141,9 @@ def _gradient(
         factor += tl.load(slope + row) * log_p
     d = tl.exp(log_p) * factor
     for each in range(row * several, (row + 1) * several):
-        d = tl.where(columns == tl.load(targets + each), d + tl.load(rises + each), d)
+        y = tl.load(targets + each)
+        if (y >= first) & (y < first + COLUMNS):  # or many targets would take longer than the logits
+            d = tl.where(columns == y, d + tl.load(rises + each), d)
     d = tl.where(columns < real, d, 0.0)
     tl.store(logits + columns, d.to(logits.dtype.element_ty), mask=columns < width)
 
