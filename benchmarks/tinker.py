@@ -8,7 +8,8 @@ variable TINKER_PYTHON. `math_rl` with
 `loss_fn=importance_sampling` takes `--steps` steps, then `corerl train` takes as many with GRPO on prompts of the same
 texts: random weights, LoRA of rank 32, equally many samples of at most `--new` tokens, one optimizer step for each
 batch, and the log-probs of sampling as the old ones. Weights reach the same engine after each step. The first step of
-each does not count.
+each does not count. With `--keep DIRECTORY` the steps of a side that are there are not made again, and `--side` makes
+one alone.
 """
 
 from __future__ import annotations
@@ -139,6 +140,20 @@ def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, 
         return ended.steps
 
 
+def kept(directory: Path | None, side: str) -> list[dict[str, float]]:
+    """The steps of a side that an earlier call made; empty without one."""
+    file = directory / f"{side}.json" if directory is not None else None
+    return json.loads(file.read_text()) if file is not None and file.exists() else []
+
+
+def keep(directory: Path | None, side: str, steps: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
+    """The steps of a side, for later calls too."""
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{side}.json").write_text(json.dumps([dict(step) for step in steps]))
+    return steps
+
+
 def of(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """A metric of all steps but the first."""
     return [step[name] for step in steps[1:] if name in step]
@@ -158,6 +173,8 @@ def main() -> None:
     command.add_argument("--micro-batch", type=int, default=16384)
     command.add_argument("--memory", type=float, default=0.35, help="SGLang's share of the GPU")
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="further settings of both")
+    command.add_argument("--side", choices=("served", "trained"), help="make the steps of this side, and no report")
+    command.add_argument("--keep", type=Path, metavar="DIRECTORY", help="where the steps of each side are kept")
     command.add_argument("--output", metavar="FILE")
     args = command.parse_args()
     if not args.client:
@@ -165,7 +182,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tinker-") as name:
         directory = Path(name)
         workplace.write(directory)
-        recipe, run = served(args, directory), trained(args, directory)
+        sides = {"trained": trained, "served": served}
+        steps = {
+            side: kept(args.keep, side) or keep(args.keep, side, make(args, directory))
+            for side, make in sides.items()
+            if args.side in (None, side)
+        }
+    if args.side:
+        return
+    recipe, run = steps["served"], steps["trained"]
     recipe = [step for step in recipe if "time/total" in step]
     ours, other = of(recipe, "time/total"), of(run, "time/step")
     report = Report(
