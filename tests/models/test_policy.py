@@ -75,12 +75,13 @@ def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_model
     assert torch.equal(alone[Output.ENTROPY], got[Output.ENTROPY])
 
 
+@pytest.mark.parametrize("layout", ["packed", "whole"])
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
-def test_logprobs_of_targets_are_those_of_the_whole_softmax(model_type: str) -> None:
+def test_logprobs_of_targets_are_those_of_the_whole_softmax(model_type: str, layout: str) -> None:
     tokens, packing, positions = batch()
     config = smallest_config(model_type, vocab_size=97, tie_word_embeddings=False)
     plain = drawn_model(config)
-    policy = make_policy(config, dtype=torch.float32)
+    policy = make_policy(config, dtype=torch.float32, layout=layout)
     materialize(policy.model, {name: nn.Parameter(param.detach()) for name, param in plain.named_parameters()})
     targets = torch.randint(97, (len(tokens), 3), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     wanted = (Output.LOGPROBS, Output.ENTROPY)

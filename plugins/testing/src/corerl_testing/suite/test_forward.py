@@ -63,7 +63,7 @@ def assert_forward_as_transformers(subject: Subject, setup: Setup, samples: Samp
         )
 
 
-@check("C81", level=1, needs=[Capability.TARGETS], builds_on=["C51"])
+@check("C81", level=1, needs=[Capability.TARGETS], builds_on=["C51"], variants={"several": (3,)})
 @pytest.mark.parametrize("several", [(3,), ()], ids=["several", "one"])
 def test_logprobs_are_those_of_the_targets_in_the_batch(subject: Subject, several: tuple[int, ...]) -> None:
     setup, samples = subject.setup("qwen3", PACKINGS["padded"]), with_targets(make_samples(7, samples=13), *several)
