@@ -123,7 +123,6 @@ def _replayed(
 def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    more = [seen, inputs.columns.get(TARGETS)]
-    while more and more[-1] is None:
-        more.pop()
+    targets = inputs.columns.get(TARGETS)
+    more = (seen, targets) if targets is not None else () if seen is None else (seen,)
     return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *more)

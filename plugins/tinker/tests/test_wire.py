@@ -133,7 +133,7 @@ def csr(width: int, *, rows: Sequence[int] = (0, 1, 2), columns: Sequence[int] =
         ({"dtype": 1, "dense": bytes(16), "shape": [2, 1, 2]}, r"shape \[2, 1, 2\], wanted \[2\], or \[2, K\]"),
         ({"dtype": 1, "dense": bytes(16), "shape": [2, 3]}, r"weights has 4 values and the shape \[2, 3\]"),
         ({"dtype": 1, "dense": b"1234", "shape": [2]}, r"weights has 1 values and the shape \[2\]"),
-        (csr(2**40), "2 tokens with 1099511627776 targets each are more than 67108864; send fewer datums"),
+        (csr(2**40), "2 tokens with 1099511627776 targets each are more than 33554432; send fewer datums"),
         (csr(4, columns=[0, 4]), r"weights is no sparse tensor of the shape \[2, 4\]: its indices contradict it"),
         (csr(4, columns=[0, -1]), r"no sparse tensor of the shape \[2, 4\]"),
         (csr(4, columns=[0]), r"no sparse tensor of the shape \[2, 4\]"),

@@ -139,12 +139,12 @@ class Rows:
     samples: SampleBatch
     loss: LossSpec
     function: Callable[..., LossResult]
-    known: BoolArray  # [N, K] the target is a token; no target that counts is none
+    known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
 
     def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
         """The log-probs of each datum's targets in their shape, from those of the rows, [N] or [N, K]; NaN where a
-        target that does not count is no token."""
+        target that does not count is no id."""
         found = np.where(self.known, logprobs.reshape(self.known.shape), np.nan).astype(np.float32)
         rows = np.split(found, self.samples.offsets[1:-1])
         return tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in zip(rows, self.shapes, strict=True))
@@ -239,7 +239,7 @@ def _settings(wanted: Pass, named: Named) -> dict[str, float]:
 def _row(
     datum: Datum, named: Named, settings: Mapping[str, float], *, vocabulary: int, longest: int, loss: str
 ) -> tuple[IntArray, dict[str, Array]]:
-    """The tokens [n + 1], and the columns, of which KNOWN says where TARGETS are tokens."""
+    """The tokens [n + 1], and the columns, of which KNOWN says where TARGETS are ids."""
     count = len(datum.tokens)
     if not count:
         raise Refused("it has no tokens")

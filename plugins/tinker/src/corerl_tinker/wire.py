@@ -19,7 +19,7 @@ from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
 PROTOBUF = "application/x-protobuf"
 LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may ask for
 MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed
-MOST_TARGETS = 2**26  # of a pass, once all its tokens have as many: sparse ones may be few bytes
+MOST_TARGETS = 2**25  # of a pass, once all its tokens have as many: a body of few bytes may have many that are 0
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
 # The SDK widens all others to these.
