@@ -10,7 +10,7 @@ SPEC = BackendSpec(
     config=MineConfig,
     api=(2, 2),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # what is not listed here, but AUX_LOSS, PICTURES, ADAM and TARGETS, counts as supported, and is checked
+    capabilities={  # what is not listed counts as there, and is checked; but not AUX_LOSS, PICTURES, ADAM and TARGETS
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
         Capability.AUX_LOSS: FULL,
