@@ -142,7 +142,7 @@ def run_case(case: str, path: Path, *, prompts: int, steps: int) -> Row:
     reader = reader_of() if case == "pictures" else None
     source = load_prompts(DataConfig(source=str(path), held_out=0), seed=0, pictures=reader)
     check = PromptCheck(tokenizer=TOKENIZER, longest=100_000, pictures=reader)
-    check_first(source, check)
+    check_first(source, check, seed=0)
     at_start, loop = decoded[0], EventLoop("benchmark")
     params = SamplingParams(max_tokens=RESPONSE, stop_tokens=(2,))
     with ray_session(address="", cpus=1):
@@ -191,8 +191,9 @@ A step: {{prompts}} prompts, each with a JPEG file of {{size}} and `{QUESTION}`,
 {RANKS} ranks on one node, {REPLICAS} engines; or prompts of as many tokens of text. Steps show other files, at
 the size at which Qwen3-VL sees them. *memory*: the most anonymous memory of the driver while it samples, packs and
 sends. *with what it has of the object store*: its resident memory, with pages of files and those of Ray's store, into
-which each picture is put for the engines that show it and for the ranks of each pass. Files are decoded before the
-first step as the first {FIRST} prompts are checked. A picture that several ranks show is encoded on each of them.
+which each picture is put for the engines that show it and for the ranks of each pass. Files of
+the first {FIRST} prompts are decoded before the first step, as these prompts are checked, and not again. A picture that
+several ranks show is encoded on each of them.
 """
 
 

@@ -33,13 +33,16 @@ Scalar = bool | int | float | str
 OnProgress = Callable[[int, int], None]  # called with how many are done, and how many there are
 
 PICTURE = "picture"  # column [N] int32 of batches with pictures: 1 + the picture that the token stands for, 0 for text
+TARGETS = "targets"  # column [N] or [N, K] of token ids, of which LOGPROBS are, in place of the tokens themselves
 TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere
 
 
 class Output(StrEnum):
     """Per-token outputs that a model can compute; entry t always refers to token t."""
 
-    LOGPROBS = "logprobs"  # log p(token_t | tokens < t) of logits / temperature; 0 at sequence starts
+    # log p(token_t | tokens < t) of logits / temperature; with a column `targets`, of targets[t] in place of token_t,
+    # in the shape of that column. 0 at sequence starts.
+    LOGPROBS = "logprobs"
     ENTROPY = "entropy"  # of the distribution that token_t was sampled from; 0 at sequence starts
     VALUES = "values"  # value head on the hidden state at t - 1; 0 at sequence starts
     # [n, MoE layers, experts per token] integers: the experts that each of these layers routed token t through.
@@ -149,6 +152,10 @@ class SampleBatch:
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.
 
+    `targets`, [N] or [N, K] int32 or int64, are K tokens at each place whose log-probs are asked for instead of those
+    of the row's own: log p(targets[t, k] | tokens < t). With it `Output.LOGPROBS` has its shape, in passes and in
+    losses. At the first token of a row, and where the weight is 0, it may be any id.
+
     `picture` is there if rows show pictures: the tokens of each, up to its last placeholder, hold 1 + its index in
     `pictures`, in which each is once.
 
@@ -173,6 +180,11 @@ class SampleBatch:
         mask = self.columns.get("loss_mask")
         if mask is not None and mask.dtype != np.bool_:  # with numbers, x[mask] would select elements 0 and 1
             raise ValueError(f"column 'loss_mask' is {mask.dtype}, expected bool; write mask.astype(bool)")
+        named = self.columns.get(TARGETS)
+        if named is not None and (named.dtype not in (np.int32, np.int64) or named.ndim > 2 or 0 in named.shape[1:]):
+            raise ValueError(
+                f"column {TARGETS!r} is {named.dtype} {list(named.shape)}, expected int32 or int64, [N] or [N, K]"
+            )
         for name, column in self.row_columns.items():
             if len(column) != len(self):
                 raise ValueError(f"row column {name!r} has {len(column)} entries for {len(self)} rows")

@@ -48,6 +48,16 @@ def test_samples_that_do_not_cover_their_tokens_are_refused(offsets: list[int]) 
         SampleBatch(tokens=np.arange(5), offsets=np.array(offsets, dtype=np.int64))
 
 
+@pytest.mark.parametrize(
+    "targets", [np.zeros(3), np.zeros((3, 0), int), np.zeros((3, 2, 2), int), np.zeros(3, np.uint8)]
+)
+def test_targets_that_are_no_ids_of_each_token_are_refused(targets: np.ndarray) -> None:
+    with pytest.raises(
+        ValueError, match=rf"'targets' is {targets.dtype} .*, expected int32 or int64, \[N\] or \[N, K\]"
+    ):
+        batch(3).with_columns(targets=targets)
+
+
 @pytest.mark.parametrize("lengths", [[2, 0, 3], [], np.array([2, 0, 3], np.int32)])
 def test_offsets_are_where_rows_begin_and_the_last_one_ends(lengths: list[int]) -> None:
     offsets = offsets_of(lengths)

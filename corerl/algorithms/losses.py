@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class LossInputs:
     """The model's outputs and the batch's columns for T packed tokens."""
 
-    logprobs: Tensor | None = None  # [T] with gradient, if requested
+    logprobs: Tensor | None = None  # [T], or as the column `targets` [T, K]; with gradient, if requested
     entropy: Tensor | None = None  # [T] with gradient, if requested
     values: Tensor | None = None  # [T] with gradient, if requested
-    columns: Mapping[str, Tensor] = field(factory=dict)  # each [T]: weights, advantages, old_logprobs, ...
+    columns: Mapping[str, Tensor] = field(factory=dict)  # each [T, ...]: weights [T], advantages, old_logprobs, ...
     bounds: Tensor | None = None  # [S + 1] sample s is tokens bounds[s]:bounds[s + 1]; none is split over micro-batches
 
 
@@ -77,6 +77,11 @@ class PolicyTokens:
         if inputs.logprobs is None:
             raise ContractError(
                 f"loss {name!r} got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
+            )
+        if inputs.logprobs.dim() > 1:
+            raise ContractError(
+                f"loss {name!r} takes one log-prob for each token, but the column 'targets' has "
+                f"{inputs.logprobs.shape[1]} tokens at each; leave it out, or use the loss 'weighted_logprobs'"
             )
         column = partial(_column, inputs, loss=name)
         weights = column("weights")
@@ -288,7 +293,8 @@ def weighted_logprobs(inputs: LossInputs) -> LossResult:
 
         loss = sum_t weights_t * logprob_weights_t * logprobs_t
 
-    With dL / dlogprobs_t as the weights, its gradient is that of L, by the chain rule; its value is not L's.
+    With dL / dlogprobs_t as the weights, its gradient is that of L, by the chain rule; its value is not L's. With K
+    `targets` at each token, `logprob_weights` and log-probs are [T, K], and the sum is over all of them.
 
     Columns, each [T]: `weights` (include 1 / denominator) and `logprob_weights`. Only tokens with a nonzero weight
     count, as in `clipped`. The metric `loss` is a sum with the loss's own weights.
@@ -298,10 +304,15 @@ def weighted_logprobs(inputs: LossInputs) -> LossResult:
         raise ContractError(
             f"loss {name!r} got no log-probs; request them in LossSpec.outputs, and pass them in LossInputs"
         )
-    weights = _column(inputs, "weights", loss=name)
+    weights, slopes = (_column(inputs, each, loss=name) for each in ("weights", "logprob_weights"))
+    if slopes.shape != inputs.logprobs.shape:
+        raise ContractError(
+            f"loss {name!r} got the column 'logprob_weights' {list(slopes.shape)} for log-probs "
+            f"{list(inputs.logprobs.shape)}; give it the shape of the column 'targets', or [T] without that"
+        )
+    weights = weights.view(-1, *[1] * (slopes.dim() - 1))
     counted = weights != 0
-    slopes = _where(counted, _column(inputs, "logprob_weights", loss=name))
-    loss = (weights * slopes * _where(counted, inputs.logprobs)).sum()
+    loss = (weights * _where(counted, slopes) * _where(counted, inputs.logprobs)).sum()
     return LossResult(loss, {"loss": TensorMetric(loss.detach(), counted.sum(), Reduction.LOSS)})
 
 

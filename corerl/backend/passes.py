@@ -15,10 +15,10 @@ from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
 from corerl.backend.tower import RankTower
 from corerl.models.routing import Routers
 from corerl.models.towers import Seen
-from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
+from corerl.types import TARGETS, ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
 
-# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Where the
-# tokens show pictures, the last argument is what the tower has made of them.
+# (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Two more
+# arguments follow where there are any: what the tower has made of the pictures that tokens show, and the targets.
 Model = Callable[..., Mapping[Output, Tensor]]
 
 
@@ -123,5 +123,6 @@ def _replayed(
 def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    shown = () if seen is None else (seen,)
-    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *shown)
+    targets = inputs.columns.get(TARGETS)
+    more = (seen, targets) if targets is not None else () if seen is None else (seen,)
+    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *more)

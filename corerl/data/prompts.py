@@ -94,6 +94,12 @@ class PromptSource(ABC):
     @abstractmethod
     def prompt(self, index: int) -> Prompt: ...
 
+    @cached_property
+    def checked(self) -> dict[int, Prompt]:
+        """Training prompts that have passed a run's check already, by index, until they are taken: their pictures are
+        decoded."""
+        return {}
+
     def where(self, index: int) -> str:
         """The prompt's place for messages: its file and line, say."""
         return f"prompt {index}"
@@ -320,6 +326,8 @@ class PromptStream:
         """The prompt, unless it is skipped."""
         if index in self._source.left_out:
             return None
+        if (checked := self._source.checked.pop(index, None)) is not None:
+            return checked
         prompt = self._source.prompt(index)
         try:
             why = self._check(prompt) if self._check is not None else ""
@@ -361,6 +369,7 @@ class PromptStream:
         """Continue from `position`; False if these prompts replace those of the position, and begin with the first.
         Raises CheckpointError for the position of another seed or in other data."""
         positions, data = position["sources"], position["data"]
+        self._source.checked.clear()  # these prompts would be the first of a new run
         self._returned = deque()
         if data == self._source.replaces:
             epoch = 1 + max(each["epoch"] for each in positions)  # an order of its own

@@ -98,7 +98,9 @@ class LogprobCheck:
         """A few tokens after the longest of the first prompts, and of those with pictures, if there are any, straight
         from the engines, without the run's episodes. The run's own stream of prompts stays where it is."""
         stream = PromptStream(self.rollout.prompts, self.rollout.seed, check=self.rollout.check)
+        checked = dict(self.rollout.prompts.checked)
         prompts, params = stream.take(PROMPTS), self.rollout.params
+        self.rollout.prompts.checked.update(checked)  # the run takes these too
         params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
         request = self.sampler.request(prompts, rollout_step=0, samples=1, params=params)
         lengths = np.diff(request.offsets)

@@ -100,9 +100,11 @@ class Policy(nn.Module, ABC):
         temperature: float,
         outputs: Collection[Output],
         seen: Seen | None = None,
+        targets: Tensor | None = None,
     ) -> dict[Output, Tensor]:
         """Compute `outputs`, each [T] float32, for tokens and positions [T] int64; entry t belongs to tokens[t]. `seen`
-        are the pictures that the tokens show, from `tower`.
+        are the pictures that the tokens show, from `tower`. With `targets`, [T] or [T, K], log-probs are of them in the
+        place of the tokens, and have their shape.
 
         All are exactly 0 at the first token of each sequence; log-probs and entropy are from logits / temperature.
         """
@@ -127,10 +129,11 @@ class Policy(nn.Module, ABC):
             results[Output.VALUES] = linear(before.float(), self.value_head.weight.float())[:, 0]
         elif outputs:
             with_entropy = Output.ENTROPY in outputs
-            scores = self._scores(before, tokens.index_select(0, rows), temperature, with_entropy=with_entropy)
+            following = (tokens if targets is None else targets).index_select(0, rows)
+            scores = self._scores(before, following, temperature, with_entropy=with_entropy)
             results[Output.LOGPROBS], results[Output.ENTROPY] = scores
         return {
-            output: torch.zeros(len(tokens), dtype=values.dtype, device=values.device).index_copy(0, rows, values)
+            output: values.new_zeros(len(tokens), *values.shape[1:]).index_copy(0, rows, values)
             for output, values in results.items()
             if output in outputs and values is not None
         }
@@ -138,7 +141,7 @@ class Policy(nn.Module, ABC):
     def _scores(
         self, before: Tensor, targets: Tensor, temperature: float, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs [N] of `targets` [N] after hidden states [N, H], and the entropy [N] or None; both float32."""
+        """Log-probs of `targets`, [N] or [N, K], after hidden states [N, H], and the entropy [N] or None; float32."""
         head = self.head
         assert head is not None  # a critic has values instead
         if (last := head.linear) is not None:

@@ -33,9 +33,11 @@ def row_sums(
             targets.contiguous(),
             *sums,
             logits.stride(0),
+            targets.shape[1],
             real,
             float(temperature),  # an int would compile another kernel
             SPREAD=with_spread,
+            TARGETS=triton.next_power_of_2(targets.shape[1]),
             COLUMNS=AT_ONCE,
             num_warps=WARPS,
         )
@@ -52,9 +54,10 @@ def gradient_(
             targets.contiguous(),
             normalizer,
             slopes.falls,
-            slopes.rises,
+            slopes.rises.contiguous(),
             slopes.slope if slopes.slope is not None else slopes.falls,  # not read
             logits.stride(0),
+            targets.shape[1],
             columns,
             real,
             float(temperature),  # an int would compile another kernel
@@ -73,9 +76,11 @@ def _row_sums(
     total,
     spread,
     stride,
+    several,
     real,
     temperature,
     SPREAD: tl.constexpr,
+    TARGETS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -98,9 +103,11 @@ def _row_sums(
             b = scale * (b + shift * a) + tl.sum(powers * below, 0)
         a = scale * a + tl.sum(powers, 0)
         m = highest
-    y = tl.load(targets + row)
+    each = tl.arange(0, TARGETS)
+    there = each < several
+    y = tl.load(targets + row * several + each, mask=there, other=-1)
     x_y = tl.load(logits + y, mask=(y >= 0) & (y < real), other=float("nan")).to(tl.float32)  # no valid target
-    tl.store(chosen + row, tl.div_rn(x_y, temperature))
+    tl.store(chosen + row * several + each, tl.div_rn(x_y, temperature), mask=there)
     tl.store(peak + row, m)
     tl.store(total + row, a)
     if SPREAD:
@@ -116,6 +123,7 @@ def _gradient(
     rises,
     slope,
     stride,
+    several,
     width,
     real,
     temperature,
@@ -124,14 +132,18 @@ def _gradient(
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * COLUMNS
+    columns = first + tl.arange(0, COLUMNS)
     x = tl.load(logits + columns, mask=columns < real, other=0.0).to(tl.float32)
     log_p = tl.div_rn(x, temperature) - tl.load(normalizer + row)
     factor = tl.load(falls + row)
     if ENTROPY:
         factor += tl.load(slope + row) * log_p
     d = tl.exp(log_p) * factor
-    d = tl.where(columns == tl.load(targets + row), d + tl.load(rises + row), d)
+    for each in range(row * several, (row + 1) * several):
+        y = tl.load(targets + each)
+        if (y >= first) & (y < first + COLUMNS):  # or many targets would take longer than the logits
+            d = tl.where(columns == y, d + tl.load(rises + each), d)
     d = tl.where(columns < real, d, 0.0)
     tl.store(logits + columns, d.to(logits.dtype.element_ty), mask=columns < width)
 

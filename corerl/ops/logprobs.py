@@ -29,7 +29,8 @@ def token_logprobs(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T].
+    """Log-probs [T] of `targets` [T] under softmax((hidden weight^T + bias) / temperature), and its entropy [T]; or
+    log-probs [T, K] of `targets` [T, K], of which two of a token may be equal.
 
     hidden [T, H], weight [V, H], bias [V]. Both results are float32 (float64 for float64 input); entropy is None unless
     requested. Logits exist for `chunk_tokens` tokens at a time, by default as many as make 2**24 logits (2**28 on a
@@ -37,7 +38,7 @@ def token_logprobs(
 
     With z the tempered logits, p = softmax(z), y the target and H = -sum_j p_j log p_j:
 
-        d log p_y / d z_j = [j = y] - p_j
+        d log p_y / d z_j = [j = y] - p_j          (summed over the K targets)
         d H       / d z_j = -p_j (log p_j + H)
 
     the second because dp_i/dz_j = p_i ([i = j] - p_j) and sum_i dp_i/dz_j = 0. The gradient of `weight` is summed over
@@ -55,8 +56,9 @@ def token_logprobs(
     """
     chunk = chunk_tokens if chunk_tokens is not None else chunk_of(hidden, len(weight))
     shard = _shard(weight.shape[0], group, vocab_size)
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, with_entropy, chunk, shard)
-    return logprobs, entropy if with_entropy else None
+    several = _several(targets)
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, several, temperature, with_entropy, chunk, shard)
+    return logprobs.view(targets.shape), entropy if with_entropy else None
 
 
 def logprobs_of_logits(
@@ -67,15 +69,21 @@ def logprobs_of_logits(
     with_entropy: bool,
     vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [C] of `targets` [C] under softmax(logits / temperature) for logits [C, V], and its entropy [C], which
-    is None unless requested; both float32 (float64 for float64 logits). Columns from `vocab_size` on are padding.
+    """Log-probs of `targets`, [C] or [C, K], under softmax(logits / temperature) for logits [C, V], and its entropy
+    [C], which is None unless requested; both float32 (float64 for float64 logits). Columns from `vocab_size` on are
+    padding.
 
     As `token_logprobs`, for logits that something else than a single matrix makes. Keeps the logits for the backward
     pass: call it with as many tokens as there is memory for, and recompute.
     """
     real = _shard(logits.shape[1], None, vocab_size).real
-    logprobs, entropy = _LogitLogprobs.apply(logits, targets, temperature, with_entropy, real)
-    return logprobs, entropy if with_entropy else None
+    logprobs, entropy = _LogitLogprobs.apply(logits, _several(targets), temperature, with_entropy, real)
+    return logprobs.view(targets.shape), entropy if with_entropy else None
+
+
+def _several(targets: Tensor) -> Tensor:
+    """[T, K] int64."""
+    return (targets if targets.dim() == 2 else targets[:, None]).long()
 
 
 def chunk_of(hidden: Tensor, rows: int) -> int:
@@ -137,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)  # an entropy that is only a metric costs no gradient
-        return (sums.chosen - sums.peak) - log_total, entropy
+        return (sums.chosen - sums.peak[:, None]) - log_total[:, None], entropy
 
     @staticmethod
     @once_differentiable
@@ -183,7 +191,7 @@ class _LogitLogprobs(torch.autograd.Function):
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
-        return (sums.chosen - sums.peak) - log_total, entropy
+        return (sums.chosen - sums.peak[:, None]) - log_total[:, None], entropy
 
     @staticmethod
     @once_differentiable
@@ -204,10 +212,10 @@ class _LogitLogprobs(torch.autograd.Function):
 def _slopes(
     d_logprobs: Tensor | None, d_entropy: Tensor | None, entropy: Tensor, mine: Tensor, temperature: float
 ) -> Slopes:
-    """The coefficients of the gradient in the logits, from those in log-probs and entropy, each [T]."""
+    """The coefficients of the gradient in the logits, from those in log-probs [T, K] and entropy [T]."""
     if d_logprobs is None:
-        d_logprobs = torch.zeros_like(entropy)
-    falls, slope = -d_logprobs / temperature, None
+        d_logprobs = torch.zeros_like(mine, dtype=entropy.dtype)
+    falls, slope = -d_logprobs.sum(-1) / temperature, None
     if d_entropy is not None:
         slope = -d_entropy / temperature
         falls = falls + slope * entropy
@@ -224,14 +232,15 @@ def _over_ranks(sums: RowSums, mine: Tensor, group: dist.ProcessGroup) -> RowSum
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     below = sums.peak - highest
     scale = below.exp()
-    summed = torch.stack([sums.chosen.where(mine, 0), sums.total * scale, (sums.spread + below * sums.total) * scale])
+    parts = [sums.chosen.where(mine, 0).flatten(), sums.total * scale, (sums.spread + below * sums.total) * scale]
+    summed = torch.cat(parts)
     dist.all_reduce(summed, group=group)
-    chosen, total, spread = summed
-    return RowSums(chosen=chosen, peak=highest, total=total, spread=spread)
+    chosen, total, spread = summed.split([len(part) for part in parts])
+    return RowSums(chosen=chosen.view_as(mine), peak=highest, total=total, spread=spread)
 
 
 def _mine(targets: Tensor, shard: _Shard, rows: int) -> tuple[Tensor, Tensor]:
-    """Each target as a local row number, 0 if another rank has it; and whether it is on this rank."""
+    """Each target as a local row number, 0 if another rank has it; and whether it is on this rank; both [T, K]."""
     if shard.group is None:
         return targets, torch.ones_like(targets, dtype=torch.bool)
     here = targets - shard.first

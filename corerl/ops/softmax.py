@@ -20,7 +20,7 @@ NEVER = -1e30  # the logit of padding: exp() makes it 0, and multiplied by that 
 class RowSums(NamedTuple):
     """Sums over each row of tempered logits x [C, V], each [C], in float32 (float64 for float64 logits)."""
 
-    chosen: Tensor  # x_y of the target y
+    chosen: Tensor  # [C, K] x_y of each target y
     peak: Tensor  # m = max_j x_j
     total: Tensor  # A = sum_j exp(x_j - m)
     spread: Tensor  # B = sum_j exp(x_j - m) (x_j - m); 0 if not requested
@@ -28,10 +28,10 @@ class RowSums(NamedTuple):
 
 class Slopes(NamedTuple):
     """Coefficients of a loss's gradient in the logits of C tokens, each [C]: d_j = p_j (falls + slope log p_j), plus
-    `rises` if j is the target."""
+    the `rises` of those targets that are j."""
 
     falls: Tensor
-    rises: Tensor
+    rises: Tensor  # [C, K]
     slope: Tensor | None  # None if the entropy is not part of the loss
 
     def of(self, part: slice) -> Slopes:
@@ -40,12 +40,13 @@ class Slopes(NamedTuple):
 
 
 def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, with_spread: bool) -> RowSums:
-    """Row sums of `logits` [C, V] / temperature, leaving out the padding columns from `real` on; targets [C] int64.
+    """Row sums of `logits` [C, V] / temperature, leaving out the padding columns from `real` on; targets [C, K] int64.
 
     For a target outside the real columns torch raises IndexError or yields padding's -1e30; a kernel yields NaN.
     """
     exact = torch.promote_types(logits.dtype, torch.float32)
-    sums = RowSums(*torch.zeros((4, len(logits)), dtype=exact, device=logits.device))
+    chosen = torch.zeros(targets.shape, dtype=exact, device=logits.device)
+    sums = RowSums(chosen, *torch.zeros((3, len(logits)), dtype=exact, device=logits.device))
     if logits.is_meta:
         return sums
     if (kernels := kernels_for(logits)) is not None:
@@ -53,7 +54,7 @@ def row_sums(logits: Tensor, targets: Tensor, *, temperature: float, real: int, 
         return sums
     x = _tempered(logits, temperature, real)
     torch.amax(x, -1, out=sums.peak)
-    sums.chosen.copy_(x.gather(-1, targets[:, None]).squeeze(-1))
+    torch.gather(x, -1, targets, out=chosen)
     below = torch.sub(x, sums.peak[:, None], out=x if x is not logits else None)
     powers = below.exp() if with_spread else below.exp_()
     torch.sum(powers, -1, out=sums.total)
@@ -68,7 +69,8 @@ def gradient_(
     """The gradient [C, V] given by `slopes`, in the dtype of `logits` [C, V], whose storage it may reuse.
 
     normalizer [C] is m + log A, so that log p = x - normalizer. Each element is rounded to that dtype only once, since
-    for a likely target `falls` and `rises` almost cancel. The gradient of padding is exactly 0.
+    for a likely target `falls` and `rises` almost cancel. The gradient of padding is exactly 0. Targets [C, K] of a
+    token may be equal.
     """
     if logits.is_meta:
         return logits
@@ -82,10 +84,7 @@ def gradient_(
         factor = torch.addcmul(slopes.falls[:, None], log_p, slopes.slope[:, None], out=log_p)
     else:
         p, factor = log_p.exp_(), slopes.falls[:, None]
-    chosen = targets[:, None]
-    at_chosen = p.gather(-1, chosen) * factor.expand_as(p).gather(-1, chosen) + slopes.rises[:, None]
-    d = torch.mul(p, factor, out=p if p.dtype == logits.dtype else torch.empty_like(logits))
-    return d.scatter_(-1, chosen, at_chosen.to(d.dtype))
+    return torch.mul(p, factor, out=p).scatter_add_(-1, targets, slopes.rises).to(logits.dtype)
 
 
 def _tempered(logits: Tensor, temperature: float, real: int) -> Tensor:

@@ -34,7 +34,7 @@ from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation
 from corerl.plugin.spec import SamplerRun
-from corerl.rollout.encoding import FIRST, PromptCheck, check_first, require_encodable
+from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
 from corerl.rollout.rewards import Reward, require_part, reward_of
@@ -204,7 +204,7 @@ def with_prompt_check(plan: RolloutPlan, config: Config) -> RolloutPlan:
     )
     problems = Problems()
     with problems.stage("data.source"):
-        check_first(plan.prompts, check)
+        check_first(plan.prompts, check, seed=plan.seed)
     problems.raise_all()
     return evolve(plan, check=check)
 
@@ -280,7 +280,7 @@ def _check_set(config: Config, table: str, eval_set: EvalSet, rollout: RolloutPl
         limit=f"{table}.max_tokens={tokens} in a context of {context}",
         pictures=rollout.pictures,
     )
-    check_first(eval_set.source, check)
+    check_first(eval_set.source, check, seed=rollout.seed)
     yield from eval_set.source.notices[known:]
 
 
@@ -304,9 +304,9 @@ def notices_of_data(
 
 
 def tokens_of_pictures(prompts: PromptSource, reader: PictureReader) -> str:
-    """A line about how long pictures are for the model, by the first ones."""
-    first = [index for index in prompts.train[:FIRST].tolist() if index not in prompts.left_out]
-    found = itertools.chain.from_iterable(prompts.prompt(index).pictures for index in first)
+    """A line about how long pictures are for the model, by those of the prompts that are checked."""
+    first = prompts.checked.values()
+    found = itertools.chain.from_iterable(prompt.pictures for prompt in first)
     pictures = [read(each) for each in itertools.islice(found, MEASURED)]
     if not pictures:
         return f"model.pictures: none of the first {len(first)} prompts has a picture"

@@ -62,6 +62,12 @@ class RolePlan:
     max_tokens: int  # of a response, for objectives that divide by it
 
     @property
+    def vocabulary(self) -> int:
+        """How many token ids log-probs are over."""
+        text = self.cluster.model.get("text_config") or self.cluster.model
+        return self.assignments[0].config.model.vocabulary or int(text["vocab_size"])
+
+    @property
     def train(self) -> TrainConfig:
         """The training settings that the ranks get."""
         return self.assignments[0].config.train

@@ -39,6 +39,7 @@ class Capability(StrEnum):
     ROUTING_REPLAY = "routing-replay"  # reports each token's experts, and trains through the experts it is given
     AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
     PICTURES = "pictures"  # passes a batch's pictures through the model's tower, and trains it if asked
+    TARGETS = "targets"  # gives log-probs of the tokens in a batch's column `targets` where it has one
     ADAM = "adam"  # takes a step with the settings of Adam and of clipping that `Step.adam` has
 
 
@@ -61,7 +62,7 @@ class Support:
 FULL = Support(Grade.FULL)
 # Capabilities whose setting a backend that does not know of them would ignore without a word.
 ABSENT = dict.fromkeys(
-    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM),
+    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS),
     Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it"),
 )
 # The precisions that need a capability. Every backend has float32.

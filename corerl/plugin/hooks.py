@@ -1,4 +1,4 @@
-"""The contract between core and backends, API 2.1: the hooks a worker calls, in the order of a backend's life.
+"""The contract between core and backends, API 2.2: the hooks a worker calls, in the order of a backend's life.
 
 A backend implements all of them by extending `corerl.backend.Backend`. Extensions wrap them, as generators that yield
 once and return the result, or observe on the driver. Hooks are called on every rank.
@@ -98,7 +98,7 @@ class RunControl(Protocol):
 
 
 class Hooks(Protocol):
-    """Every hook of API 2.1. All but `shutdown` and those of extensions on the driver have exactly one implementation,
+    """Every hook of API 2.2. All but `shutdown` and those of extensions on the driver have exactly one implementation,
     the backend's."""
 
     # ---- once --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from corerl.config.schema import AlgorithmConfig, ClusterInfo, RewardConfig, Rol
 from corerl.kinds import MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
 
-API = (2, 1)  # of the contract between core and plugins
+API = (2, 2)  # of the contract between core and plugins
 
 
 @frozen(kw_only=True)

@@ -22,7 +22,7 @@ from corerl.types import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FIRST = 64  # prompts of each source that are checked before a run starts
+FIRST = 64  # prompts that are checked before a run starts, of all sources together
 PROBES = ("0", "a", ".")  # texts of an ordinary token in most vocabularies
 
 
@@ -242,18 +242,21 @@ class PromptCheck:
         raise DataError(f"{why}; correct the row, or set data.refused='skip' to leave out such rows")
 
 
-def check_first(source: PromptSource, check: PromptCheck) -> None:
-    """Check the first training prompts of each share, and all that are held out: those that are skipped are left out of
-    the source, whose notices count them. The other ones are checked when they are taken. Raises DataError as `check`,
-    with the prompt's place, and if none is left."""
-    first = {index for share in source.shares for index in share.train[:FIRST].tolist()} & {*source.train.tolist()}
+def check_first(source: PromptSource, check: PromptCheck, *, seed: int) -> None:
+    """Check the prompts that a run of this seed trains on first, as many of each share, and all that are held out:
+    those that are skipped are left out of the source, whose notices count them. The other ones are checked when they
+    are taken. Raises DataError as `check`, with the prompt's place, and if none is left."""
+    training, most = {*source.train.tolist()}, -(-FIRST // len(source.shares))
+    first = [index for share in source.shares for index in share.epoch(0, seed)[:most].tolist() if index in training]
     skipped: dict[int, str] = {}
-    indices = sorted(first | {*source.held_out.tolist()})
+    indices = sorted({*first, *source.held_out.tolist()})
     for index in indices:
         prompt = source.prompt(index)
         try:
             if why := check(prompt):
                 skipped[index] = why
+            elif index in training:
+                source.checked[index] = prompt
         except DataError as error:
             raise DataError(f"{source.where(index)}: {error.message}") from error
     if skipped:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from attrs import evolve, frozen
 
 from corerl.algorithms.base import Objective
@@ -21,7 +22,7 @@ from corerl.cluster.runtime import CPUS, put, ray_session
 from corerl.config.load import as_config
 from corerl.config.schema import Config
 from corerl.data.packing import StepPlan, plan_forward, plan_part, plan_steps
-from corerl.errors import ContractError, CorerlError
+from corerl.errors import ContractError, CorerlError, DataError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
@@ -33,6 +34,7 @@ from corerl.plugin.transports import transport_named
 from corerl.trainer.results import Gradients, agreed, common_manifest, gradients, scatter, trained, updated
 from corerl.types import (
     PICTURE,
+    TARGETS,
     Array,
     InitResult,
     IntArray,
@@ -238,10 +240,12 @@ class TrainGroup:
         samples to dp ranks and micro-batches; several steps read one copy of what `corerl.share(samples)` gives.
         Raises the error of the first rank to fail, after ending all ranks; ContractError if ranks disagree on whether
         the step was applied or on the gradient norm. Raises Unsupported at once, and the group goes on, if `step.adam`
-        is set and the backend does not have the capability `adam`."""
+        is set and the backend does not have the capability `adam`, or samples have a column `targets` and it does not
+        have that one; DataError for a target that is no id of the vocabulary."""
         self._require_step("train", step)
-        self.changes += 1
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
+        self._require_targets("train", shared.samples)
+        self.changes += 1
         pending = self._start_reading("train", shared, shared.samples.columns, plan, loss, step, at=_at(step))
         return self._add(pending, partial(trained, role=self.role))
 
@@ -261,6 +265,7 @@ class TrainGroup:
         self._require_trained("forward_backward")
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         shared = samples if isinstance(samples, SharedBatch) else SharedBatch(samples)
+        self._require_targets("forward_backward", shared.samples)
         columns = shared.samples.columns
         pending = self._start_reading("forward_backward", shared, columns, plan, loss, wanted, last)
 
@@ -321,6 +326,9 @@ class TrainGroup:
         plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
         wanted = (outputs,) if isinstance(outputs, Output) else tuple(outputs)
         columns = ["loss_mask", *([Output.ROUTED_EXPERTS.value] if replay else [])]
+        if Output.LOGPROBS in wanted:
+            self._require_targets("forward", samples)
+            columns.append(TARGETS)
         given = SharedBatch(samples) if shared is None else shared
         pending = self._start_reading("forward", given, columns, plan, wanted, weights, replay)
         return self._add(pending, partial(scatter, outputs=wanted, batch=samples, role=self.role))
@@ -387,6 +395,22 @@ class TrainGroup:
         if step.adam is not None:
             backend = self.plan.backend
             check_capabilities(backend.spec, {Capability.ADAM: f"{verb} with Step.adam"}, name=backend.name)
+
+    def _require_targets(self, verb: str, samples: SampleBatch) -> None:
+        """The same for samples with a column `targets`, and Unsupported too if the backend would ignore it."""
+        if TARGETS not in samples.columns:
+            return
+        backend, targets = self.plan.backend, samples.columns[TARGETS]
+        check_capabilities(backend.spec, {Capability.TARGETS: f"{verb} with the column {TARGETS!r}"}, name=backend.name)
+        if not targets.size or (targets.min() >= 0 and targets.max() < self.plan.vocabulary):
+            return
+        at = tuple(np.argwhere((targets < 0) | (targets >= self.plan.vocabulary))[0])
+        row = int(samples.row_of[at[0]])
+        place = ", ".join(map(str, (at[0] - samples.offsets[row], *at[1:])))
+        raise DataError(
+            f"{verb}: column {TARGETS!r} has {targets[at]} at [{place}] of row {row}, expected ids from 0 to "
+            f"{self.plan.vocabulary - 1}; as padding any of them will do, with weight 0"
+        )
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

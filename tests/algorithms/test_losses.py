@@ -282,6 +282,27 @@ def test_weighted_logprobs_of_three_tokens_worked_by_hand() -> None:
     assert not metric.total.requires_grad
 
 
+def test_of_several_targets_all_logprobs_are_weighted() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-math.inf, math.nan]], requires_grad=True)
+    slopes = torch.tensor([[1.0, 0.0], [-2.0, 4.0], [9.0, 9.0]])
+    columns = {"weights": torch.tensor([0.5, 0.25, 0.0]), "logprob_weights": slopes}
+    result = weighted_logprobs(LossInputs(logprobs=logprobs, columns=columns))
+    assert result.loss.item() == 0.5 * -1.0 + 0.25 * (6.0 - 16.0)
+    (gradient,) = torch.autograd.grad(result.loss, logprobs)
+    assert gradient.tolist() == [[0.5, 0.0], [-0.5, 1.0], [0.0, 0.0]]
+    assert result.metrics["loss"].weight.item() == 2
+
+
+def test_losses_of_one_logprob_for_each_token_refuse_several() -> None:
+    inputs = three_tokens()
+    assert inputs.logprobs is not None
+    several = evolve(inputs, logprobs=inputs.logprobs[:, None].expand(3, 3))  # 3 x 3 would fit the columns of 3
+    with pytest.raises(ContractError, match="'clipped' takes one log-prob for each token, but .* has 3 tokens at each"):
+        clipped(several)
+    with pytest.raises(ContractError, match=r"column 'logprob_weights' \[3\] for log-probs \[3, 3\]"):
+        weighted_logprobs(several)
+
+
 def preference(logprobs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     """Of two samples of three tokens, that the first be likelier: no sum over tokens, and over no micro-batch."""
     first, second = torch.where(counted, logprobs, 0.0).split(3)

@@ -73,7 +73,7 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
     assert lines[0] == ["NAME", "PACKAGE", "VERSION", "API", "STATUS"]
     rows = {line[0]: line[1:] for line in lines[1:]}
     assert rows["good"] == ["corerl-good", "0.3.1", "2.0", "ok: a Backend to print"]
-    incompatible = "incompatible: written for API 3.0, but this corerl supports 2.1"
+    incompatible = "incompatible: written for API 3.0, but this corerl supports 2.2"
     assert rows["later"] == ["corerl-later", "0.3.1", "3.0", incompatible]
     assert rows["bad"] == ["corerl-bad", "0.3.1", "-", f"broken: {REASON} (corerl doctor bad)"]
     assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]

@@ -102,7 +102,7 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
     prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
     sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
     monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
-    rollout = Mock(params=SamplingParams(max_tokens=1000, temperature=0.7))
+    rollout = Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=Mock(checked={}))
     check = make_check(sampler=sampler, rollout=rollout)
     batch = asyncio.run(check.sample())
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
@@ -126,7 +126,9 @@ def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPa
 
     sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, pictures=reader)
     monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
-    check = make_check(sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7)))
+    check = make_check(
+        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=Mock(checked={}))
+    )
     batch = asyncio.run(check.sample())
     assert (len(batch), [picture.size for picture in batch.pictures]) == (9, [(1, 1)])
     prompts[8] = evolve(prompts[8], text="1", pictures=())

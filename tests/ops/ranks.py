@@ -26,9 +26,10 @@ class Head:
     bias: bool = False
     with_entropy: bool = True
     chunk: int | None = None
+    targets: tuple[int, ...] = ()  # (K,) if a token has several, of which the last two are equal
 
     def made(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """hidden [T, H], weight [rows, H], bias [rows], targets [T], and [2, T] to weigh the results with."""
+        """hidden [T, H], weight [rows, H], bias [rows], targets [T, ...], and [2, T] to weigh the results with."""
         generator = torch.Generator().manual_seed(3)
 
         def random(*shape: int) -> torch.Tensor:
@@ -36,8 +37,10 @@ class Head:
 
         hidden, weight, bias = random(TOKENS, WIDTH), random(self.rows, WIDTH), random(self.rows)
         weight[self.vocab :] *= 10
-        targets = torch.randint(0, self.vocab, (TOKENS,), generator=generator)
+        targets = torch.randint(0, self.vocab, (TOKENS, *self.targets), generator=generator)
         targets[0], targets[1] = 0, self.vocab - 1
+        if self.targets:
+            targets[:, -1] = targets[:, -2]
         return hidden, weight, bias if self.bias else None, targets, random(2, TOKENS)
 
 
@@ -69,7 +72,7 @@ def found(head: Head) -> Found:
         group=dist.group.WORLD,
         vocab_size=head.vocab if head.vocab < head.rows else None,
     )
-    loss = logprobs @ weigh[0].to(logprobs.dtype)
+    loss = (logprobs.t() @ weigh[0].to(logprobs.dtype)).sum()
     if entropy is not None:
         loss = loss + entropy @ weigh[1].to(logprobs.dtype)
     loss.backward()

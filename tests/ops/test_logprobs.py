@@ -28,8 +28,9 @@ def targets(tokens: int, vocab: int) -> torch.Tensor:
 def by_the_book(
     hidden: Any, weight: Any, bias: Any, y: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    log_p = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
-    return log_p.gather(-1, y[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    z = torch.nn.functional.linear(hidden, weight, bias)
+    log_p = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return log_p.gather(-1, y.view(len(y), -1)).view(y.shape), -(log_p.exp() * log_p).sum(-1)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100, None])
@@ -55,6 +56,45 @@ def test_values_and_gradients_equal_log_softmax_of_all_logits(
         got, wanted = got + entropy @ w[1], wanted + wanted_entropy @ w[1]
     for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(wanted, leaves), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def repeated(vocab: int) -> torch.Tensor:
+    """[10, 4]: several targets of each token, of which some are equal."""
+    y = targets(40, vocab).view(10, 4)
+    y[:, 3] = y[:, 1]
+    y[4] = 7
+    return y
+
+
+@pytest.mark.parametrize("of", ["hidden states", "logits"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_of_several_targets_gradients_are_those_of_log_softmax(with_entropy: bool, of: str) -> None:
+    y, w = repeated(33), torch.rand(10, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
+    given, settings = inputs(10, 33, torch.float64, bias=True), {"temperature": 1.7, "with_entropy": with_entropy}
+    leaves = [x for x in given if x is not None]
+    hidden, weight, b = leaves
+    if of == "logits":
+        logprobs, entropy = logprobs_of_logits(torch.nn.functional.linear(hidden, weight, b), y, **settings)
+    else:
+        logprobs, entropy = token_logprobs(hidden, weight, y, bias=b, chunk_tokens=3, **settings)
+    wanted, spread = by_the_book(hidden, weight, b, y, 1.7)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-13)
+    got, book = (logprobs * w[:, :4]).sum(), (wanted * w[:, :4]).sum()
+    if entropy is not None:
+        torch.testing.assert_close(entropy, spread, rtol=0, atol=1e-13)
+        got, book = got + entropy @ w[:, 4], book + spread @ w[:, 4]
+    for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(book, leaves), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
+
+
+def test_several_targets_are_each_as_one_alone() -> None:
+    hidden, weight, _ = inputs(10, 33, torch.float32, False)
+    assert hidden is not None and weight is not None
+    y = repeated(33)
+    together, _ = token_logprobs(hidden, weight, y, temperature=0.7)
+    for each in range(4):
+        alone, _ = token_logprobs(hidden, weight, y[:, each], temperature=0.7)
+        assert torch.equal(together[:, each], alone)
 
 
 @pytest.mark.parametrize(
@@ -199,9 +239,9 @@ def wanted(head: Head) -> Found:
         leaves.append(bias.requires_grad_())
     z = torch.nn.functional.linear(hidden, weight[: head.vocab], None if bias is None else bias[: head.vocab])
     log_p = (z.to(exact) / head.temperature).log_softmax(-1)
-    logprobs = log_p.gather(-1, y[:, None]).squeeze(-1)
+    logprobs = log_p.gather(-1, y.view(len(y), -1)).view(y.shape)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    loss = logprobs @ weigh[0].to(exact)
+    loss = (logprobs.t() @ weigh[0].to(exact)).sum()
     if head.with_entropy:
         loss = loss + entropy @ weigh[1].to(exact)
     grads = [*torch.autograd.grad(loss, leaves), None]
@@ -222,6 +262,8 @@ HEADS = {
     "padded, log-probs alone": Head(vocab=13, rows=16, dtype=torch.float32, with_entropy=False, chunk=5),
     "the last rank has padding alone": Head(vocab=8, rows=16, dtype=torch.float32, temperature=0.9, bias=True),
     "and some of the first rank's is too": Head(vocab=6, rows=16, dtype=torch.float64, chunk=2),
+    "several targets": Head(vocab=13, rows=16, dtype=torch.float64, temperature=0.7, chunk=4, targets=(5,)),
+    "several targets, float32": Head(vocab=13, rows=16, dtype=torch.float32, with_entropy=False, targets=(5,)),
 }
 TOLERANCE = {torch.float64: {"rtol": 1e-12, "atol": 1e-12}, torch.float32: {"rtol": 1e-5, "atol": 3e-6}}
 
@@ -261,7 +303,7 @@ def test_one_process_leaves_padding_out_too(head: Head) -> None:
     )
     expected, near = wanted(head), TOLERANCE[head.dtype]
     torch.testing.assert_close(logprobs, expected.logprobs, **near)
-    loss = logprobs @ weigh[0].to(logprobs.dtype)
+    loss = (logprobs.t() @ weigh[0].to(logprobs.dtype)).sum()
     if entropy is not None:
         torch.testing.assert_close(entropy, expected.entropy, **near)
         loss = loss + entropy @ weigh[1].to(logprobs.dtype)

@@ -36,35 +36,39 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-def drawn(dtype: torch.dtype, words: int = WORDS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [T, V], targets [T], and [2, T] to weigh log-probs and entropies with."""
+def drawn(dtype: torch.dtype, words: int = WORDS, several: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [T, V], targets [T, K], of which the last two are equal, and [2, T] to weigh log-probs and entropies
+    with."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     logits = torch.randn(TOKENS, words, generator=generator, device=DEVICE) * 5
     logits[0, 3] = 60.0  # one that is certain
-    targets = torch.randint(0, 8, (TOKENS,), generator=generator, device=DEVICE)
+    targets = torch.randint(0, 8, (TOKENS, several), generator=generator, device=DEVICE)
     targets[0], targets[1] = 3, words // 2
+    targets[:, -2:] = targets[:, -1:]
     return logits.to(dtype), targets, torch.rand(2, TOKENS, generator=generator, device=DEVICE)
 
 
 @pytest.mark.parametrize("padding", [0, 900])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("several", [1, 3])
 def test_sums_and_gradients_are_those_of_float64(
-    dtype: torch.dtype, temperature: float, padding: int, way: str
+    several: int, dtype: torch.dtype, temperature: float, padding: int, way: str
 ) -> None:
-    logits, y, weigh = drawn(dtype)
+    logits, y, weigh = drawn(dtype, several=several)
+    share = torch.tensor([1.0, -0.4, 0.7], device=DEVICE)[:several]
     real = WORDS - padding
     z = logits.double().requires_grad_()
     x = z[:, :real] / temperature
     log_p = x.log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    wanted = log_p.gather(-1, y[:, None]).squeeze(-1)
+    wanted = log_p.gather(-1, y) @ share.double()
 
     sums = row_sums(logits, y, temperature=temperature, real=real, with_spread=True)
     assert {each.dtype for each in sums} == {torch.float32}
     below = x - x.amax(-1, keepdim=True)
     expected = RowSums(
-        chosen=x.gather(-1, y[:, None]).squeeze(-1),
+        chosen=x.gather(-1, y),
         peak=x.amax(-1),
         total=below.exp().sum(-1),
         spread=(below.exp() * below).sum(-1),
@@ -80,9 +84,9 @@ def test_sums_and_gradients_are_those_of_float64(
         loss = wanted @ weigh[0].double() + (entropy @ weigh[1].double() if with_entropy else 0)
         (d_z,) = torch.autograd.grad(loss, z, retain_graph=True)
         slope = -weigh[1] / temperature if with_entropy else None
-        falls = -weigh[0] / temperature + (slope * entropy.detach().float() if slope is not None else 0)
+        falls = -weigh[0] * share.sum() / temperature + (slope * entropy.detach().float() if slope is not None else 0)
         normalizer = x.logsumexp(-1).detach().float()
-        slopes = Slopes(falls=falls, rises=weigh[0] / temperature, slope=slope)
+        slopes = Slopes(falls=falls, rises=weigh[0][:, None] * share / temperature, slope=slope)
         got = gradient_(logits.clone(), y, normalizer, slopes, temperature=temperature, real=real)
         assert got.dtype == dtype
         assert not got[:, real:].any()
@@ -100,7 +104,7 @@ def test_a_kernel_makes_a_target_that_is_no_word_no_number(target: int, way: str
     if way == "torch":
         pytest.skip("an IndexError, which a GPU tells of later")
     sums = row_sums(logits, y, temperature=1.0, real=30, with_spread=False)
-    assert sums.chosen.isnan().tolist() == [row == 2 for row in range(TOKENS)]
+    assert sums.chosen.isnan().tolist() == [[row == 2] for row in range(TOKENS)]
 
 
 def test_a_rank_of_padding_alone_adds_nothing(way: str) -> None:
@@ -111,7 +115,7 @@ def test_a_rank_of_padding_alone_adds_nothing(way: str) -> None:
     assert not (sums.total * scale).any()
     assert not ((sums.spread + (sums.peak - others) * sums.total) * scale).any()
     ones = torch.ones(TOKENS, device=DEVICE)
-    slopes = Slopes(falls=ones, rises=0 * ones, slope=ones)
+    slopes = Slopes(falls=ones, rises=0 * ones[:, None], slope=ones)
     assert not gradient_(logits, y * 0, ones, slopes, temperature=0.7, real=0).any()
 
 

@@ -130,12 +130,15 @@ def test_every_role_reads_the_rows_pictures(tmp_path: Path) -> None:
 
 def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
     rows = [*ROWS, {"prompt": "5<image>", "images": ["4x3:1"]}]
-    plan = planned(evolve(config_of(tmp_path, rows), data=DataConfig(source=str(tmp_path / "rows.jsonl"), held_out=0)))
+    config = evolve(config_of(tmp_path, rows), data=DataConfig(source=str(tmp_path / "rows.jsonl"), held_out=0))
+    config = evolve(config, rollout=evolve(config.rollout, max_tokens=2))
+    plan = with_prompt_check(planned(config), config)
     assert tokens_of_pictures(plan.prompts, plan.pictures) == (
         "model.pictures: of the first 3 pictures each takes 6 to 15 tokens of a prompt; the model sees the largest at "
         "4x3"
     )
-    alone = planned(config_of(tmp_path, [{"prompt": "1"}, {"prompt": "2"}]))
+    text = config_of(tmp_path, [{"prompt": "1"}, {"prompt": "2"}])
+    alone = with_prompt_check(planned(text), text)
     assert tokens_of_pictures(alone.prompts, alone.pictures) == (
         "model.pictures: none of the first 1 prompts has a picture"
     )

@@ -144,7 +144,7 @@ def test_a_module_path_without_a_spec_is_refused(install: Install) -> None:
         load(Kind.BACKENDS, "__main__:SPEC")
 
 
-@pytest.mark.parametrize("api", [(3, 0), (2, 2), (1, 0), (0, 9)])
+@pytest.mark.parametrize("api", [(3, 0), (2, 3), (1, 0), (0, 9)])
 def test_a_backend_of_another_api_is_refused_with_both_versions(
     install: Install, backend_spec: str, api: tuple[int, int]
 ) -> None:
@@ -158,13 +158,13 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     with pytest.raises(PluginIncompatible) as caught:
         load(Kind.BACKENDS, "mine")
     assert caught.value.message == (
-        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, but this corerl supports 2.1; "
-        f"{changed}install a release of corerl-mine for API 2.1, or a corerl that supports {major}.{minor}"
+        f"backend 'mine' (corerl-mine 0.1.0) was written for API {major}.{minor}, but this corerl supports 2.2; "
+        f"{changed}install a release of corerl-mine for API 2.2, or a corerl that supports {major}.{minor}"
     )
     assert pickle.loads(pickle.dumps(caught.value)).api == api  # as on its way through Ray
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
-    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.1"
+    assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.2"
 
 
 def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:

@@ -241,6 +241,9 @@ def test_a_normalized_text_is_measured_in_its_tokens() -> None:
     assert evolve(check, longest=1800, skip=True)(prompt).startswith(UNKNOWN)  # it is short enough
 
 
+SEED = 4
+
+
 class Numbered(PromptSource):
     """Prompts of digits; those of `bad` have a system message, which the template refuses."""
 
@@ -256,15 +259,36 @@ class Numbered(PromptSource):
 
 
 def test_first_and_held_out_prompts_are_checked_before_a_run() -> None:
-    source = Numbered(200, {3, 7, 80, 199}, held_out=6)  # the first six are held out
-    check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True))
-    assert source.left_out == {3, 7}
+    taken = [each.index for each in PromptStream(Numbered(200, set(), held_out=6), SEED).take(194)]
+    early, late = taken[5], taken[150]
+    source = Numbered(200, {3, early, late}, held_out=6)  # the first six are held out
+    check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
+    assert source.left_out == {3, early}
     (notice,) = source.notices
     assert notice.startswith("data: 2 of the first 70 prompts are skipped; prompt 3: the tokenizer's chat template")
     with pytest.raises(DataError, match="^prompt 3: the tokenizer's chat template rejects .*; correct the row, or set"):
-        check_first(source, PromptCheck(tokenizer=tokenizer()))
+        check_first(source, PromptCheck(tokenizer=tokenizer()), seed=SEED)
     with pytest.raises(DataError, match="^all 10 training prompts are skipped.*: 10 of the first 10 prompts"):
-        check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True))
+        check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
+
+
+def test_a_run_takes_the_prompts_that_were_checked_for_it() -> None:
+    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
+    check_first(source, check, seed=SEED)
+    checked = list(source.checked.values())
+    assert len(checked) == 64
+    taken = PromptStream(source, SEED, check=check).take(70)
+    assert {id(each) for each in taken[:64]} == {id(each) for each in checked} and not source.checked
+    assert [each.index for each in taken] == [each.index for each in PromptStream(Numbered(200, set()), SEED).take(70)]
+
+
+def test_a_resumed_run_keeps_none_of_the_first_prompts() -> None:
+    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
+    position = (begun := PromptStream(source, SEED)).take(100) and begun.position
+    check_first(source, check, seed=SEED)
+    resumed = PromptStream(source, SEED, check=check)
+    resumed.restore(position)
+    assert not source.checked and [each.index for each in resumed.take(3)] == [each.index for each in begun.take(3)]
 
 
 def test_a_prompt_is_checked_when_it_is_drawn() -> None:

@@ -30,6 +30,7 @@ from corerl.errors import (
 )
 from corerl.plan.resolve import plugins_of
 from corerl.plan.roles import RolePlan, plan_role
+from corerl.plugin import FULL, Capability
 from corerl.trainer import group as group_module
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import (
@@ -232,6 +233,17 @@ NO_SETTINGS = (
 )
 
 
+NO_TARGETS = NO_SETTINGS.replace("Step.adam requires 'adam'", "the column 'targets' requires 'targets'")
+OUTSIDE = "forward: column 'targets' has 10 at [1, 1] of row 0, expected ids from 0 to 9; as padding any of them "
+
+
+def targets_of(targets: Sequence[Any]) -> SampleBatch:
+    return BATCH.with_columns(targets=np.array(targets))
+
+
+NAMED = targets_of([1, 2, 3])
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -240,6 +252,14 @@ NO_SETTINGS = (
         (lambda group: frozen(group).optimizer_step(STEP), f"optimizer_step {FROZEN}"),
         (lambda group: group.train(BATCH, training_plan(BATCH), LOSS, OWN), f"train {NO_SETTINGS}"),
         (lambda group: group.optimizer_step(OWN), f"optimizer_step {NO_SETTINGS}"),
+        (lambda group: group.train(NAMED, training_plan(NAMED), LOSS, STEP), f"train {NO_TARGETS}"),
+        (lambda group: group.forward_backward(NAMED, PART, LOSS), f"forward_backward {NO_TARGETS}"),
+        (lambda group: group.forward(NAMED, Output.LOGPROBS), f"forward {NO_TARGETS}"),
+        (lambda group: scoring(group).forward(targets_of([[0, 9], [1, 10], [2, 3]]), Output.LOGPROBS), OUTSIDE),
+        (
+            lambda group: scoring(group).forward(targets_of([0, -2, 3]), Output.LOGPROBS),
+            "forward: column 'targets' has -2 at [1] of row 0, expected ids from 0 to 9; ",
+        ),
         (lambda group: frozen(group).save("p", STEP), f"save {FROZEN}"),
         (lambda group: frozen(group).update_weights(ADDRESS, 1), f"update_weights {FROZEN}"),
         (lambda group: frozen(group).plan_steps(BATCH, seed=0), f"plan_steps {FROZEN}"),
@@ -250,6 +270,30 @@ def test_wrong_calls_are_refused_before_any_rank_is_called(call: Callable[[Train
     with pytest.raises(CorerlError, match=re.escape(said)):
         call(group)
     assert (processes.calls, processes.killed) == ([], False)
+
+
+def scoring(group: TrainGroup) -> TrainGroup:
+    """With a backend that takes targets, and ten words."""
+    backend = evolve(PLAN.backend, spec=evolve(PLAN.backend.spec, capabilities={Capability.TARGETS: FULL}))
+    group.plan = evolve(group.plan, backend=backend, cluster=evolve(PLAN.cluster, model={"vocab_size": 10}))
+    return group
+
+
+@pytest.mark.usefixtures("given_by_value")
+def test_logprobs_of_targets_come_back_in_their_shape() -> None:
+    batch = evolve(targets_of([[0, 9], [1, 8], [2, 3]]), offsets=np.array([0, 1, 3]), row_columns={})
+    scored = -batch.columns["targets"].astype(np.float32)
+    ranks = [
+        ForwardResult(samples=np.array([1]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: scored[1:]}),
+        ForwardResult(samples=np.array([0]), offsets=np.array([0, 1]), outputs={Output.LOGPROBS: scored[:1]}),
+    ]
+    group, processes = group_with(forward=ranks)
+    found = scoring(group).forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS]
+    assert found.tolist() == scored.tolist()
+    ((_, (sent, *_), _),) = processes.calls
+    assert set(sent.columns) == {"loss_mask", "targets"}
+    group.forward(batch, Output.ENTROPY)
+    assert set(processes.calls[-1][1][0].columns) == {"loss_mask"}
 
 
 def frozen(group: TrainGroup) -> TrainGroup:

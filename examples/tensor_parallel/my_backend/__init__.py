@@ -31,10 +31,11 @@ def data_parallel(config: Options, cluster: ClusterInfo) -> int:
 SPEC = BackendSpec(
     implementation="my_backend.backend:TensorParallelBackend",
     config=Options,
-    api=(2, 1),
+    api=(2, 2),
     summary="linear layers, experts and embeddings divided over ranks that share samples",
     capabilities={
         Capability.ADAM: FULL,
+        Capability.TARGETS: FULL,
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.RECOMPUTE: not_implemented("it keeps all activations"),
         Capability.LORA: not_implemented("no adapters of divided layers"),

@@ -49,7 +49,7 @@ def edit(file: Path, *changes: tuple[str, str]) -> None:
 def test_an_old_backend_is_refused_with_the_page_of_changes(mine: Path) -> None:
     (finding,) = problems(mine)
     assert (
-        f"backend '{mine.name}:SPEC' was written for API 1.0, but this corerl supports 2.1; docs/versioning.md and "
+        f"backend '{mine.name}:SPEC' was written for API 1.0, but this corerl supports 2.2; docs/versioning.md and "
         "`corerl doctor` say what has moved; "
     ) in finding
 

@@ -36,15 +36,49 @@ def test_targets_are_the_next_tokens_of_a_row() -> None:
     assert [row.tolist() for row in outputs] == [[1.0, 2.0, 3.0], [5.0]]
 
 
-def test_targets_that_do_not_count_may_be_anything() -> None:
-    """As recipes write 0 at prompts; their log-probs are not known."""
-    inputs = {**ROW.inputs, "target_tokens": np.array([0, 7, 8])}
+def test_targets_that_are_not_the_next_token_are_a_column() -> None:
+    """As recipes write 0 at prompts."""
+    inputs = {**ROW.inputs, "target_tokens": np.array([0, 9, 8])}
     found = rows("importance_sampling", evolve(ROW, inputs=inputs))
+    assert found.samples.tokens.tolist() == [5, 6, 7, 8]
+    assert found.samples.columns["targets"].tolist() == [0, 0, 9, 8]
     (row,) = found.outputs(np.arange(4, dtype=np.float32))
-    assert np.isnan(row[0]) and row[1:].tolist() == [2.0, 3.0]
+    assert row.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_targets_that_do_not_count_may_be_no_tokens() -> None:
     last = {**ROW.inputs, "target_tokens": np.array([6, 7, -100]), "advantages": np.array([1.0, 0.0, 0.0])}
     found = rows("importance_sampling", evolve(ROW, inputs=last))
-    assert found.samples.tokens.tolist() == [5, 6, 7, 7] and found.known.tolist() == [False, True, True, False]
+    assert found.samples.tokens.tolist() == [5, 6, 7, 7] and "targets" not in found.samples.columns
+    (row,) = found.outputs(np.arange(4, dtype=np.float32))
+    assert row[:2].tolist() == [1.0, 2.0] and np.isnan(row[2])
+
+
+def test_datums_with_other_numbers_of_targets_go_through_one_pass() -> None:
+    several = {"target_tokens": np.array([[6, 9, 9], [3, 1, 2]]), "weights": np.array([[0, 0, 0], [0.5, 0, -0.25]])}
+    each = {"target_tokens": np.array([[4], [8]]), "weights": np.ones((2, 1))}
+    given = [Datum(tokens=np.array(tokens), inputs=of) for tokens, of in (([5, 6], several), ([7, 4], each))]
+    found = rows("cross_entropy", *given, datum([1, 2], weights=[1.0]))
+    assert found.samples.tokens.tolist() == [5, 6, 3, 7, 4, 8, 1, 2]
+    columns = {name: column.tolist() for name, column in found.samples.columns.items()}
+    nothing = [0, 0, 0]
+    assert columns == {
+        "targets": [nothing, [6, 9, 9], [3, 1, 2], nothing, [4, 0, 0], [8, 0, 0], nothing, [2, 0, 0]],
+        "token_weights": [nothing, nothing, [0.5, 0, -0.25], nothing, [1, 0, 0], [1, 0, 0], nothing, [1, 0, 0]],
+        "loss_mask": [False, False, True, False, True, True, False, True],
+    }
+    logprobs = -np.arange(24, dtype=np.float32).reshape(8, 3)
+    outputs = [row.tolist() for row in found.outputs(logprobs)]
+    assert outputs == [[[-3, -4, -5], [-6, -7, -8]], [[-12], [-15]], [-21]]
+    assert found.value(logprobs) == pytest.approx(0.5 * 6 - 0.25 * 8 + 12 + 15 + 21)
+
+
+def test_one_target_of_each_token_needs_no_column() -> None:
+    inputs = {"target_tokens": np.array([[6], [7]]), "weights": np.ones((2, 1))}
+    found = rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs=inputs))
+    columns = {name: column.tolist() for name, column in found.samples.columns.items()}
+    assert columns == {"token_weights": [0.0, 1.0, 1.0], "loss_mask": [False, True, True]}
+    assert found.outputs(np.arange(3, dtype=np.float32))[0].tolist() == [[1.0], [2.0]]
 
 
 def test_each_token_may_have_bounds_of_its_own() -> None:
@@ -95,8 +129,15 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
         ("ppo", {"mask": np.ones(3)}, {}, "has 'mask', which ppo does not take; it takes advantages, clip_high"),
         ("ppo", {"weights": np.array([1, 1, 2])}, {}, "ppo has no weights other than 1; multiply the advantages"),
         ("ppo", {"advantages": np.array([1, np.nan, 1])}, {}, "advantages has values that are not finite"),
-        ("ppo", {"target_tokens": np.array([6, 9, 8])}, {}, "target 1 is 9 where token 2 of its input is 7"),
-        ("ppo", {"target_tokens": np.array([6, 7, 32])}, {}, "target 2 is 32 where ids are below 32"),
+        (
+            "ppo",
+            {"target_tokens": np.array([6, 7, 32])},
+            {},
+            r"datum 0: target \[2\] is 32, where ids are from 0 to 31",
+        ),
+        ("ppo", {"target_tokens": np.ones((3, 2))}, {}, r"has the shape \[3, 2\], where ppo takes one target of each"),
+        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"advantages has the shape \[3, 1\], and target_tokens \[3\]"),
+        ("cross_entropy", {"weights": np.ones((3, 2))}, {}, r"weights has the shape \[3, 2\], and target_tokens \[3\]"),
         ("gspo", {"sequence_ratio_mask": np.zeros(3)}, {}, "sequence_ratio_mask is 0 everywhere"),
     ],
 )
@@ -105,6 +146,16 @@ def test_what_would_be_another_loss_is_refused(
 ) -> None:
     with pytest.raises(Refused, match=sentence):
         rows(loss, Datum(tokens=np.array([5, 6, 7]), inputs={**INPUTS, **inputs}), **config)
+
+
+def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> None:
+    targets, weights = np.array([[1, 2], [3, -1]]), np.array([[1.0, 1.0], [1.0, 0.5]])
+    for each, sentence in (
+        (weights, r"target \[1, 1\] is -1, where ids"),
+        (weights[:, 0], r"weights has the shape \[2\]"),
+    ):
+        with pytest.raises(Refused, match=sentence):
+            rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs={"target_tokens": targets, "weights": each}))
 
 
 @pytest.mark.parametrize(

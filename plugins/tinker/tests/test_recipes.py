@@ -78,6 +78,37 @@ def test_what_is_sampled_has_a_ratio_of_one(client: tinker.ServiceClient) -> Non
         trained.optim_step(ADAM).result()
 
 
+def test_a_teachers_likeliest_tokens_are_learned(client: tinker.ServiceClient) -> None:
+    """Off-policy distillation: cross_entropy on [N, K], and the same as a loss of the client's own."""
+    row, probabilities = [1, 7, 8, 9], torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.3, 0.1], [0.5, 0.25, 0.25]])
+    targets = torch.tensor([[0, 0, 0], [8, 20, 21], [9, 9, 4]])
+    inputs = {"target_tokens": targets, "weights": probabilities}
+    data = [
+        types.Datum(model_input=types.ModelInput.from_ints(row[:3]), loss_fn_inputs=inputs),
+        datum([1, 4], weights=[0.0]),
+    ]
+
+    def loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        assert [each.shape for each in logprobs] == [(3, 3), (1,)]
+        return -(probabilities * logprobs[0]).sum() + 0 * logprobs[1].sum(), {}
+
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for custom, found in losses.items():
+        trained = client.create_lora_training_client(base_model=MODEL, rank=4).result()
+        for _ in range(6):
+            own = trained.forward_backward_custom(data, loss) if custom else None
+            passed = own or trained.forward_backward(data, "cross_entropy")
+            found.append(passed.result().metrics["loss:sum"])
+            trained.optim_step(types.AdamParams(learning_rate=0.003)).result()
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    assert losses[False] == sorted(losses[False], reverse=True) and losses[False][-1] < losses[False][0] - 1.0
+    (scored,) = trained.forward(data[:1], "cross_entropy").result().loss_fn_outputs
+    assert (
+        scored["logprobs"].shape == [3, 3]
+        and scored["logprobs"].to_torch()[2, 0] == scored["logprobs"].to_torch()[2, 1]
+    )
+
+
 def test_preferences_are_learned_from_a_frozen_reference(client: tinker.ServiceClient) -> None:
     """Direct preference optimization, as the cookbook does it: the reference is a sampler of the start."""
     trained = client.create_lora_training_client(base_model=MODEL, rank=4).result()

@@ -13,9 +13,22 @@ import pytest
 import torch
 from attrs import evolve
 
+from corerl.plugin import Capability
 from corerl_tinker.requests import Adam, Datum, Draw, ModelWanted, Pass, Policy, Refused
-from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, datum, serving, supervised, train, weights_of
+from plugins.tinker.tests.served import (
+    ADAM,
+    MODEL,
+    ROWS,
+    VOCABULARY,
+    Served,
+    datum,
+    serving,
+    supervised,
+    train,
+    weights_of,
+)
 
+TARGETS = "target_tokens"
 NOTHING: Mapping[str, str] = {}
 
 
@@ -93,10 +106,10 @@ def pass_of(loss: str) -> Pass:
 
 
 def logprobs_of(network: torch.nn.Module, row: Datum) -> torch.Tensor:
-    """[n] by transformers' own forward."""
+    """In the shape of the targets, by transformers' own forward."""
     logits = network(input_ids=torch.tensor(row.tokens)[None]).logits[0].float()
     targets = torch.tensor(row.inputs["target_tokens"])
-    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+    return torch.log_softmax(logits, dim=-1).gather(1, targets.view(len(targets), -1)).view(targets.shape)
 
 
 def in_torch(network: torch.nn.Module, wanted: Pass) -> tuple[float, list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -115,9 +128,35 @@ def gradients_of(network: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.grad.clone() for name, param in network.named_parameters() if param.grad is not None}
 
 
-@pytest.mark.parametrize("loss", WRITTEN_OUT)
-def test_losses_gradients_and_logprobs_are_those_of_torch(loss: str, served: Served, policy: Policy) -> None:
-    wanted = pass_of(loss)
+def off_the_row(wanted: Pass) -> Pass:
+    """With other tokens as targets than those that come next."""
+    rng = np.random.default_rng(5)
+    others = [rng.integers(3, VOCABULARY, len(each.tokens)) for each in wanted.datums]
+    pairs = zip(wanted.datums, others, strict=True)
+    return evolve(wanted, datums=tuple(evolve(each, inputs={**each.inputs, TARGETS: new}) for each, new in pairs))
+
+
+def of_several() -> Pass:
+    """As a teacher's likeliest tokens, with equal ones among them, a different number in each row."""
+    rng, datums = np.random.default_rng(5), []
+    for several, row in zip((1, 3, 8), ROWS, strict=True):
+        shape = (len(row) - 1, several)
+        targets = rng.integers(3, 9, shape)
+        weights = rng.uniform(-0.2, 1.0, shape).astype(np.float32)
+        datums.append(Datum(tokens=np.array(row[:-1]), inputs={TARGETS: targets, "weights": weights}))
+    return Pass(loss="cross_entropy", datums=tuple(datums))
+
+
+PASSES = {
+    **{loss: pass_of(loss) for loss in WRITTEN_OUT},
+    "cross_entropy of several targets": of_several(),
+    "cross_entropy of other targets": off_the_row(pass_of("cross_entropy")),
+    "ppo of other targets": off_the_row(pass_of("ppo")),
+}
+
+
+@pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())
+def test_losses_gradients_and_logprobs_are_those_of_torch(wanted: Pass, served: Served, policy: Policy) -> None:
     value, logprobs, gradients = in_torch(served.network, wanted)
     without = policy.run(evolve(wanted, forward_only=True))
     done = policy.run(wanted)
@@ -129,9 +168,22 @@ def test_losses_gradients_and_logprobs_are_those_of_torch(loss: str, served: Ser
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) > 0.1
 
 
-@pytest.mark.parametrize("loss", WRITTEN_OUT)
-def test_three_calls_add_the_gradients_of_one(loss: str, served: Served, policy: Policy) -> None:
-    wanted = pass_of(loss)
+def test_a_backend_without_targets_trains_on_next_tokens(served: Served, policy: Policy) -> None:
+    group = served.engines.group
+    own, lacks = group.plan, {**group.plan.backend.spec.capabilities}
+    del lacks[Capability.TARGETS]
+    group.plan = evolve(own, backend=evolve(own.backend, spec=evolve(own.backend.spec, capabilities=lacks)))
+    try:
+        for forward_only in (True, False):
+            with pytest.raises(Refused, match="forward.* with the column 'targets' requires 'targets', which"):
+                policy.run(evolve(of_several(), forward_only=forward_only))
+        assert train(policy, 2)[0] > 0
+    finally:
+        group.plan = own
+
+
+@pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())
+def test_three_calls_add_the_gradients_of_one(wanted: Pass, served: Served, policy: Policy) -> None:
     whole = policy.run(wanted)
     together = gradients_of(served.network)
     policy.discard()

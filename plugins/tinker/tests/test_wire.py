@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +41,9 @@ def datums(draw: st.DrawFn) -> types.Datum:
         "target_tokens": types.TensorData(data=tokens, dtype="int64"),
         "weights": types.TensorData(data=draw(st.lists(FLOATS, min_size=n, max_size=n)), dtype="float32"),
     }
+    if several := draw(st.integers(0, 5)):  # the SDK writes what is mostly 0 as sparse
+        wanted = draw(st.lists(st.just(0) | st.integers(0, 2**40), min_size=n * several, max_size=n * several))
+        inputs["target_tokens"] = types.TensorData.from_torch_sparse(torch.tensor(wanted).view(n, several))
     return types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs=inputs)
 
 
@@ -51,19 +56,23 @@ def test_a_pass_is_read_as_the_sdk_meant_it(data: list[types.Datum], config: dic
     for mine, theirs in zip(found.datums, data, strict=True):
         assert mine.tokens.tolist() == theirs.model_input.to_ints()
         for name, tensor in theirs.loss_fn_inputs.items():
-            np.testing.assert_array_equal(mine.inputs[name], tensor.to_numpy())
+            np.testing.assert_array_equal(mine.inputs[name], tensor.to_torch().numpy())
             assert mine.inputs[name].dtype == tensor.to_numpy().dtype
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(FLOATS, max_size=4), max_size=5))
-def test_the_sdk_reads_what_a_pass_returned(rows: list[list[float]]) -> None:
-    logprobs = tuple(np.array(row, np.float32) for row in rows)
+@given(st.lists(st.tuples(st.lists(FLOATS, max_size=4), st.integers(0, 2)), max_size=5))
+def test_the_sdk_reads_what_a_pass_returned(given_rows: list[tuple[list[float], int]]) -> None:
+    """Of one target of each token, or of several, in any order."""
+    rows = [np.array(row * max(several, 1), np.float32) for row, several in given_rows]
+    shapes = [[len(row), several] if several else [len(row)] for row, several in given_rows]
+    logprobs = tuple(row.reshape(shape) for row, shape in zip(rows, shapes, strict=True))
     found = deserialize_forward_backward_output(
         wire.pass_answer(PassDone(logprobs=logprobs, metrics={"loss:sum": 0.5})).body
     )
     assert found.metrics == {"loss:sum": 0.5}
-    assert [each["logprobs"].data for each in found.loss_fn_outputs] == rows
+    assert [each["logprobs"].data for each in found.loss_fn_outputs] == [row.tolist() for row in rows]
+    assert [each["logprobs"].shape for each in found.loss_fn_outputs] == shapes
 
 
 @settings(max_examples=50, deadline=None)
@@ -104,10 +113,14 @@ def forged(**fields: object) -> pb.ForwardBackwardRequest:
     return message
 
 
-def csr(columns: int) -> dict[str, object]:
-    """No values, in that many columns: large only once it is dense."""
-    sparse = pb.SparseCsr(crow_indices=np.zeros(3, np.int64).tobytes())
-    return {"dtype": pb.DTYPE_FLOAT32, "shape": [2, columns], "sparse_csr": sparse}
+def csr(width: int, *, rows: Sequence[int] = (0, 1, 2), columns: Sequence[int] = (0, 1)) -> dict[str, object]:
+    """Two values, in that many columns: large only once it is dense."""
+    sparse = pb.SparseCsr(
+        values=np.ones(2, np.float32).tobytes(),
+        crow_indices=np.array(rows, np.int64).tobytes(),
+        col_indices=np.array(columns, np.int64).tobytes(),
+    )
+    return {"dtype": pb.DTYPE_FLOAT32, "shape": [2, width], "sparse_csr": sparse}
 
 
 @pytest.mark.parametrize(
@@ -116,11 +129,19 @@ def csr(columns: int) -> dict[str, object]:
         ({"dtype": 0, "dense": b"1234"}, "datum 0: weights has the dtype 0, wanted float32"),
         ({"dtype": 77, "dense": b"1234"}, "datum 0: weights has the dtype 77, wanted float32"),
         ({"dtype": 1, "dense": b"12345"}, "datum 0: weights has 5 bytes, no multiple of 4"),
-        ({"dtype": 1, "dense": b"1234"}, r"shape \[1\], wanted \[2\]: one value for each token"),
-        ({"dtype": 1, "dense": b"12345678", "shape": [2, -1]}, r"weights has 2 values and the shape \[2, -1\]"),
-        ({"dtype": 1, "dense": bytes(16), "shape": [2, 2]}, r"shape \[2, 2\], wanted \[2\]: .*several targets"),
+        ({"dtype": 1, "dense": b"1234"}, r"shape \[1\], wanted \[2\], or \[2, K\] for K targets of each token"),
+        ({"dtype": 1, "dense": b"12345678", "shape": [2, -1]}, r"shape \[2, -1\], wanted \[2\], or \[2, K\]"),
+        ({"dtype": 1, "dense": b"", "shape": [2, 0]}, r"shape \[2, 0\], wanted \[2\], or \[2, K\]"),
+        ({"dtype": 1, "dense": bytes(16), "shape": [2, 1, 2]}, r"shape \[2, 1, 2\], wanted \[2\], or \[2, K\]"),
+        ({"dtype": 1, "dense": bytes(16), "shape": [2, 3]}, r"weights has 4 values and the shape \[2, 3\]"),
         ({"dtype": 1, "dense": b"1234", "shape": [2]}, r"weights has 1 values and the shape \[2\]"),
-        (csr(2**40), r"shape \[2, 1099511627776\], wanted \[2\]: .*several targets"),
+        (csr(2**40), "2 tokens with 1099511627776 targets each are more than 33554432; send fewer datums"),
+        (csr(4, columns=[0, 4]), r"weights is no sparse tensor of the shape \[2, 4\]: its indices contradict it"),
+        (csr(4, columns=[0, -1]), r"no sparse tensor of the shape \[2, 4\]"),
+        (csr(4, columns=[0]), r"no sparse tensor of the shape \[2, 4\]"),
+        (csr(4, rows=[0, 2, 1]), r"no sparse tensor of the shape \[2, 4\]"),
+        (csr(4, rows=[0, 3, 2]), r"no sparse tensor of the shape \[2, 4\]"),
+        (csr(4, rows=[0, 2]), r"no sparse tensor of the shape \[2, 4\]"),
     ],
 )
 def test_tensors_that_contradict_themselves_are_refused(fields: dict[str, object], sentence: str) -> None:

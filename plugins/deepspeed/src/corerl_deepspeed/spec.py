@@ -56,12 +56,13 @@ def slow(config: DeepSpeedConfig, cluster: ClusterInfo, size: ModelSize) -> Iter
 SPEC = BackendSpec(
     implementation="corerl_deepspeed.backend:DeepSpeedBackend",
     config=DeepSpeedConfig,
-    api=(2, 1),
+    api=(2, 2),
     summary="DeepSpeed ZeRO 1 to 3: transformers models sharded over all ranks, in host memory where asked",
     capabilities={
         Capability.AUX_LOSS: FULL,
         Capability.PICTURES: FULL,
         Capability.ADAM: FULL,
+        Capability.TARGETS: FULL,
         Capability.FLOAT16: not_implemented(NO_FLOAT16),
     },
     environment=environment,

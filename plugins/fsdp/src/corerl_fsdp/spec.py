@@ -31,9 +31,9 @@ def check(config: FsdpConfig, cluster: ClusterInfo) -> Iterable[Problem]:
 SPEC = BackendSpec(
     implementation="corerl_fsdp.backend:FsdpBackend",
     config=FsdpConfig,
-    api=(2, 1),
+    api=(2, 2),
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
-    capabilities={Capability.AUX_LOSS: FULL, Capability.PICTURES: FULL, Capability.ADAM: FULL},
+    capabilities=dict.fromkeys((Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS), FULL),
     check=check,
     memory=memory,
     slow=slow,

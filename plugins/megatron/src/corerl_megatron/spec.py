@@ -258,10 +258,11 @@ BESIDE = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket": 4
 SPEC = BackendSpec(
     implementation="corerl_megatron.backend:MegatronBackend",
     config=MegatronConfig,
-    api=(2, 1),
+    api=(2, 2),
     summary=f"NVIDIA megatron-core: tensor, pipeline, context and expert parallelism; {len(FAMILIES)} model families",
     capabilities={
         Capability.ADAM: FULL,
+        Capability.TARGETS: FULL,
         Capability.AUX_LOSS: FULL,
         Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),

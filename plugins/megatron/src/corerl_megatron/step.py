@@ -26,7 +26,7 @@ from corerl.config import OptimizerConfig
 from corerl.errors import ModelError
 from corerl.models import VALUE_HEAD
 from corerl.ops import token_logprobs
-from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
+from corerl.types import TARGETS, ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_megatron import optimizer
 from corerl_megatron.balance import Balance
 from corerl_megatron.build import Model, reduce_gradients, scheduled
@@ -122,7 +122,8 @@ class Pipeline:
         self, packed: Packed, module: PackedModel, hidden: Tensor, wanted: Sequence[Output], temperature: float
     ) -> dict[Output, Tensor]:
         """Outputs from the last stage's hidden states [t, 1, hidden]: each [T] float32 over all tokens, entry t for
-        token t, equal on all tensor-parallel and context-parallel ranks."""
+        token t, equal on all tensor-parallel and context-parallel ranks. Log-probs have the shape of the column
+        `targets`, if there is one."""
         critic = hasattr(module, VALUE_HEAD)
         if (Output.VALUES in wanted) != critic or (critic and len(wanted) > 1):
             gives = "values" if critic else f"{Output.LOGPROBS}, {Output.ENTROPY}"
@@ -135,7 +136,8 @@ class Pipeline:
             found[Output.VALUES] = torch.nn.functional.linear(hidden.float(), module.head.float())[:, 0]
         else:
             # Token t + 1 is predicted at token t; a sequence's last token predicts nothing.
-            following = torch.zeros_like(tokens).index_copy(0, rows - 1, tokens[rows])
+            named = packed.inputs.columns.get(TARGETS, tokens)
+            following = torch.zeros_like(named).index_copy(0, rows - 1, named[rows])
             found[Output.LOGPROBS], found[Output.ENTROPY] = token_logprobs(
                 hidden,
                 module.head,

@@ -104,6 +104,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "what one step sets holds in the next one too",
         "weight decay is set for norms and biases too, or stays 0 where the config's is",
     ),
+    "C81": (
+        "log-probs are of the row's own tokens, or of the target that comes one token later",
+        "of equal targets of a token only one has a gradient: add them up, as scatter_add does",
+        "the column is not passed to the rank, or to the pipeline stage, that has the logits",
+    ),
     "C63": ("padding takes part in attention", "positions count padding", "rows are cut at the longest of the rank"),
     "C76": ("aux_loss_coef is ignored", "it is counted by micro-batch, not by tokens", "padding counts as tokens"),
     "C77": (

@@ -19,7 +19,17 @@ from attrs import field, frozen
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.checkpoint import CheckpointSource
-from corerl.types import Array, BoolArray, FloatArray, ForwardResult, Output, SampleBatch, TrainResult, merge_metrics
+from corerl.types import (
+    TARGETS,
+    Array,
+    BoolArray,
+    FloatArray,
+    ForwardResult,
+    Output,
+    SampleBatch,
+    TrainResult,
+    merge_metrics,
+)
 from corerl_testing.causes import Mismatch
 from corerl_testing.harness import State
 from corerl_testing.require import require, require_equal, require_near
@@ -474,15 +484,19 @@ def reference(function: Callable[..., T]) -> Callable[..., T]:
 
 @reference
 def transformers_outputs(directory: Path, samples: SampleBatch) -> dict[Output, FloatArray]:
-    """Log-probs and entropy [N] by transformers alone, from all logits of each sample by itself."""
+    """Log-probs and entropy [N] by transformers alone, from all logits of each sample by itself. Log-probs are of the
+    column `targets`, [N] or [N, K], if there is one."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False).eval()
-    columns = {output: np.zeros(len(samples.tokens), np.float32) for output in (Output.LOGPROBS, Output.ENTROPY)}
+    named = samples.columns.get(TARGETS, samples.tokens)
+    columns: dict[Output, FloatArray] = {Output.LOGPROBS: np.zeros(named.shape, np.float32)}
+    columns[Output.ENTROPY] = np.zeros(len(samples.tokens), np.float32)
     for start, end in zip(samples.offsets[:-1], samples.offsets[1:], strict=True):
         tokens = torch.tensor(samples.tokens[start:end])
         with torch.no_grad():
             logits = model(input_ids=tokens[None]).logits[0, :-1] / samples.temperature
         distribution = torch.distributions.Categorical(logits=logits)
-        columns[Output.LOGPROBS][start + 1 : end] = distribution.log_prob(tokens[1:]).numpy()
+        following = torch.tensor(named[start + 1 : end])
+        columns[Output.LOGPROBS][start + 1 : end] = distribution.log_prob(following.t()).t().numpy()
         columns[Output.ENTROPY][start + 1 : end] = distribution.entropy().numpy()
     return columns
 

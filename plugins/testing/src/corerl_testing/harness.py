@@ -149,6 +149,18 @@ def make_samples(
     )
 
 
+def with_targets(samples: SampleBatch, *several: int) -> SampleBatch:
+    """The samples with other tokens as targets, [N] or [N, K], and of both signs what their log-probs are multiplied
+    by. Of K targets the first two are often equal, and the last is the token itself."""
+    rng = np.random.default_rng(len(samples.tokens))
+    shape = (len(samples.tokens), *several)
+    targets = rng.integers(3, 97, shape)
+    if several:
+        targets[::2, 1] = targets[::2, 0]
+        targets[:, -1] = samples.tokens
+    return samples.with_columns(targets=targets, logprob_weights=rng.uniform(-1.0, 0.3, shape).astype(np.float32))
+
+
 def samples_at(step: int) -> SampleBatch:
     """The batch of optimizer step `step`: the same for every backend and world size. The temperature changes at every
     step, so that a backend that keeps the first one shows."""

@@ -1,11 +1,13 @@
 """The named losses of the API as plain sums over tokens, and what clients send for them as rows for the ranks.
 
 Position i of a datum's inputs is about its target i, which is token i + 1 of the row: the row of a datum is its tokens,
-then its last target. Only tokens that count are summed, and how a step is split into calls changes nothing.
+then its last target. Targets that are other tokens, or several, are a column. Only tokens that count are summed, and
+how a step is split into calls changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from attrs import field, frozen
 
 from corerl import LossSpec, SampleBatch
 from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.types import TARGETS as GIVEN
 from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
 from corerl_tinker.requests import Datum, Pass, Refused
 
@@ -23,16 +26,19 @@ if TYPE_CHECKING:
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
 OLD = "old_logprobs"  # as corerl calls what clients send as `logprobs`
+KNOWN = "known"
 
 
 # ---- the losses ------------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(inputs: LossInputs) -> LossResult:
-    """sum_t -weights_t * logprobs_t, of any sign: clients send the derivatives of a loss of their own, negated."""
+    """sum_t -weights_t * logprobs_t, over all targets of each token, with weights of any sign: clients send the
+    derivatives of a loss of their own, negated."""
     assert inputs.logprobs is not None
-    counted = inputs.columns["weights"] != 0
-    terms = -inputs.columns["token_weights"] * inputs.logprobs
+    weights = inputs.columns["token_weights"]
+    counted = (weights != 0) & (inputs.columns["weights"] != 0).view(-1, *[1] * (weights.dim() - 1))
+    terms = -weights * inputs.logprobs
     return _sum(terms.where(counted, 0), counted)
 
 
@@ -103,7 +109,7 @@ class Named:
         return (LOW, HIGH) if LOW in self.settings else ()
 
     def counted(self, inputs: Mapping[str, Array]) -> BoolArray:
-        """[n] the tokens that are summed."""
+        """The targets that are summed, in their shape."""
         if WEIGHTS in self.needs:
             return np.asarray(inputs[WEIGHTS] != 0)
         every = np.full(len(inputs[ADVANTAGES]), self.function is dro)
@@ -133,13 +139,15 @@ class Rows:
     samples: SampleBatch
     loss: LossSpec
     function: Callable[..., LossResult]
-    known: BoolArray  # [N] the token is the target, so that its log-prob is what was asked for
+    known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
+    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
 
     def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
-        """For each datum [n] the log-probs of its targets, from those [N] of the tokens; NaN where a target that does
-        not count is not the next token."""
-        found = np.where(self.known, logprobs, np.nan).astype(np.float32)
-        return tuple(row[1:] for row in np.split(found, self.samples.offsets[1:-1]))
+        """The log-probs of each datum's targets in their shape, from those of the rows, [N] or [N, K]; NaN where a
+        target that does not count is no id."""
+        found = np.where(self.known, logprobs.reshape(self.known.shape), np.nan).astype(np.float32)
+        rows = np.split(found, self.samples.offsets[1:-1])
+        return tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in zip(rows, self.shapes, strict=True))
 
     def value(self, logprobs: FloatArray) -> float:
         """The loss, from the log-probs [N]."""
@@ -162,7 +170,8 @@ INFINITE = Rows(
     ),
     loss=LossSpec(name=f"{__name__}:cross_entropy"),
     function=cross_entropy,
-    known=np.array([False, True]),
+    known=np.array([[False], [True]]),
+    shapes=((1,),),
 )
 
 
@@ -182,20 +191,36 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
             parts.append(_row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss))
         except Refused as error:
             raise Refused(f"datum {number}: {error.sentence}") from None
-    tokens, known, columns = zip(*parts, strict=True)
+    tokens, columns = zip(*parts, strict=True)
+    together = {name: _together([each[name] for each in columns]) for name in columns[0]}
     samples = SampleBatch(
         tokens=np.concatenate(tokens),
         offsets=offsets_of([len(row) for row in tokens]),
-        columns={name: np.concatenate([each[name] for each in columns]) for name in columns[0]},
         row_columns={"group": np.arange(len(parts))},
     )
+    known = together.pop(KNOWN)
+    targets = together.pop(TARGETS)
+    if targets.ndim > 1 or (known & (targets != samples.tokens)).any():
+        together[GIVEN] = targets
     params = {name: value for name, value in settings.items() if name not in (LOW, HIGH)}
     return Rows(
-        samples=samples,
+        samples=samples.with_columns(**together),
         loss=LossSpec(name=f"{__name__}:{wanted.loss}", params=params),
         function=named.function,
-        known=np.concatenate(known),
+        known=known.reshape(len(known), -1),
+        shapes=tuple(datum.inputs[TARGETS].shape for datum in wanted.datums),
     )
+
+
+def _together(parts: Sequence[Array]) -> Array:
+    """[N] or [N, K] of rows [n] or [n, k], the most that one has; [N] if that is 1. 0 is what others lack."""
+    most = max(part[:1].size for part in parts)
+    found = np.zeros((sum(map(len, parts)), most), parts[0].dtype)
+    start = 0
+    for part in parts:
+        found[start : start + len(part), : part[:1].size] = part.reshape(len(part), -1)
+        start += len(part)
+    return found if most > 1 else found[:, 0]
 
 
 def _settings(wanted: Pass, named: Named) -> dict[str, float]:
@@ -213,8 +238,8 @@ def _settings(wanted: Pass, named: Named) -> dict[str, float]:
 
 def _row(
     datum: Datum, named: Named, settings: Mapping[str, float], *, vocabulary: int, longest: int, loss: str
-) -> tuple[IntArray, BoolArray, dict[str, Array]]:
-    """The tokens [n + 1], whether each is what its target names, and the columns."""
+) -> tuple[IntArray, dict[str, Array]]:
+    """The tokens [n + 1], and the columns, of which KNOWN says where TARGETS are ids."""
     count = len(datum.tokens)
     if not count:
         raise Refused("it has no tokens")
@@ -225,16 +250,13 @@ def _row(
     inputs = _inputs(datum, named, loss=loss)
     targets = inputs.pop(TARGETS).astype(np.int64)
     counted = named.counted(inputs)
-    end = targets[-1:] if 0 <= targets[-1] < vocabulary else datum.tokens[-1:]
-    tokens = np.concatenate([datum.tokens, end]).astype(np.int64)
-    known = targets == tokens[1:]
+    known: BoolArray = np.asarray((targets >= 0) & (targets < vocabulary))
     if (wrong := counted & ~known).any():
-        at = int(wrong.argmax())
-        wanted = f"token {at + 1} of its input is {tokens[at + 1]}" if at + 1 < count else f"ids are below {vocabulary}"
-        raise Refused(
-            f"target {at} is {targets[at]} where {wanted}; only log-probs of the next token are served, so that each "
-            "target with a weight or an advantage has to be the next token of the input"
-        )
+        at = tuple(np.argwhere(wrong)[0])
+        place = ", ".join(map(str, at))
+        raise Refused(f"target [{place}] is {targets[at]}, where ids are from 0 to {vocabulary - 1}")
+    last, there = targets[-1:].reshape(-1)[:1], known[-1:].reshape(-1)[:1]
+    tokens = np.concatenate([datum.tokens, np.where(there, last, datum.tokens[-1:])]).astype(np.int64)
     for name in named.bounds:
         inputs.setdefault(name, np.full(count, settings[name], np.float32))
     if named.bounds and (inputs[LOW] > inputs[HIGH]).any():
@@ -246,12 +268,13 @@ def _row(
         renamed.get(name, name): _shifted(np.where(counted, value, 0).astype(np.float32))
         for name, value in inputs.items()
     }
-    columns["loss_mask"] = _shifted(counted)
-    return tokens, _shifted(known), columns
+    columns |= {KNOWN: _shifted(known), TARGETS: _shifted(np.where(known, targets, 0).astype(np.int32))}
+    columns["loss_mask"] = _shifted(np.asarray(counted.reshape(count, -1).any(1)))
+    return tokens, columns
 
 
 def _inputs(datum: Datum, named: Named, *, loss: str) -> dict[str, Array]:
-    """The inputs by name, [n] each."""
+    """The inputs by name, [n] each; of `cross_entropy` they may be [n, K]."""
     takes = (TARGETS, *named.needs, *named.bounds)
     found = dict(datum.inputs)
     if missing := [name for name in (TARGETS, *named.needs) if name not in found]:
@@ -259,6 +282,11 @@ def _inputs(datum: Datum, named: Named, *, loss: str) -> dict[str, Array]:
     for name, value in found.items():
         if not np.isfinite(value).all():
             raise Refused(f"{name} has values that are not finite")
+    shape = found[TARGETS].shape
+    if len(shape) > 1 and WEIGHTS not in named.needs:
+        raise Refused(f"{TARGETS} has the shape {list(shape)}, where {loss} takes one target of each token")
+    if other := [name for name, value in found.items() if value.shape != shape]:
+        raise Refused(f"{other[0]} has the shape {list(found[other[0]].shape)}, and {TARGETS} {list(shape)}")
     weights = found[WEIGHTS] if WEIGHTS in named.needs else found.pop(WEIGHTS, None)
     if ADVANTAGES in found and weights is not None and ((weights != 1) & (found[ADVANTAGES] != 0)).any():
         raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
@@ -272,5 +300,5 @@ def _listed(names: Sequence[str] | Mapping[str, Array]) -> str:
 
 
 def _shifted(values: Array) -> Array:
-    """[n] by position -> [n + 1] by token of the row."""
-    return np.concatenate([np.zeros(1, values.dtype), values])
+    """[n, ...] by position -> [n + 1, ...] by token of the row."""
+    return np.concatenate([np.zeros((1, *values.shape[1:]), values.dtype), values])

@@ -29,7 +29,7 @@ class Datum:
     """One row of a pass."""
 
     tokens: IntArray  # [n]
-    inputs: Mapping[str, Array]  # name -> [n]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
+    inputs: Mapping[str, Array]  # name -> [n] or [n, K]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
 
 
 @frozen(kw_only=True)
@@ -46,7 +46,7 @@ class Pass:
 class PassDone:
     """What a pass returns: metrics have their reductions as suffixes (`loss:sum`)."""
 
-    logprobs: tuple[FloatArray, ...]  # [n] for each datum
+    logprobs: tuple[FloatArray, ...]  # for each datum, in the shape of its targets
     metrics: Mapping[str, float]
 
 

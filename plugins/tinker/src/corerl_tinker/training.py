@@ -6,12 +6,12 @@ A wrong call would end the group, and with it what the client has trained. So wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from corerl import AdamSettings, Engines, Output, Step
+from corerl import AdamSettings, Engines, Future, Output, Step
 from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
@@ -37,6 +37,8 @@ from corerl_tinker.sampling import START, Samplers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
 # The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
@@ -65,8 +67,7 @@ class ServedPolicy:
         self._model: ModelConfig = config.model
         self._seed: int = config.seed
         self._lora: LoraConfig | None = plan.cluster.lora
-        text = plan.cluster.model.get("text_config") or plan.cluster.model
-        self._vocabulary: int = config.model.vocabulary or text["vocab_size"]
+        self._vocabulary = plan.vocabulary
         self._longest = options.context_length or engines.context_length
         keep = options.snapshots or (SNAPSHOTS if self._lora is None else LORA_SNAPSHOTS)
         self._teachers = {name: -1 - number for number, name in enumerate(options.teachers)}
@@ -166,7 +167,8 @@ class ServedPolicy:
         rows = rows_of(wanted, vocabulary=self._vocabulary, longest=self._longest)
         if wanted.forward_only:
             self._samplers.turn("forward")
-            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
+            work = self._passed(self._engines.group.forward, rows.samples, Output.LOGPROBS)
+            logprobs = work.result()[Output.LOGPROBS]
             loss = rows.value(logprobs)
         else:
             self._samplers.turn("train")
@@ -208,11 +210,20 @@ class ServedPolicy:
 
     def _add_gradients(self, rows: Rows) -> tuple[FloatArray, float]:
         """The log-probs [N], and the loss."""
-        plan, _ = self._engines.group.plan_part(rows.samples)  # with weights of 1, which leave the step no scale
+        group = self._engines.group
+        plan, _ = group.plan_part(rows.samples)  # with weights of 1, which leave the step no scale
+        work = self._passed(group.forward_backward, rows.samples, plan, rows.loss, outputs=Output.LOGPROBS)
         self._gradients = True
-        work = self._engines.group.forward_backward(rows.samples, plan, rows.loss, outputs=Output.LOGPROBS)
         result = work.result()
         return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
+
+    @staticmethod
+    def _passed(verb: Callable[..., Future[T]], *given: Any, **named: Any) -> Future[T]:
+        """What the verb of the group starts. Raises Refused for what the backend cannot do, before ranks are called."""
+        try:
+            return verb(*given, **named)
+        except UserError as error:
+            raise Refused(error.message) from error
 
     def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)

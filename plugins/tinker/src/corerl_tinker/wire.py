@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
 PROTOBUF = "application/x-protobuf"
 LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may ask for
 MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed
+MOST_TARGETS = 2**25  # of a pass, once all its tokens have as many: a body of few bytes may have many that are 0
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
 # The SDK widens all others to these.
@@ -55,11 +57,16 @@ def read_pass(message: PassMessage, *, longest: int) -> Pass:
     what is not served or contradicts itself."""
     if not message.data:
         raise Refused("a pass without datums")
-    datums = []
+    datums, total, most = [], 0, 1
     for number, datum in enumerate(message.data):
         try:
             tokens = _tokens(datum.model_input, longest=longest)
             given = datum.loss_fn_inputs.items()
+            total, most = total + len(tokens), max(most, *(each for _, tensor in given for each in tensor.shape[1:]), 1)
+            if total * most > MOST_TARGETS:
+                raise Refused(
+                    f"{total} tokens with {most} targets each are more than {MOST_TARGETS}; send fewer datums"
+                )
             inputs = {name: _array(tensor, name=name, rows=len(tokens)) for name, tensor in given}
         except Refused as refused:
             raise Refused(f"datum {number}: {refused.sentence}") from refused
@@ -89,23 +96,35 @@ def row_of(tokens: Array, *, longest: int) -> IntArray:
 
 
 def _array(tensor: pb.Tensor, *, name: str, rows: int) -> Array:
-    """[rows]: float32 or int64."""
+    """[rows] or [rows, K]: float32 or int64."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise Refused(f"{name} has the dtype {tensor.dtype}, wanted float32 (1) or int64 (2)")
-    if tensor.HasField("sparse_csr"):
-        shape = tuple(tensor.shape)
-    else:
-        values = _values(tensor.dense, dtype, what=name)
-        shape = tuple(tensor.shape) or (len(values),)
-        if math.prod(shape) != len(values):
-            raise Refused(f"{name} has {len(values)} values and the shape {list(shape)}")
-        if shape == (rows,):
-            return values
-    raise Refused(
-        f"{name} has the shape {list(shape)}, wanted [{rows}]: one value for each token is served, and not several "
-        "targets for one token"
-    )
+    sparse = tensor.HasField("sparse_csr")
+    values = _values(tensor.sparse_csr.values if sparse else tensor.dense, dtype, what=name)
+    shape = tuple(tensor.shape) or (len(values),)
+    if shape[0] != rows or len(shape) > 2 or min(shape) < 1 or (sparse and len(shape) < 2):
+        raise Refused(
+            f"{name} has the shape {list(shape)}, wanted [{rows}], or [{rows}, K] for K targets of each token"
+        )
+    if sparse:
+        return _dense(tensor.sparse_csr, values, shape, name=name)
+    if math.prod(shape) != len(values):
+        raise Refused(f"{name} has {len(values)} values and the shape {list(shape)}")
+    return values.reshape(shape)
+
+
+def _dense(csr: pb.SparseCsr, values: Array, shape: tuple[int, ...], *, name: str) -> Array:
+    """[rows, K], with 0 where nothing is written."""
+    edges = _values(csr.crow_indices, np.dtype("<i8"), what=name)
+    columns = _values(csr.col_indices, np.dtype("<i8"), what=name)
+    counts = np.diff(edges)
+    bounds = len(edges) == shape[0] + 1 and edges[0] == 0 and edges[-1] == len(values) == len(columns)
+    if not bounds or (counts < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+        raise Refused(f"{name} is no sparse tensor of the shape {list(shape)}: its indices contradict it")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
 
 
 def _values(data: bytes, dtype: np.dtype, *, what: str) -> Array:
@@ -119,11 +138,11 @@ def _values(data: bytes, dtype: np.dtype, *, what: str) -> Array:
 
 def pass_answer(done: PassDone) -> Answer:
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=done.metrics)
-    if done.logprobs:
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(done.logprobs))
-        parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in done.logprobs]
+    for several, rows in groupby(done.logprobs, key=lambda row: row.shape[1:]):
+        parts = [np.ascontiguousarray(row, "<f4").tobytes() for row in rows]
         offsets = np.cumsum([0, *map(len, parts)]).astype("<i8").tobytes()  # in bytes
-        tensor = pb.BatchedTensor(data=b"".join(parts), offsets=offsets, dtype=pb.DTYPE_FLOAT32)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
+        tensor = pb.BatchedTensor(data=b"".join(parts), offsets=offsets, dtype=pb.DTYPE_FLOAT32, trailing_shape=several)
         record.fields["logprobs"].CopyFrom(tensor)
     return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
 

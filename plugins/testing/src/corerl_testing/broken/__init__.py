@@ -86,6 +86,8 @@ FREEZES_TOWERS = broken("FreezesTowers", "a tower that is to be trained gets no 
 KEEPS_FIRST_RATE = broken("KeepsFirstRate", "the learning rate of the first step is kept", seen_by="C41")
 IGNORES_BETAS = broken("IgnoresBetas", "betas are the config's, whatever a step says", seen_by="C79")
 KEEPS_A_STEPS_CLIP = broken("KeepsAStepsClip", "later steps clip as one step was to", seen_by="C79")
+IGNORES_TARGETS = broken("IgnoresTargets", "log-probs are of the row's own tokens alone", seen_by="C81")
+LOSES_EQUAL_TARGETS = broken("LosesEqualTargets", "of equal targets of a token one has a gradient", seen_by="C81")
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")

@@ -245,6 +245,21 @@ class KeepsAStepsClip(PlainBackend):
         return super().optimizer_step(evolve(step, adam=adam), scale)
 
 
+class IgnoresTargets(PlainBackend):
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *more: Any) -> dict[Output, torch.Tensor]:
+        return super().of_sequences(tokens, temperature, *more[:1])
+
+
+class LosesEqualTargets(PlainBackend):
+    def of_sequences(self, tokens: torch.Tensor, temperature: float, *more: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_sequences(tokens, temperature, *more)
+        if len(more) > 1 and more[1].dim() > 2:
+            targets, logprobs = more[1][:, 1:], found[Output.LOGPROBS]
+            again = (targets[..., None] == targets[..., None, :]).triu(1).any(-1)
+            found[Output.LOGPROBS] = logprobs.detach().where(again, logprobs)
+        return found
+
+
 class AlwaysScales(PlainBackend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         def scaled(params: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:

@@ -46,6 +46,7 @@ from corerl.pictures import Picture
 from corerl.plugin import Context
 from corerl.types import (
     PICTURE,
+    TARGETS,
     ForwardResult,
     GradientResult,
     IntArray,
@@ -161,17 +162,20 @@ class PlainBackend(Backend):
         routed: bool = False,
         record: Routed | None = None,
     ) -> dict[Output, torch.Tensor]:
-        """All outputs of the model, [T] each, with zeros at sequence starts and in padding; if `routed`, also the
-        experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with zeros in padding."""
+        """All outputs of the model, [T] each or as `targets`, with zeros at sequence starts and in padding; if
+        `routed`, also the experts of each token [T, layers, k]. `record` gets what routers made of the tokens, with
+        zeros in padding."""
         tokens = torch.tensor(micro.tokens, device=self.device)
         given = replayed_experts(self.routers, micro, self.device)
+        targets = torch.tensor(micro.columns[TARGETS], device=self.device) if TARGETS in micro.columns else None
         columns: dict[Output, torch.Tensor] = {}
         for starts, length in self.batches(micro):
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
             given_here = None if given is None else given[rows].flatten(0, 1)
             with self.routers.replaying(given_here, keep=routed, record=record is not None):
                 shown = self.shown(micro, starts, length, pictures)
-                found = self.of_sequences(tokens[rows], temperature, shown)
+                named = () if targets is None else (targets[rows],)
+                found = self.of_sequences(tokens[rows], temperature, shown, *named)
                 if record is not None:
                     passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)
                     _put(passed, rows.flatten(), record, len(tokens))
@@ -180,7 +184,7 @@ class PlainBackend(Backend):
                     columns.setdefault(Output.ROUTED_EXPERTS, chosen.new_zeros(len(tokens), *chosen.shape[1:]))
                     columns[Output.ROUTED_EXPERTS][rows.flatten()] = chosen
             for output, values in found.items():
-                column = columns.get(output, torch.zeros(len(tokens), device=self.device))
+                column = columns.get(output, torch.zeros(len(tokens), *values.shape[2:], device=self.device))
                 columns[output] = column.index_put((rows[:, 1:],), values)
         return columns
 
@@ -218,9 +222,14 @@ class PlainBackend(Backend):
         return torch.cat([tokens[:, :-1], last], dim=1)
 
     def of_sequences(
-        self, tokens: torch.Tensor, temperature: float, shown: Mapping[str, torch.Tensor] = NOTHING
+        self,
+        tokens: torch.Tensor,
+        temperature: float,
+        shown: Mapping[str, torch.Tensor] = NOTHING,
+        targets: torch.Tensor | None = None,
     ) -> dict[Output, torch.Tensor]:
-        """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it."""
+        """Outputs [S, L - 1] for all but the first token of sequences [S, L], each computed at the token before it.
+        Log-probs are of `targets`, [S, L] or [S, L, K], if there are any."""
         fed = self.fed(tokens)
         if self.config.value_head:
             hidden = self.decoder(input_ids=fed, use_cache=False, **shown).last_hidden_state
@@ -229,8 +238,10 @@ class PlainBackend(Backend):
         known = self.config.model.vocabulary or logits.shape[-1]
         logits[..., known:] = -1e30  # finite: a prompt may have such tokens
         distribution = torch.log_softmax(logits.float(), dim=-1)
+        following = (tokens if targets is None else targets)[:, 1:]
+        at_each = following.reshape(*following.shape[:2], -1).long()
         return {
-            Output.LOGPROBS: distribution.gather(-1, tokens[:, 1:, None])[..., 0],
+            Output.LOGPROBS: distribution.gather(-1, at_each).reshape(following.shape),
             Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),
         }
 

@@ -35,7 +35,7 @@ def memory(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMe
 SPEC = BackendSpec(
     implementation="corerl_testing.plain.strict:StrictPlainBackend",
     config=PlainConfig,
-    api=(2, 1),
+    api=(2, 2),
     summary="one process in plain torch, the reference that other backends are compared with",
     capabilities={
         Capability.MULTI_RANK: unsupported("it is one process, to be read and compared with"),
@@ -45,6 +45,7 @@ SPEC = BackendSpec(
         Capability.AUX_LOSS: FULL,
         Capability.PICTURES: FULL,
         Capability.ADAM: FULL,
+        Capability.TARGETS: FULL,
     },
     memory=memory,
 )

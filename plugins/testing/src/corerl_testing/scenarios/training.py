@@ -16,6 +16,7 @@ from corerl.types import (
     Array,
     ForwardResult,
     InitResult,
+    LossSpec,
     MicroBatch,
     Output,
     SampleBatch,
@@ -34,10 +35,12 @@ from corerl_testing.harness import (
     state_of,
     step_at,
     train,
+    with_targets,
 )
 from corerl_testing.require import require_equal
 
 EXPERTS = Output.ROUTED_EXPERTS.value
+WEIGHTED = LossSpec(name="weighted_logprobs")
 FIRST = (StateKey.MASTER, StateKey.EXP_AVG)
 
 
@@ -112,6 +115,17 @@ def train_with(
         return train(worker, setup, number, samples=samples(number), adam=settings[number])
 
     return taken(worker, init, range(len(settings)), take)
+
+
+def train_on_targets(setup: Setup, steps: int) -> Trained:
+    """Train steps on log-probs of several targets at each token."""
+    worker, init = start(setup)
+
+    def take(number: int) -> TrainResult:
+        batch = packed_for_training(worker, setup, with_targets(samples_at(number), 3))
+        return worker.train_on(batch, WEIGHTED, step_at(number))
+
+    return taken(worker, init, range(steps), take)
 
 
 def first_step(setup: Setup, samples: SampleBatch) -> Trained:

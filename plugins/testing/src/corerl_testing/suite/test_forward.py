@@ -10,7 +10,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 from corerl.plugin import Capability
-from corerl.types import FloatArray, Output, SampleBatch
+from corerl.types import TARGETS, FloatArray, Output, SampleBatch
 from corerl_testing.causes import Mismatch
 from corerl_testing.compare import (
     SAVED,
@@ -21,7 +21,7 @@ from corerl_testing.compare import (
     transformers_outputs,
     whole,
 )
-from corerl_testing.harness import LONG, Setup, make_samples
+from corerl_testing.harness import LONG, Setup, make_samples, with_targets
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import snapshots, training
@@ -62,6 +62,21 @@ def assert_forward_as_transformers(subject: Subject, setup: Setup, samples: Samp
         require(
             not first.any(), f"{output} of samples' first tokens are {first}, expected 0: nothing predicts these tokens"
         )
+
+
+@check("C81", level=1, needs=[Capability.TARGETS], builds_on=["C51"], variants={"several": (3,)})
+@pytest.mark.parametrize("several", [(3,), ()], ids=["several", "one"])
+def test_logprobs_are_those_of_the_targets_in_the_batch(subject: Subject, several: tuple[int, ...]) -> None:
+    setup, samples = subject.setup("qwen3", PACKINGS["padded"]), with_targets(make_samples(7, samples=13), *several)
+    results = subject.run(training.forward_only, setup, samples)
+    wanted = transformers_outputs(Path(setup.model), samples)
+    found = in_order(results, samples, Output.LOGPROBS)
+    require_equal(
+        "the shape of log-probs, which is that of the column targets,", found.shape, samples.columns[TARGETS].shape
+    )
+    for mine, theirs in zip(*(each.reshape(len(each), -1).T for each in (found, wanted[Output.LOGPROBS])), strict=True):
+        assert_outputs(mine, theirs, samples, Output.LOGPROBS)
+    assert_outputs(in_order(results, samples, Output.ENTROPY), wanted[Output.ENTROPY], samples, Output.ENTROPY)
 
 
 def _reason(subject: Subject, setup: Setup, samples: SampleBatch, found: FloatArray) -> str:

@@ -206,6 +206,12 @@ def test_weights_decay_in_one_step_where_the_config_has_none(subject: Subject) -
     assert_follows(found, together(subject.runs.rank_sets[1].run(training.train_with, plain, settings)))
 
 
+@check("C81", level=1, needs=[Capability.TARGETS], builds_on=["C41", "C51", "C61"], variants={})
+def test_steps_on_several_targets_of_each_token_follow_the_plain_backend(subject: Subject) -> None:
+    found = together(subject.run(training.train_on_targets, subject.setup("qwen3"), 3))
+    assert_follows(found, together(subject.runs.of_plain(training.train_on_targets, "qwen3", 3)))
+
+
 @check("C63", level=1, needs=[Capability.WHOLE], builds_on=["C41", "C61"])
 def test_training_on_padded_rows_follows_the_plain_backend(subject: Subject) -> None:
     fields = {**tiny_fields("llama"), "model_type": "mistral", "sliding_window": 8}

@@ -8,10 +8,11 @@ from corerl_mine.config import MineConfig
 SPEC = BackendSpec(
     implementation="corerl_mine.backend:MineBackend",
     config=MineConfig,
-    api=(2, 1),
+    api=(2, 2),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # what is not listed here, but AUX_LOSS, PICTURES and ADAM, counts as supported, and is checked
+    capabilities={  # what is not listed counts as there, and is checked; but not AUX_LOSS, PICTURES, ADAM and TARGETS
         Capability.ADAM: FULL,
+        Capability.TARGETS: FULL,
         Capability.AUX_LOSS: FULL,
         Capability.FLOAT16: not_implemented("it computes in float32 or bfloat16"),
         Capability.LORA: not_implemented("it trains all weights"),
