@@ -211,7 +211,7 @@ class EngineFleet:
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
             await self._serving.wait()
-        able = [each for each in self._routed if each.serves(request.version)]
+        able = [each for each in self._routed if request.version in (None, *each.held)]
         if not able:
             held = ", ".join(map(str, self.held))
             raise VersionGone(
