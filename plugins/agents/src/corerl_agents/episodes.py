@@ -27,7 +27,8 @@ from corerl.rollout import (
     short,
     start_user_coroutine,
 )
-from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
+from corerl_agents.chat_server import API_KEY, ChatServer
+from corerl_agents.dialects.base import MODEL
 from corerl_agents.pictures import picture_part
 
 

@@ -16,8 +16,8 @@ from corerl.messages import note
 from corerl.pictures import Picture, PictureReader
 from corerl.rollout import Failure, Judged, Outcome
 from corerl.types import IntArray, all_shown
-from corerl_agents.chat_requests import ChatRequest
-from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
+from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -214,7 +214,9 @@ class EpisodeRunner:
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
-    async def _answer(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> ChatAnswer:
+    async def _answer(
+        self, state: EpisodeState, generate: Generate, chat: ChatRequest, on_piece: OnPiece
+    ) -> ChatAnswer:
         own = state.prompt.pictures
         if self._pictures is None:
             shown = Shown(messages=chat.messages, pictures={})
