@@ -129,10 +129,12 @@ class ChatServer:
                 raise Refused(f"POST /{name}/v1/{dialect.path}: {_NOBODY}", status=404, code="not_found")
             request = dialect.read(body, self._sampling)
             number = next(self._numbers)
-            stream = dialect.stream(request, number) if request.stream and sending else None
-            answer = await answering(request, _unheard if stream is None else _sender(stream.piece, sending))
-            content = dialect.written(answer, request, number)
-            return _Reply(status=200, content=content, events=b"" if stream is None else stream.end(answer))
+            if not request.stream or sending is None:
+                answer = await answering(request, _unheard)
+                return _Reply(status=200, content=dialect.written(answer, request, number))
+            stream = dialect.stream(request, number)
+            answer = await answering(request, _sender(stream.piece, sending))
+            return _Reply(status=200, content={}, events=stream.end(answer))
         except Refused as refused:
             return _refusal(refused, refusing, dialect)
         except asyncio.CancelledError:

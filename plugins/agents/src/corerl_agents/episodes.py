@@ -43,6 +43,11 @@ class Episode:
     _server: ChatServer  # the one at base_url
 
     @property
+    def anthropic_url(self) -> str:
+        """`base_url` as Anthropic's clients take it, which add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """The prompt as chat messages; a text becomes one user message. A new list, which you may append to."""
         chat = self.prompt.messages or ({"role": "user", "content": self.prompt.text},)

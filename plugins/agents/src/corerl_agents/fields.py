@@ -41,7 +41,7 @@ class Values:
     refused: tuple[Any, ...]
 
 
-def kind(of: type, wanted: str, *, taken: Any, refused: Any) -> Values:
+def of_kind(of: type, wanted: str, *, taken: Any, refused: Any) -> Values:
     return Values(wanted=wanted, fits=lambda value: isinstance(value, of), taken=(taken,), refused=(refused,))
 
 
@@ -65,9 +65,9 @@ COUNT = Values(
     refused=(0, 2.5, True),
 )
 WHOLE = Values(wanted="a whole number", fits=is_whole, taken=(7,), refused=("7",))
-TEXT = kind(str, "a string", taken="any", refused=7)
+TEXT = of_kind(str, "a string", taken="any", refused=7)
 SWITCH = Values(wanted="True or False", fits=lambda value: isinstance(value, bool), taken=(True, False), refused=(1,))
-OBJECT = kind(dict, "an object", taken={"step": "2"}, refused="2")
+OBJECT = of_kind(dict, "an object", taken={"step": "2"}, refused="2")
 OBJECTS = Values(
     wanted="a list of objects", fits=lambda value: is_list(value, dict), taken=([],), refused=(["add"], {"a": 1})
 )

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from corerl_agents.dialects.base import Dialect
 from corerl_agents.dialects.chat import CHAT
+from corerl_agents.dialects.messages import MESSAGES
 
-DIALECTS: tuple[Dialect, ...] = (CHAT,)
+DIALECTS: tuple[Dialect, ...] = (CHAT, MESSAGES)

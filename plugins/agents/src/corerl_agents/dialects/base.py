@@ -12,6 +12,13 @@ from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
 from corerl_agents.fields import Field
 
 MODEL = "policy"  # the model's name in answers; requests may use any name
+# What tables of fields say.
+LIMIT = "limit for this answer; `rollout.max_tokens` still bounds the conversation"
+NOT_CONSTRAINED = "sampling is not constrained, as the trainer's log-probs are those of all tokens"
+OTHER_TOOLS = (
+    "passed to the chat template; the same in all requests of a conversation, others begin "
+    "[another row](../agents.md#episodes-that-branch)"
+)
 
 
 class Stream(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
-from corerl_agents.dialects.base import MODEL, Dialect, event, new, openai_error
+from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, Dialect, event, new, openai_error
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -23,8 +23,8 @@ from corerl_agents.fields import (
     honoured,
     ignored,
     is_list,
-    kind,
     never,
+    of_kind,
     only,
     read_object,
 )
@@ -50,12 +50,10 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 OPTION = "how much a model thinks is an option of its chat template, if it has one: send chat_template_kwargs"
 OPENAIS = "it is a service of OpenAI's; leave it out"
 SAMPLED = "only text is sampled; leave it out"
-LIMIT = "limit for this answer; `rollout.max_tokens` still bounds the conversation"
-NOT_CONSTRAINED = "sampling is not constrained: the log-probs of what is trained on are those of all tokens"
 
 FIELDS: Mapping[str, Field] = {
     "messages": honoured(
-        kind(list, "a list of messages", taken=[{"role": "user", "content": "hello"}], refused="hello"),
+        of_kind(list, "a list of messages", taken=[{"role": "user", "content": "hello"}], refused="hello"),
         "text content; roles that the chat template knows; a last message of the assistant is the beginning of the "
         "answer, and stays a message of its own before it",
     ),
@@ -66,8 +64,7 @@ FIELDS: Mapping[str, Field] = {
     ),
     "tools": honoured(
         OBJECTS,
-        "passed to the chat template; the same in all requests of a conversation, others begin "
-        "[another row](../agents.md#episodes-that-branch)",
+        OTHER_TOOLS,
         taken=([], [TOOL]),
     ),
     "tool_choice": only(
