@@ -79,6 +79,11 @@ async def chat(episode: Episode) -> dict[str, float]:
         return await of_openai(episode, agents.OpenAIChatCompletionsModel(episode.model, openai_client=client))
 
 
+async def responses(episode: Episode) -> dict[str, float]:
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+        return await of_openai(episode, agents.OpenAIProvider(openai_client=client).get_model(episode.model))
+
+
 async def messages(episode: Episode) -> dict[str, float]:
     """With Pydantic AI, which has no model of a server's own, but takes a client of Anthropic's."""
     from anthropic import AsyncAnthropic
@@ -95,7 +100,8 @@ async def messages(episode: Episode) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("agent", "reasoning", "steps"),
-    [("chat", "content", 3), ("chat", "separate", 1), ("messages", "content", 1), ("messages", "separate", 1)],
+    [("chat", "content", 3), ("chat", "separate", 1)]
+    + [(agent, reasoning, 1) for agent in ("messages", "responses") for reasoning in ("content", "separate")],
 )
 def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: str, steps: int, tmp_path: Path) -> None:
     if agent == "messages":

@@ -19,10 +19,14 @@ USER = {"role": "user", "content": "hello"}
 LEAST: dict[str, dict[str, Any]] = {  # what a request must have
     "Chat Completions": {"messages": [USER]},
     "Messages": {"messages": [USER]},
+    "Responses": {"input": [USER]},
 }
 OFFICIAL = {  # modules of the official clients, and their types
     "Chat Completions": {
         "openai.types.chat.completion_create_params": "CompletionCreateParamsBase CompletionCreateParamsStreaming",
+    },
+    "Responses": {
+        "openai.types.responses.response_create_params": "ResponseCreateParamsBase ResponseCreateParamsStreaming",
     },
     "Messages": {
         "anthropic.types.message_create_params": "MessageCreateParamsBase MessageCreateParamsStreaming",

@@ -5,5 +5,6 @@ from __future__ import annotations
 from corerl_agents.dialects.base import Dialect
 from corerl_agents.dialects.chat import CHAT
 from corerl_agents.dialects.messages import MESSAGES
+from corerl_agents.dialects.responses import RESPONSES
 
-DIALECTS: tuple[Dialect, ...] = (CHAT, MESSAGES)
+DIALECTS: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)

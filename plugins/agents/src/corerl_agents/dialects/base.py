@@ -15,6 +15,7 @@ MODEL = "policy"  # the model's name in answers; requests may use any name
 # What tables of fields say.
 LIMIT = "limit for this answer; `rollout.max_tokens` still bounds the conversation"
 NOT_CONSTRAINED = "sampling is not constrained, as the trainer's log-probs are those of all tokens"
+THINKS = "whether and how long the policy thinks is its chat template's matter"
 OTHER_TOOLS = (
     "passed to the chat template; the same in all requests of a conversation, others begin "
     "[another row](../agents.md#episodes-that-branch)"

@@ -9,7 +9,7 @@ from typing import Any
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
 from corerl_agents.conversation import SHOWN
-from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, Dialect, event, new
+from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, THINKS, Dialect, event, new
 from corerl_agents.fields import (
     COUNT,
     NOBODYS,
@@ -30,7 +30,6 @@ from corerl_agents.fields import (
 from corerl_agents.refused import Refused
 
 ANTHROPICS = "it is a service of Anthropic's; leave it out"
-THINKS = "whether and how long the policy thinks is its chat template's matter"
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 KINDS_OF_THINKING = ("disabled", "enabled", "adaptive", "between_tools")
 
