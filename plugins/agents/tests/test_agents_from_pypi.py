@@ -49,6 +49,7 @@ value_1
 {% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 <think>
 {% endif %}"""
+PARTS: list[int] = []  # of the texts of an episode
 PLAYED: list[tuple[str, list[Any], str]] = []  # question, arguments of the calls, answer
 
 
@@ -66,10 +67,15 @@ def played(episode: Episode, calls: list[Any], answer: str) -> dict[str, float]:
     return {"right": float(f"It is {episode.prompt.answer}." in answer), "calls": 0.0 * len(calls)}
 
 
-async def of_openai(episode: Episode, model: Any) -> dict[str, float]:
+async def of_openai(episode: Episode, model: Any, *, stream: bool = False) -> dict[str, float]:
     agent = agents.Agent(name="adder", tools=[add], model=model)
     untraced = agents.RunConfig(tracing_disabled=True)
-    result = await agents.Runner.run(agent, episode.prompt.text, run_config=untraced)
+    if stream:
+        result: Any = agents.Runner.run_streamed(agent, episode.prompt.text, run_config=untraced)
+        deltas = [each.data for each in [each async for each in result.stream_events()] if each.type.startswith("raw")]
+        PARTS.append(sum(each.type == "response.output_text.delta" for each in deltas))
+    else:
+        result = await agents.Runner.run(agent, episode.prompt.text, run_config=untraced)
     calls = [json.loads(each.raw_item.arguments) for each in result.new_items if each.type == "tool_call_item"]
     return played(episode, calls, str(result.final_output))
 
@@ -79,9 +85,14 @@ async def chat(episode: Episode) -> dict[str, float]:
         return await of_openai(episode, agents.OpenAIChatCompletionsModel(episode.model, openai_client=client))
 
 
-async def responses(episode: Episode) -> dict[str, float]:
+async def responses(episode: Episode, *, stream: bool = False) -> dict[str, float]:
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
-        return await of_openai(episode, agents.OpenAIProvider(openai_client=client).get_model(episode.model))
+        model = agents.OpenAIProvider(openai_client=client).get_model(episode.model)
+        return await of_openai(episode, model, stream=stream)
+
+
+async def streamed(episode: Episode) -> dict[str, float]:
+    return await responses(episode, stream=True)
 
 
 async def messages(episode: Episode) -> dict[str, float]:
@@ -101,12 +112,14 @@ async def messages(episode: Episode) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("agent", "reasoning", "steps"),
     [("chat", "content", 3), ("chat", "separate", 1)]
+    + [("streamed", "content", 1)]
     + [(agent, reasoning, 1) for agent in ("messages", "responses") for reasoning in ("content", "separate")],
 )
 def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: str, steps: int, tmp_path: Path) -> None:
     if agent == "messages":
         pytest.importorskip("pydantic_ai.models.anthropic", reason="wants pydantic-ai-slim[anthropic]")
     PLAYED.clear()
+    PARTS.clear()
     ours = byte_tokenizer()
     ours.chat_template = TEMPLATE
     ours.save_pretrained(tmp_path / "tokenizer")
@@ -127,6 +140,7 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
             "rollout.sampler=episodes",
             f"samplers.episodes.function={__name__}:{agent}",
             f"samplers.episodes.reasoning={reasoning}",
+            "samplers.episodes.stream_tokens=8",
             "rollout.max_tokens=512",
             "rollout.prompts=2",
             "rollout.samples=4",
@@ -140,6 +154,7 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
         )
     )
     assert summary.steps_done == steps and len(PLAYED) == 8 * steps
+    assert len(PARTS) == (8 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:
         (call,) = calls
         assert (
