@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from corerl.engines.base import GenerateRequest as GenerateRequest
     from corerl.engines.base import Generation as Generation
     from corerl.engines.base import OnFinished as OnFinished
+    from corerl.engines.base import PromptScores as PromptScores
     from corerl.engines.base import Received as Received
     from corerl.engines.base import SamplingParams as SamplingParams
     from corerl.engines.base import ignore as ignore
