@@ -10,6 +10,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", metavar="CHECKPOINT", help="a checkpoint's directory, or a run's (for its newest checkpoint)"
     )
     parser.add_argument("directory", metavar="DIRECTORY", help="directory to write to; must not exist")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="of what a TrainGroup has saved, or `corerl serve`: the config that it was started with",
+    )
     parser.add_argument("--role", default="actor", help="whose weights: actor (the default) or critic")
     parser.add_argument(
         "--dtype",
@@ -39,15 +44,17 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from corerl.cli.eval import with_checkpoint
+    from corerl.config.load import load_config
     from corerl.imports import uncollected
 
+    config = load_config(args.config) if args.config else None  # before torch is imported
     with uncollected():
         from corerl.driver.export import export
 
     directory = Path(args.directory)
 
     def exported(checkpoint: Path) -> Path:
-        return export(checkpoint, directory, role=args.role, dtype=args.dtype, merge=args.merge)
+        return export(checkpoint, directory, role=args.role, config=config, dtype=args.dtype, merge=args.merge)
 
     with_checkpoint(Path(args.checkpoint), exported)
     print(f"wrote {directory}")

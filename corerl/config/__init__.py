@@ -7,7 +7,9 @@ if TYPE_CHECKING:
     from corerl.config.functions import require_callable as require_callable
     from corerl.config.load import CONFIG_FILE as CONFIG_FILE
     from corerl.config.load import config_of as config_of
+    from corerl.config.load import dump_toml as dump_toml
     from corerl.config.load import load_config as load_config
+    from corerl.config.load import recorded as recorded
     from corerl.config.options import above as above
     from corerl.config.options import at_least as at_least
     from corerl.config.options import between as between

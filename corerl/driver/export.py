@@ -16,6 +16,7 @@ from corerl.backend.state import of_sums, rounded_sum
 from corerl.checkpoint.commit import read_state
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource, read_extra
+from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.config.structuring import structure
 from corerl.errors import ModelError
@@ -29,6 +30,7 @@ from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
 from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trained_of_tower, trains_tower
+from corerl.plan.settle import settle_adapters
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource
 
@@ -48,13 +50,15 @@ def export(
     directory: Path,
     *,
     role: str = "actor",
+    config: Config | None = None,
     dtype: str = "",
     merge: bool | None = None,
     replace: bool = False,
     notify: Callable[[str], None] = note,
 ) -> Path:
-    """Write `role`'s weights with its config and tokenizer; returns `directory`. `dtype` is a key of DTYPES; if it is
-    empty, bfloat16 where the model came in that, else the precision it was trained in.
+    """Write `role`'s weights with its config and tokenizer; returns `directory`. `checkpoint` is a run's, or what a
+    `TrainGroup` has saved, with the `config` that it was started with. `dtype` is a key of DTYPES; if it is empty,
+    bfloat16 where the model came in that, else the precision it was trained in.
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, adapters merged into its base weights. None is False for such a role. `notify`
@@ -66,8 +70,18 @@ def export(
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    state = read_state(checkpoint)
-    saved = _Saved.of(checkpoint, role, state["config"])
+    state: Mapping[str, Any] = {}
+    own = checkpoint
+    if config is None:
+        state = read_state(checkpoint)
+        config = structure(state["config"], Config, path="")
+        if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
+            raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
+        own = checkpoint / role
+    else:
+        config = settle_adapters(config, problems := Problems())
+        problems.raise_all()
+    saved = _Saved.of(own, role, config)
     if merge is not None and saved.lora is None:
         raise ModelError(
             f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
@@ -108,17 +122,16 @@ class _Saved:
     shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors that the checkpoint has
 
     @classmethod
-    def of(cls, checkpoint: Path, role: str, written: Mapping[str, Any]) -> _Saved:
-        config = structure(written, Config, path="")
-        if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
-            raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
+    def of(cls, directory: Path, role: str, config: Config) -> _Saved:
+        if role not in config.chosen_roles:
+            raise ModelError(f"the config has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
         model, lora = config.model_of(role), config.lora_of(role)
-        hf, source = hf_config(model), CheckpointSource(checkpoint / role, *WEIGHTS)
+        hf, source = hf_config(model), CheckpointSource(directory, *WEIGHTS)
         with_head = VALUE_HEAD_WEIGHT in source.shapes
         shapes = saved_shapes(hf, value_head=with_head, lora=lora, tower=trains_tower(model, hf))
-        require_same_tensors(checkpoint / role, role, shapes)  # else nothing could load the export
+        require_same_tensors(directory, role, shapes)  # else nothing could load the export
         return cls(
-            directory=checkpoint / role,
+            directory=directory,
             role=role,
             model=model,
             lora=lora,

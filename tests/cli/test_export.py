@@ -10,6 +10,7 @@ from attrs import evolve
 from safetensors.torch import load_file
 
 from corerl.cli.main import main
+from corerl.config.load import dump_toml
 from corerl.config.schema import LoraConfig
 from tests.checkpoint.changes import flip
 from tests.driver.adapted import train_adapted
@@ -76,6 +77,24 @@ def test_adapters_are_exported_alone_or_merged(tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(SystemExit) as end:
             main(["export", str(checkpoint), str(tmp_path / "both"), *words])
         assert end.value.code == 2
+
+
+def test_what_a_group_has_saved_is_exported_with_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = evolve(make_config(), lora=LoraConfig(rank=3).settled({}))
+    checkpoint = train_adapted(tmp_path / "run", config).checkpoint
+    (tmp_path / "group.toml").write_text(dump_toml(evolve(config, lora=LoraConfig(rank=3))))
+    given = ["--config", str(tmp_path / "group.toml"), "--merge"]
+    assert main(["export", str(checkpoint), str(tmp_path / "run's"), "--merge"]) == 0
+    assert main(["export", str(checkpoint / "actor"), str(tmp_path / "group's"), *given]) == 0
+    wanted, found = (load_file(tmp_path / name / "model.safetensors") for name in ("run's", "group's"))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "model"), *given]) == 2
+    assert main(["export", str(checkpoint / "actor"), str(tmp_path / "model"), *given, "--role", "critic"]) == 2
+    nothing, other = capsys.readouterr().err.splitlines()
+    assert nothing.startswith(f"corerl: error: {tmp_path}/nothing")
+    assert other == "corerl: error: the config has no role 'critic'; it has: actor"
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_cannot_be_exported_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 
 from corerl import Engines
+from corerl.config import config_of
 from corerl.types import FloatArray
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Adam, Datum, Draw, Drawn, ModelWanted, Pass
@@ -84,8 +85,9 @@ async def at_once(work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options: Any) -> Iterator[Served]:
-    with without_ray(), Engines.start({**CONFIG, **(tables or {})}) as engines:
-        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(directory), **options))
+    config = config_of({**CONFIG, **(tables or {})})
+    with without_ray(), Engines.start(config) as engines:
+        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(directory), **options), config)
         yield Served(policy, engines)
 
 

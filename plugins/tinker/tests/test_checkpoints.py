@@ -11,13 +11,14 @@ from corerl_tinker import checkpoints
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.requests import ModelMade, Refused, Saved
 
+CONFIG = "seed = 0\n"
 MADE = ModelMade(base_model="tiny", tokenizer="tiny", rank=4)
 PATH = "tinker://a:train:0/weights/step-1"
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Checkpoints:
-    found = Checkpoints(tmp_path / "checkpoints")
+    found = Checkpoints(tmp_path / "checkpoints", CONFIG)
     found.begin("a:train:0", MADE, {"renderer": "role_colon"})
     return found
 
@@ -38,7 +39,7 @@ def test_another_server_finds_what_was_saved(kept: Checkpoints, tmp_path: Path) 
     first = save(kept)
     second = save(kept, "tinker://a:train:0/sampler_weights/step-1", text="others")
     kept.begin("b:train:0", MADE, {})
-    later = Checkpoints(tmp_path / "checkpoints")
+    later = Checkpoints(tmp_path / "checkpoints", CONFIG)
     run, empty = later.runs()
     assert (run.id, run.made, run.user_metadata) == ("a:train:0", MADE, {"renderer": "role_colon"})
     assert run.checkpoints == (first, second) and (first.kind, second.kind) == ("training", "sampler")

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
+from transformers import AutoModelForCausalLM
 
 from corerl import Engines
+from corerl.cli.main import main
+from corerl.config import config_of
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Draw, Refused
 from corerl_tinker.training import ServedPolicy
@@ -19,8 +23,9 @@ from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, serving, su
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
 def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: None, tmp_path: Path) -> None:
     ranks = {"roles": {"actor": {"ranks": 2}}} if backend["name"] == "fsdp" else {}
-    with Engines.start({**CONFIG, **LORA, **ranks, "backend": backend}) as engines:
-        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)))
+    config = config_of({**CONFIG, **LORA, **ranks, "backend": backend})
+    with Engines.start(config) as engines:
+        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config)
         served = Served(policy, engines)
         served.new_model("a:train:0", rank=4)
         reference = policy.sampler(None, MODEL)
@@ -31,6 +36,13 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
         assert saved is not None
         sampler = policy.sampler(saved.path, None)
+        run = tmp_path / "a:train:0"
+        state, model = str(run / "sampler_weights/two/state"), str(tmp_path / "model")
+        assert main(["export", state, model, "--config", str(run / "config.toml"), "--merge"]) == 0
+        tokens = torch.tensor([[1, 2, 3]])
+        logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
+        exported = logits[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].detach()
+        np.testing.assert_allclose(served.logprobs(sampler, [1, 2, 3])[1:], exported, atol=1e-5)
         wanted = Draw(sampler=sampler, prompt=np.array([1, 7]), max_tokens=6, seed=1, stop_tokens=())
         drawn = served.draw(wanted)
         losses += train(policy, 2)
@@ -56,9 +68,9 @@ def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tm
         losses = train(before.policy, 2)
         path = before.policy.save("two", ttl=None, overwrite=False, user_metadata={}).path
         losses += train(before.policy, 3)
-    fsdp = {"roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}}
-    with Engines.start({**CONFIG, **LORA, **fsdp}) as engines:
-        served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path))), engines)
+    config = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
+    with Engines.start(config) as engines:
+        served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config), engines)
         assert [saved.path for run in served.policy.runs() for saved in run.checkpoints] == [path]
         served.new_model("b:train:0", rank=4)
         served.policy.load(path, optimizer=True)

@@ -1,6 +1,7 @@
 """Checkpoints on disk: each a directory with what the ranks wrote, and a JSON file that says what it is.
 
 DIRECTORY/RUN/run.json                          the model: how clients know it, and their metadata
+DIRECTORY/RUN/config.toml                       what ranks were started with, for exports
 DIRECTORY/RUN/weights/NAME/checkpoint.json      written last
 DIRECTORY/RUN/weights/NAME/state/               as `TrainGroup.save` writes it
 DIRECTORY/RUN/sampler_weights/NAME/...          the same of a checkpoint that is to be sampled from
@@ -27,15 +28,16 @@ Kind = Literal["training", "sampler"]
 FOLDERS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
 NAME = r"[\w-][\w.-]{0,127}"
 PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/(weights|sampler_weights)/{NAME}", re.ASCII)
-CHECKPOINT, RUN, STATE = "checkpoint.json", "run.json", "state"
+CHECKPOINT, RUN, CONFIG, STATE = "checkpoint.json", "run.json", "config.toml", "state"
 PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
 
 
 class Checkpoints:
     """The checkpoints in a directory, of this server and earlier ones. All methods may be called by any thread."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, config: str) -> None:
+        """`config`, as TOML, is what ranks were started with."""
+        self._directory, self._config = directory, config
         self._changing = threading.RLock()
 
     def begin(self, run: str, made: ModelMade, user_metadata: Mapping[str, str]) -> None:
@@ -43,6 +45,7 @@ class Checkpoints:
         place = self._directory / run
         place.mkdir(parents=True, exist_ok=True)
         _write(place / RUN, {"made": asdict(made), "user_metadata": dict(user_metadata)})
+        (place / CONFIG).write_text(self._config)
 
     def save(
         self,

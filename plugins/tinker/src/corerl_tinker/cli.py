@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
         with corerl.Engines.start(config, notify=note) as engines:
             options = evolve(options, context_length=options.context_length or engines.context_length)
-            server = Server(ServedPolicy(engines, options), options, key=key, listening=listening, notify=note)
+            policy = ServedPolicy(engines, options, config)
+            server = Server(policy, options, key=key, listening=listening, notify=note)
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             url = url_of(listening)
             print(f"serving {options.name} at {url}", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corerl import AdamSettings, Engines, Future, Output, Step
-from corerl.config import ALL_LINEAR, LoraConfig, ModelConfig
+from corerl.config import ALL_LINEAR, Config, LoraConfig, ModelConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
@@ -49,8 +49,9 @@ ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_
 class ServedPolicy:
     """The `Policy` over one group of ranks and its engines."""
 
-    def __init__(self, engines: Engines, options: ServeOptions) -> None:
-        """Raises ConfigError for a config with which the API's sums cannot be computed."""
+    def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
+        """`config` is what the engines were started with. Raises ConfigError for one with which the API's sums cannot
+        be computed."""
         plan = engines.group.plan
         if options.teachers and plan.cluster.lora is not None:
             raise ConfigError(
@@ -63,9 +64,8 @@ class ServedPolicy:
                 "with a scale of 1; remove the setting"
             )
         self._engines, self._options, self._plan = engines, options, plan
-        config = plan.assignments[0].config
-        self._model: ModelConfig = config.model
-        self._seed: int = config.seed
+        self._model: ModelConfig = plan.assignments[0].config.model
+        self._seed: int = config.run.seed
         self._lora: LoraConfig | None = plan.cluster.lora
         self._vocabulary = plan.vocabulary
         self._longest = options.context_length or engines.context_length
@@ -75,7 +75,7 @@ class ServedPolicy:
         self._samplers = Samplers(engines, keep=keep, teachers=sources)
         for number in sources:  # before a client is served: ranks end where files do not fit the model
             self._samplers.keep_loaded(number)
-        self._checkpoints = Checkpoints(Path(options.directory))
+        self._checkpoints = Checkpoints(Path(options.directory), dump_toml(recorded(config)))
         self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
         self._training = ""  # the model's id; "" if there is none
         self._step = 0  # the optimizer step that comes next
