@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-tinker test-verifiers lint types docs wheels
+.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -88,7 +88,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) test-fsdp-oldest test-tinker test-verifiers ## every night: all tests, also with other versions
+test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -103,6 +103,10 @@ test-tinker: $(TINKER)/.installed ## recipes of the Tinker API's cookbook, uncha
 
 test-verifiers: $(VERIFIERS)/.installed ## environments of verifiers, whose harnesses fetch packages with uv
 	PATH="$(abspath $(VERIFIERS))/bin:$$PATH" PYTHONPATH=$(abspath $(VERIFIERS)) $(BIN)/python -m pytest plugins/verifiers/tests $(ARGS)
+
+test-page: $(DEV) ## the run's page in headless Chromium, that on PATH or named in CHROMIUM
+	$(BIN)/python -m pip install -q --no-compile --upgrade --target $(VENV)/page playwright
+	PYTHONPATH=$(VENV)/page $(BIN)/python -m pytest plugins/page/tests/test_browser.py $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .
