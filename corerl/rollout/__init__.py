@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from corerl.rollout.sampler import rows_of as rows_of
     from corerl.rollout.sampler import sampling_params as sampling_params
     from corerl.rollout.scored import ScoredRollout as ScoredRollout
+    from corerl.rollout.serving_process import ServingProcess as ServingProcess
+    from corerl.rollout.serving_process import exit_status as exit_status
 else:
     from corerl.imports import on_demand
 

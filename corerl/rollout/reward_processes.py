@@ -7,22 +7,18 @@ several samples, each is first tried again in a process of its own, since any of
 
 from __future__ import annotations
 
-import contextlib
 import math
-import multiprocessing
-import os
-import signal
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
 from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
+from corerl.rollout.serving_process import ServingProcess, exit_status
 
 if TYPE_CHECKING:
     from corerl.types import OnProgress
@@ -33,7 +29,7 @@ START = 120.0  # seconds for a process to start and import the reward
 POLL = 1.0  # seconds between two checks whether the pool was closed
 
 
-class RewardWorker:
+class RewardWorker(ServingProcess):
     """A process that imports the reward and scores samples. It starts immediately; construction does not wait for it.
 
     It sends an empty list when it has started, or the ConfigError if it cannot import the reward; and the outcomes of
@@ -43,17 +39,7 @@ class RewardWorker:
         self.started = False
         self.places: list[int] = []  # in the batch, of the samples that it works on
         self.deadline = time.monotonic() + START
-        # A fork of a process with threads (Ray's, torch's) may hang; spawned ones also get the driver's sys.path.
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, config))
-        # A Ctrl-C is for the driver: the process ignores it as soon as it can.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # now held by the process alone: the connection closes when it ends
+        super().__init__(_serve, config)
 
     @property
     def free(self) -> bool:
@@ -73,20 +59,6 @@ class RewardWorker:
         found = dict(zip(self.places, message, strict=True))
         self.started, self.places, self.deadline = True, [], math.inf
         return found
-
-    def kill(self) -> None:
-        """Kill the process, from any thread, and what it has started; a thread that waits for it notices."""
-        pid = self.process.pid
-        assert pid is not None  # it was started
-        started = descendants(pid)
-        self.process.kill()  # first, so that it starts no others
-        _kill_pids(*started, -pid)
-
-    def end(self) -> None:
-        """Kill the process, and wait for it."""
-        self.kill()
-        self.process.join()
-        self.connection.close()
 
 
 class RewardPool:
@@ -176,7 +148,7 @@ class RewardPool:
         if the worker has not started."""
         if not worker.started:
             late = f"did not import it within {START:g} seconds"
-            how = late if exitcode is None else f"ended ({_status(exitcode)}) before importing it"
+            how = late if exitcode is None else f"ended ({exit_status(exitcode)}) before importing it"
             raise RewardError(
                 f"a process for reward {self._reward.name!r} {how}: the module is slow to import, or ends the process, "
                 "or the script that started the run lacks `if __name__ == '__main__':`; fix that, or set "
@@ -185,62 +157,20 @@ class RewardPool:
         (place,) = worker.places
         if exitcode is None:
             return {place: self._reward.late(self._config.timeout, samples[place])}
-        return {place: self._reward.failure("died", f"ended its process ({_status(exitcode)})", samples[place])}
-
-
-def _status(exitcode: int) -> str:
-    return signal.Signals(-exitcode).name if exitcode < 0 else f"exit status {exitcode}"
-
-
-def _kill_pids(*pids: int) -> None:
-    """Kill these processes, and the group of each one that is negative."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
-            os.kill(pid, signal.SIGKILL)
+        return {place: self._reward.failure("died", f"ended its process ({exit_status(exitcode)})", samples[place])}
 
 
 # ---- in the process --------------------------------------------------------------------------------------------------
 
 
 def _serve(connection: Connection, config: RewardConfig) -> None:
-    # A child left running by a reward would hold it open, and the end of this process would not be noticed.
-    os.set_inheritable(connection.fileno(), False)
-    os.register_at_fork(after_in_child=connection.close)
-    # Leave the driver's process group: Ctrl-C and job-wide signals are for the driver to handle.
-    os.setpgrp()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which drops one that came before
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_end_with_driver, daemon=True).start()
     try:
         reward = reward_of(config)
     except ConfigError as error:
         connection.send(error)
         return
     outcomes: list[Outcome] = []
-    with contextlib.suppress(EOFError, ConnectionError):  # the driver is gone
-        while True:
-            connection.send(outcomes)
-            futures = [reward.start(sample, config.timeout) for sample in connection.recv()]
-            outcomes = [future.result() for future in futures]
-
-
-def _end_with_driver() -> None:
-    driver = multiprocessing.parent_process()
-    if driver is not None:
-        driver.join()
-        # A reward may run forever, and nobody waits for it.
-        _kill_pids(*descendants(os.getpid()), -os.getpid())
-        os._exit(1)  # where the reward has put itself into another group
-
-
-def descendants(*pids: int) -> Sequence[int]:
-    """The processes that these have started, and so on, that run now; parents come before their children."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            parent = int(file.read_bytes().rpartition(b")")[2].split()[1])
-            children[parent].append(int(file.parent.name))
-    found = list(pids)
-    for pid in found:  # which grows
-        found += children[pid]
-    return found[len(pids) :]
+    while True:
+        connection.send(outcomes)
+        futures = [reward.start(sample, config.timeout) for sample in connection.recv()]
+        outcomes = [future.result() for future in futures]

@@ -37,7 +37,7 @@ def front(loop: EventLoop) -> Iterator[ChatServer]:
 @pytest.fixture
 def play(loop: EventLoop, front: ChatServer) -> Play:
     def sample(
-        function: Callable[..., Any],
+        function: Callable[..., Any] | EpisodeFunction,
         *,
         generate: Callable[..., Any] | None = None,
         samples: int = 4,
@@ -50,11 +50,14 @@ def play(loop: EventLoop, front: ChatServer) -> Play:
         pictures: PictureReader | None = None,
         **config: Any,
     ) -> Rollout:
+        mine = (
+            function if isinstance(function, EpisodeFunction) else EpisodeFunction(name="mine:play", function=function)
+        )
         sampler = episode_sampler(
             tokenizer=tokenizer,
             generate=generate if inspect.iscoroutinefunction(generate) else engines(generate or Oracle()),
             seed=7,
-            function=EpisodeFunction(name="mine:play", function=function),
+            function=mine,
             server=front,
             config=EpisodesConfig(**config),
             calls=calls,

@@ -32,6 +32,8 @@ WAITING = 1024  # connections that may wait: many episodes may start and connect
 IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
 Refusing = Callable[[str], None]  # called with the message of each refused request
+Rewarding = Callable[[bytes], None]  # called with the body of each posted reward; raises Refused
+REWARD = "reward"  # the path, behind an episode's base URL
 
 
 @frozen(kw_only=True)
@@ -52,6 +54,7 @@ class ChatServer:
         self._loop = loop
         self._sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         self._open: dict[str, tuple[Answering, Refusing]] = {}
+        self._rewarding: dict[str, Rewarding] = {}  # likewise by name
         self._numbers = itertools.count()  # numbers the answers
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=WAITING)
         self._port = self._socket.getsockname()[1]
@@ -70,15 +73,23 @@ class ChatServer:
         )
         self._serving = loop.begin(self._serve())
 
-    def open(self, answering: Answering, refusing: Refusing = lambda message: None) -> str:
-        """Return a new base URL; `answering` handles its requests until `shut`."""
+    def open(
+        self,
+        answering: Answering,
+        refusing: Refusing = lambda message: None,
+        rewarding: Rewarding | None = None,
+    ) -> str:
+        """Return a new base URL; `answering` handles its requests until `shut`, and `rewarding` posted rewards."""
         name = secrets.token_hex(16)
         self._open[name] = answering, refusing
+        if rewarding is not None:
+            self._rewarding[name] = rewarding
         return f"http://127.0.0.1:{self._port}/{name}/v1"
 
     def shut(self, base_url: str) -> None:
         """Refuse all further requests to this base URL."""
         del self._open[_name(base_url)]
+        self._rewarding.pop(_name(base_url), None)
 
     def ask(self, base_url: str, body: Mapping[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
         """What a POST of this body to `base_url`/chat/completions is answered, without a socket. Whoever cancels the
@@ -110,10 +121,22 @@ class ChatServer:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "corerl"}
         return _Reply(status=200, content={"object": "list", "data": [model]})
 
+    def reward(self, name: str, body: bytes) -> _Reply:
+        """Answer a POST of a reward to the episode of this name."""
+        try:
+            if (rewarding := self._rewarding.get(name)) is None:
+                over = "no running episode has this URL: a reward is posted before its episode ends"
+                raise Refused(f"POST /{name}/v1/{REWARD}: {over}", status=404, code="not_found")
+            rewarding(body)
+            return _Reply(status=200, content={"object": "reward"})
+        except Refused as refused:
+            _, refusing = self._open.get(name, (None, None))
+            return _refusal(refused, refusing, CHAT)
+
     def lost(self, method: str, path: str, status: int) -> _Reply:
         """Answer a request to a path that does not exist, or not with this method."""
         name = path.removeprefix("/").partition("/")[0]
-        posts = ", ".join(f"POST /{name}/v1/{dialect.path}" for dialect in DIALECTS)
+        posts = ", ".join(f"POST /{name}/v1/{path}" for path in (*(dialect.path for dialect in DIALECTS), REWARD))
         known = f"no such path; this server has {posts} and GET /{name}/v1/models"
         _, refusing = self._open.get(name, (None, None))
         why = _NOBODY if refusing is None else known
@@ -218,6 +241,9 @@ def _app(server: ChatServer) -> Starlette:
     async def models(request: Request) -> Response:
         return response(server.models(request.path_params["name"]))
 
+    async def reward(request: Request) -> Response:
+        return response(server.reward(request.path_params["name"], await request.body()))
+
     async def lost(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return response(server.lost(request.method, request.url.path, error.status_code))
@@ -229,7 +255,11 @@ def _app(server: ChatServer) -> Starlette:
         return Route(f"/{{name}}/v1/{dialect.path}", endpoint, methods=["POST"])
 
     return Starlette(
-        routes=[*map(route, DIALECTS), Route("/{name}/v1/models", models, methods=["GET"])],
+        routes=[
+            *map(route, DIALECTS),
+            Route(f"/{{name}}/v1/{REWARD}", reward, methods=["POST"]),
+            Route("/{name}/v1/models", models, methods=["GET"]),
+        ],
         exception_handlers={404: lost, 405: lost},
     )
 

@@ -21,6 +21,11 @@ class EpisodesConfig:
         "in between, at an OpenAI-compatible base URL",
         default="",
     )
+    command: tuple[str, ...] = option(
+        "in place of a function: a program and its arguments, which plays each episode in a process of its own; "
+        "{base_url}, {anthropic_url}, {model}, {api_key} and {prompt_file} are filled in",
+        default=(),
+    )
     options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
     concurrency: int = option(
         "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
@@ -58,17 +63,25 @@ class EpisodesConfig:
 
 
 def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
-    """Whether the function and the format of tool calls are there, and the function can be called."""
+    """Whether the function or the command, and the format of tool calls are there, and the function can be called."""
+    from corerl_agents.commands import command_of
     from corerl_agents.episodes import resolve_function
     from corerl_agents.tool_calls import format_of
 
-    if not options.function:
-        yield Problem("function", "empty; set it to 'module:function', which plays an episode")
+    if bool(options.function) == bool(options.command):
+        empty = "empty; set it to 'module:function', which plays an episode, or samplers.episodes.command to a program"
+        both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
+        yield Problem("function", both if options.command else empty)
         return
-    tried: dict[str, Callable[[], Any]] = {
-        "function": lambda: resolve_function(options.function, options.options),
-        "tool_calls": lambda: format_of(options.tool_calls, None),
-    }
+    tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
+    if options.command:
+        tried["command"] = lambda: command_of(options.command)
+        if options.options:
+            yield Problem(
+                "options", "are arguments of a function; write those of a command into samplers.episodes.command"
+            )
+    else:
+        tried["function"] = lambda: resolve_function(options.function, options.options)
     for setting, resolve in tried.items():
         try:
             resolve()
@@ -80,7 +93,7 @@ SPEC = SamplerSpec(
     implementation="corerl_agents.sampler:EpisodeSampler",
     config=EpisodesConfig,
     api=(2, 0),
-    summary="samples are episodes: a function of yours queries the policy at an OpenAI-compatible URL",
+    summary="samples are episodes: a function or a command of yours queries the policy at an OpenAI-compatible URL",
     check=check,
     episodes=True,
 )

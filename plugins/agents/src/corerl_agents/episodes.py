@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from attrs import field, frozen
@@ -103,6 +103,7 @@ def _choice(answer: dict[str, Any]) -> dict[str, Any]:
 class EpisodeFunction:
     """A user's function with its name in the config and its options."""
 
+    setting: ClassVar[str] = "samplers.episodes.function"  # with the name
     name: str
     # (episode, **options) -> a number, numbers by name, one for each turn, or None; or an awaitable of that
     function: Callable[..., Any]
@@ -140,11 +141,14 @@ class EpisodeFunction:
         except BaseException as error:  # here, as who waits for it gets another TimeoutError, from nowhere
             return self.failure("raised", f"raised {described(error)}", prompt)
 
+    def close(self) -> None:
+        """End what it has started, as the run ends."""
+
     def late(self, timeout: float, prompt: Prompt) -> Failure:
         return self.failure("timeout", f"took longer than samplers.episodes.timeout={timeout:g} seconds", prompt)
 
     def failure(self, kind: str, what: str, prompt: Prompt) -> Failure:
-        message = f"samplers.episodes.function {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
+        message = f"{self.setting} {self.name!r} {what} on prompt {prompt.index} ({short(prompt.text)})"
         return Failure(kind=kind, message=" ".join(message.split()))
 
 

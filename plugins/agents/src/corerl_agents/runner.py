@@ -24,6 +24,7 @@ from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.gathering import Gathering
 from corerl_agents.histories import History, Turn
 from corerl_agents.pictures import Shown, with_pictures
+from corerl_agents.posted import PostedReward
 from corerl_agents.refused import Diverges, Refused
 from corerl_agents.tool_calls import format_of, unread
 
@@ -45,6 +46,7 @@ class EpisodeState:
     key: int  # noise key
     root: History = field(init=False)  # while it is played
     outcome: float | Outcome | None = None
+    posted: PostedReward = field(factory=PostedReward)
     _rows: list[Row] | None = None  # once it has ended
     answered: int = 0  # requests so far
     empty: list[tuple[int, History]] = field(factory=list)  # `answered` at each answer without a token, and its history
@@ -170,7 +172,9 @@ class EpisodeRunner:
                 raise _over() from error
 
         base_url = self._server.open(
-            functools.partial(self._answer, state, generated), functools.partial(setattr, state, "refusal")
+            functools.partial(self._answer, state, generated),
+            functools.partial(setattr, state, "refusal"),
+            state.posted.post,
         )
         if gathering is not None:
             gathering.joins()
@@ -199,6 +203,11 @@ class EpisodeRunner:
             outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
         if not state.answered and not isinstance(outcome, Failure):
             outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
+        if (posted := state.posted.judged) is not None and not isinstance(outcome, Failure):
+            if outcome is not None:
+                what = f"gave a reward, but another one, {posted.reward:g}, was posted to the episode's URL"
+                return self._function.failure("no-number", what, state.prompt)
+            outcome = posted
         if isinstance(outcome, Judged) and outcome.turns:
             answers = sorted((turn.history for turn in state.turns if turn.history), key=lambda each: each.since)
             what = f"returned {len(outcome.turns)} rewards, one for each turn, "

@@ -13,6 +13,7 @@ from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParam
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
 from corerl.types import PICTURE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
 from corerl_agents.chat_server import ChatServer
+from corerl_agents.commands import command_of
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Row
 from corerl_agents.episodes import EpisodeFunction, resolve_function
@@ -41,13 +42,14 @@ class EpisodeSampler(Sampler):
         """`function` and `server` in place of those that the options and the run's sampling name."""
         super().__init__(options, context)
         params = context.params
-        self._function = function or resolve_function(options.function, options.options)
+        self._function = function or player_of(options)
         self._server = server or ChatServer(
             context.loop, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
         )
         self._runners: dict[SamplingParams, EpisodeRunner] = {}
 
     def close(self) -> None:
+        self._function.close()
         self._server.close()
 
     async def generate(
@@ -87,6 +89,13 @@ class EpisodeSampler(Sampler):
                 pictures=context.pictures,
             )
         return self._runners[params]
+
+
+def player_of(options: EpisodesConfig) -> EpisodeFunction:
+    """What plays an episode. Raises ConfigError."""
+    if options.command:
+        return command_of(options.command)
+    return resolve_function(options.function, options.options)
 
 
 def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:

@@ -1,0 +1,130 @@
+"""Episodes that programs play: real ones."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from corerl.errors import ConfigError
+from corerl.rollout import Failure, Judged
+from corerl_agents import commands
+from corerl_agents.commands import EpisodeCommand, command_of
+from plugins.agents.tests.oracle import PROMPTS, Play
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
+
+AGENT = str(Path(__file__).with_name("agent.py"))
+
+
+def agent(what: str) -> EpisodeCommand:
+    return command_of([sys.executable, "-S", AGENT, "{base_url}", "{prompt_file}", what])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def all_ended(file: Path) -> bool:
+    pids = [int(line) for line in file.read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + paced(20)
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(alive, pids))
+
+
+def test_a_command_plays_episodes_and_gives_rewards(play: Play) -> None:
+    rollout = play(agent("reward"), samples=2)
+    assert rollout.outcomes == [Judged(reward=each, parts={"asked": 1.0}) for each in (5.0, 5.0, 1.0, 1.0)]
+    assert rollout.batch.row_columns["turns"].tolist() == [1] * 4
+    assert (
+        rollout.batch.row_columns["response_length"].tolist()
+        == play(lambda episode: episode.chat(episode.messages, max_tokens=2) and None, samples=2)
+        .batch.row_columns["response_length"]
+        .tolist()
+    )
+
+
+@pytest.mark.parametrize(("what", "outcome"), [("number", 0.25), ("none", None), ("post", Judged(reward=0.5))])
+def test_a_reward_is_printed_posted_or_the_runs(play: Play, what: str, outcome: object) -> None:
+    assert play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes == [outcome]
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ("exit", "died", "ended with exit status 3; its last output: no such tool | see above; on prompt 40 ('21>')"),
+        ("crash", "died", "ended with SIGSEGV; its last output: I have asked.; on prompt 40"),
+        ("nan", "no-number", "ended with a line that is no reward: reward: got nan, wanted a finite number, on prompt"),
+        ("flood", "flooded", "wrote more than 64 MiB of output, and was killed on prompt 40"),
+    ],
+)
+def test_a_command_that_fails_costs_its_episode(play: Play, what: str, kind: str, text: str) -> None:
+    (outcome,) = play(agent(what), samples=1, prompts=PROMPTS[:1]).outcomes
+    assert isinstance(outcome, Failure) and outcome.kind == kind
+    assert outcome.message.startswith(f"samplers.episodes.command {sys.executable!r} {text}")
+
+
+def test_one_that_fails_leaves_the_others_alone(play: Play) -> None:
+    # `$0` is the agent, and the prompt of index 8 crashes.
+    script = (
+        f'case $(cat "$CORERL_PROMPT_FILE") in *"index\\": 8,"*) w=crash;; *) w=number;; esac; exec {sys.executable}'
+    )
+    mixed = command_of(["sh", "-c", f'{script} -S {AGENT} "$1" "$2" $w', "sh", "{base_url}", "{prompt_file}"])
+    outcomes = play(mixed, samples=2).outcomes
+    assert outcomes[:2] == [0.25, 0.25]
+    assert [isinstance(each, Failure) and each.kind for each in outcomes[2:]] == ["died", "died"]
+
+
+def test_a_command_is_killed_with_its_children_at_the_timeout(play: Play, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    started = time.monotonic()
+    (outcome,) = play(agent(f"hang:{file}"), samples=1, prompts=PROMPTS[:1], timeout=paced(5)).outcomes
+    assert isinstance(outcome, Failure) and outcome.kind == "timeout"
+    assert time.monotonic() - started < paced(60)
+    assert all_ended(file)
+
+
+def test_what_a_command_leaves_running_ends_with_it(play: Play, tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    assert play(agent(f"leave:{file}"), samples=1, prompts=PROMPTS[:1]).outcomes == [None]
+    assert all_ended(file)
+
+
+def test_a_program_that_is_gone_fails_the_episode(play: Play, tmp_path: Path) -> None:
+    program = tmp_path / "mine"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    found = command_of([str(program)])
+    program.unlink()
+    (outcome,) = play(found, samples=1, prompts=PROMPTS[:1]).outcomes
+    assert isinstance(outcome, Failure) and "could not be run: FileNotFoundError: " in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["no-such-program"], "no program 'no-such-program' here or in PATH; "),
+        (["sh", "--url={base_ur}"], "unknown placeholder {base_ur} in '--url={base_ur}'; did you mean 'base_url'"),
+    ],
+)
+def test_a_command_is_checked_before_anything_starts(command: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        command_of(command)
+    assert error.value.message.startswith(f"samplers.episodes.command: {text}")
+
+
+def test_only_placeholders_are_filled_in() -> None:
+    values = {"base_url": "http://here", "model": "policy"}
+    assert commands._filled('-u {base_url} ${HOME} {"model": "{model}"}', values) == (
+        '-u http://here ${HOME} {"model": "policy"}'
+    )
+    assert os.environ.get("OPENAI_BASE_URL", "") != "http://here"
