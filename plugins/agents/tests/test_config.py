@@ -20,7 +20,11 @@ FETCH = "examples.two_turn_tool:fetch"
         ({}, "function", "empty; set it to 'module:function', "),
         ({"function": "examples.two_turn_tool:fetsh"}, "function", "'examples.two_turn_tool:fetsh': module "),
         ({"function": FETCH, "options": {"tol": 1}}, "function", f"{FETCH!r} takes (episode: "),
-        ({"function": FETCH, "command": ["sh"]}, "function", "a function and samplers.episodes.command are set, but one"),
+        (
+            {"function": FETCH, "command": ["sh"]},
+            "function",
+            "a function and samplers.episodes.command are set, but one",
+        ),
         ({"command": ["sh", "{bas_url}"]}, "command", "unknown placeholder {bas_url} in '{bas_url}'; did you mean "),
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
         ({"function": FETCH, "tool_calls": "hrmes"}, "tool_calls", "unknown format 'hrmes'; known: auto, none, "),

@@ -13,6 +13,8 @@ from corerl.plugin import Problem, SamplerRun, SamplerSpec
 
 MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
 
+MOST_WORKERS = 1024  # likewise
+
 
 @frozen(kw_only=True)
 class EpisodesConfig:
@@ -27,8 +29,14 @@ class EpisodesConfig:
         default=(),
     )
     options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    workers: int = option(
+        "worker processes that call the function, so that what it computes does not hold up the driver; 0: the driver",
+        default=0,
+        validator=between(0, MOST_WORKERS),
+    )
     concurrency: int = option(
-        "episodes played in parallel; each takes a thread in the driver if its function is a plain one",
+        "episodes played in parallel; each takes a thread in the driver, or in a worker, if its function is a plain "
+        "one, and a process if it is a command",
         default=256,
         validator=between(1, MOST),
     )
@@ -76,6 +84,8 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
     tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
     if options.command:
         tried["command"] = lambda: command_of(options.command)
+        if options.workers:
+            yield Problem("workers", "call a function; a command has a process for each episode already; remove it")
         if options.options:
             yield Problem(
                 "options", "are arguments of a function; write those of a command into samplers.episodes.command"

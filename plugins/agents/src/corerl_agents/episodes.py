@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from attrs import field, frozen
@@ -27,9 +27,15 @@ from corerl.rollout import (
     short,
     start_user_coroutine,
 )
-from corerl_agents.chat_server import API_KEY, ChatServer
+from corerl_agents.chat_server import API_KEY
 from corerl_agents.dialects.base import MODEL
 from corerl_agents.pictures import picture_part
+
+
+class Asked(Protocol):
+    """What answers an episode's requests: a `ChatServer`, or a client of one in another process."""
+
+    def ask(self, base_url: str, body: Mapping[str, Any]) -> Future[dict[str, Any]]: ...
 
 
 @frozen(kw_only=True)
@@ -40,7 +46,7 @@ class Episode:
     base_url: str  # OpenAI-compatible, for this episode alone
     api_key: str = API_KEY
     model: str = MODEL
-    _server: ChatServer  # the one at base_url
+    _server: Asked  # at base_url
 
     @property
     def anthropic_url(self) -> str:
@@ -140,6 +146,9 @@ class EpisodeFunction:
             return await value
         except BaseException as error:  # here, as who waits for it gets another TimeoutError, from nowhere
             return self.failure("raised", f"raised {described(error)}", prompt)
+
+    async def started(self) -> None:
+        """Wait until it can play."""
 
     def close(self) -> None:
         """End what it has started, as the run ends."""

@@ -18,6 +18,7 @@ from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Row
 from corerl_agents.episodes import EpisodeFunction, resolve_function
 from corerl_agents.runner import EpisodeRunner, EpisodeState
+from corerl_agents.workers import PlayedByWorkers
 
 
 class EpisodeSampler(Sampler):
@@ -62,6 +63,7 @@ class EpisodeSampler(Sampler):
     ) -> Rollout:
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
+        await self._function.started()
         states, on_progress = states_of(prompts, request), None if background else self.context.on_progress
         await self._runner(request.params).play(
             states,
@@ -95,7 +97,8 @@ def player_of(options: EpisodesConfig) -> EpisodeFunction:
     """What plays an episode. Raises ConfigError."""
     if options.command:
         return command_of(options.command)
-    return resolve_function(options.function, options.options)
+    function = resolve_function(options.function, options.options)
+    return PlayedByWorkers.start(function, options.workers) if options.workers else function
 
 
 def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:

@@ -32,7 +32,9 @@ class VerifiersConfig:
         default=0,
         validator=at_least(0),
     )
-    episodes: EpisodesConfig = option("as [samplers.episodes], but for function, command and options", factory=EpisodesConfig)
+    episodes: EpisodesConfig = option(
+        "as [samplers.episodes], but for function, command, options and workers", factory=EpisodesConfig
+    )
 
 
 def check(options: VerifiersConfig, run: SamplerRun) -> Iterator[Problem]:
@@ -42,7 +44,7 @@ def check(options: VerifiersConfig, run: SamplerRun) -> Iterator[Problem]:
         return
     from corerl_verifiers.environment import problems
 
-    for setting in ("function", "command", "options"):
+    for setting in ("function", "command", "options", "workers"):
         if getattr(options.episodes, setting):
             yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
     yield from (Problem(*each) for each in problems(options))

@@ -1,0 +1,139 @@
+"""Functions that real worker processes call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corerl.errors import WorkerDied
+from corerl.rollout import Failure
+from corerl_agents import workers
+from corerl_agents.episodes import resolve_function
+from corerl_agents.workers import PlayedByWorkers
+from plugins.agents.tests import worker_functions
+from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
+from tests.machine import paced
+
+pytestmark = pytest.mark.processes
+
+HERE = "plugins.agents.tests.worker_functions"
+Start = Callable[..., PlayedByWorkers]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    made: list[PlayedByWorkers] = []
+
+    def started(name: str, count: int, options: Mapping[str, Any] | None = None, *, module: str = HERE) -> Any:
+        made.append(PlayedByWorkers.start(resolve_function(f"{module}:{name}", options or {}), count))
+        return made[-1]
+
+    yield started
+    for each in made:
+        each.close()
+        assert not any(worker.process.is_alive() for worker in each.workers._all)
+
+
+def wait_for(fits: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + paced(60)
+    while not fits():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", ["two_turns", "side_by_side"])
+def test_workers_play_as_the_driver_does(play: Play, start: Start, name: str) -> None:
+    here = play(getattr(worker_functions, name))
+    there = play(start(name, 2))
+    assert_equal(there, here)
+    assert there.outcomes == here.outcomes and all(isinstance(each, float) for each in here.outcomes)
+
+
+def test_episodes_are_spread_over_all_workers(play: Play, start: Start) -> None:
+    pids = play(start("where", 2), concurrency=8).outcomes
+    assert len(set(pids)) == 2 and float(os.getpid()) not in pids
+
+
+def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
+    (here,) = play(worker_functions.refused, samples=1, prompts=PROMPTS[:1]).outcomes
+    (there,) = play(start("refused", 1), samples=1, prompts=PROMPTS[:1]).outcomes
+    assert isinstance(here, Failure) and isinstance(there, Failure) and there.kind == here.kind == "raised"
+    assert there.message == here.message.replace("mine:play", f"{HERE}:refused")
+
+
+@pytest.mark.parametrize(("count", "episodes"), [(3, 12), pytest.param(16, 128, marks=pytest.mark.nightly)])
+def test_each_worker_killed_costs_one_episode(
+    play: Play, start: Start, tmp_path: Path, count: int, episodes: int
+) -> None:
+    function = start("waits_for_its_end", count, {"directory": str(tmp_path), "first": count})
+    killed: list[int] = []
+
+    def kill_one_by_one() -> None:
+        for number in range(count):
+            file = tmp_path / str(number)
+            wait_for(lambda file=file: file.exists() and file.read_text().endswith("\n"))
+            killed.append(int(file.read_text()))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill_one_by_one)
+    killing.start()
+    outcomes = play(function, samples=episodes // 2, concurrency=count).outcomes
+    killing.join()
+    died = [each for each in outcomes if isinstance(each, Failure)]
+    assert len(outcomes) == episodes and len(set(killed)) == count == len(died)
+    assert {each.kind for each in died} == {"died"}
+    assert all("was running in a worker process that ended (SIGKILL), on prompt" in each.message for each in died)
+    assert outcomes.count(1.0) == episodes - count
+
+
+def test_workers_that_always_end_end_the_run(play: Play, start: Start) -> None:
+    with pytest.raises(
+        WorkerDied, match="have ended 5 times, and no episode has ended in between; the last one by SIG"
+    ):
+        play(start("ends_its_process", 1), concurrency=1)
+
+
+def test_a_worker_that_cannot_import_ends_the_run(
+    play: Play, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_elsewhere.py").write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(3)\n\n\ndef play(episode):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WorkerDied, match=r"'ends_elsewhere:play' ended \(exit status 3\) before importing it"):
+        play(start("play", 2, module="ends_elsewhere"))
+
+
+def test_a_worker_with_a_hanging_episode_is_replaced(
+    play: Play, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "GRACE", 0.2)
+    file = tmp_path / "pid"
+    function = start("hangs_once", 1, {"file": str(file)})
+    outcomes = play(function, samples=2, timeout=paced(3)).outcomes
+    (late,) = [each for each in outcomes if isinstance(each, Failure)]
+    hung = int(file.read_text())
+    assert late.kind == "timeout" and outcomes.count(float(hung)) == 3  # which it played besides
+    wait_for(lambda: not Path(f"/proc/{hung}").exists())
+    pids = play(function, samples=1).outcomes
+    assert len(set(pids)) == 1 and float(hung) not in pids
+
+
+def test_a_coroutine_is_cancelled_and_its_worker_stays(
+    play: Play, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "GRACE", paced(5))
+    file = tmp_path / "pid"
+    function = start("waits_once", 1, {"file": str(file)})
+    outcomes = play(function, samples=2, timeout=paced(3)).outcomes
+    assert [each.kind for each in outcomes if isinstance(each, Failure)] == ["timeout"]
+    (worker,) = function.workers._all
+    wait_for(lambda: not worker.playing)
+    assert set(play(function, samples=1).outcomes) == {float(file.read_text())} and not worker.retired

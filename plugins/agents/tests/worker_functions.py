@@ -1,0 +1,73 @@
+"""What worker processes play."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+from corerl_agents.episodes import Episode
+
+
+def two_turns(episode: Episode) -> float:
+    messages = episode.messages
+    call = episode.chat(messages, max_tokens=3)
+    messages += [call["message"], {"role": "tool", "content": episode.prompt.fields.get("tool", "9>")}]
+    return float(len(episode.chat(messages, stream=True)["message"]["content"]))
+
+
+async def side_by_side(episode: Episode) -> float:
+    asked = [[{"role": "user", "content": text}] for text in ("1", "22")]
+    answers = await asyncio.gather(*map(episode.chat_async, asked))
+    return float(sum(len(each["message"]["content"]) for each in answers))
+
+
+def where(episode: Episode) -> float:
+    episode.chat(episode.messages, max_tokens=1)
+    return float(os.getpid())
+
+
+def refused(episode: Episode) -> None:
+    episode.chat(episode.messages, n=2)
+
+
+def waits_for_its_end(episode: Episode, *, directory: str, first: int) -> float:
+    """The first episodes write where they are, and wait to be killed."""
+    episode.chat(episode.messages, max_tokens=1)
+    for number in range(first):
+        try:
+            file = os.open(f"{directory}/{number}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            continue
+        os.write(file, f"{os.getpid()}\n".encode())
+        os.close(file)
+        time.sleep(600)
+    return 1.0
+
+
+def ends_its_process(episode: Episode) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hangs_once(episode: Episode, *, file: str) -> float:
+    episode.chat(episode.messages, max_tokens=1)
+    try:
+        with Path(file).open("x") as created:
+            created.write(str(os.getpid()))
+    except FileExistsError:
+        return float(os.getpid())
+    time.sleep(600)
+    return 0.0
+
+
+async def waits_once(episode: Episode, *, file: str) -> float:
+    await episode.chat_async(episode.messages, max_tokens=1)
+    try:
+        with Path(file).open("x") as created:
+            created.write(str(os.getpid()))
+    except FileExistsError:
+        return float(os.getpid())
+    await asyncio.sleep(600)
+    return 0.0
