@@ -628,18 +628,20 @@ def versions(findings: Findings, precision: str) -> None:
                 evolve(asked, version=3, params=SamplingParams(max_tokens=1, scored=last, scored_top=top))
             ).scores
             assert scores is not None
-            for row, tokens in enumerate(asked.by_row()[:4]):
+            of_tokens, likeliest = [], []  # differences; of all rows together, since single ones are of a few tokens
+            for row, tokens in enumerate(asked.by_row()):
                 count = min(last, len(tokens) - 1)
                 with torch.inference_mode():
                     logits = models[3](input_ids=torch.tensor(tokens, device="cuda")[None], use_cache=False).logits[0]
                 wanted = logits[-count - 1 : -1].double().log_softmax(-1).cpu()
                 own = scores.part(asked.offsets[row + 1] - count, asked.offsets[row + 1])
-                of_tokens = wanted.gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0].numpy()
-                off = float(np.abs(own.logprobs - of_tokens).mean())
-                findings.tell(f"scores of the last {count}, row {row}: mean difference", off, off < LIMITS[precision])
-                if top:
-                    off = float(np.abs(own.top_logprobs - wanted.topk(top).values.numpy()).mean())
-                    findings.tell(f"likeliest {top}, row {row}: mean difference", off, off < LIMITS[precision])
+                chosen = wanted.gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0].numpy()
+                of_tokens.append(np.abs(own.logprobs - chosen))
+                likeliest.append(np.abs(own.top_logprobs - wanted.topk(top).values.numpy()).ravel())
+            for what, off in ((f"scores of the last {last}", of_tokens), (f"likeliest {top}", likeliest)):
+                if (differences := np.concatenate(off)).size:
+                    mean = float(differences.mean())
+                    findings.tell(f"{what}: mean difference of {len(differences)}", mean, mean < LIMITS[precision])
 
 
 PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
