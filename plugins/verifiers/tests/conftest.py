@@ -16,6 +16,7 @@ if importlib.util.find_spec("verifiers") is None:
 TASKSET = '''
 """Sums, with a tool."""
 
+import asyncio
 import itertools
 
 import verifiers.v1 as vf
@@ -27,6 +28,8 @@ class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
     @vf.tool
     async def add(self, a: int, b: int) -> str:
         """Add two numbers."""
+        if a < 0:
+            await asyncio.sleep(3600)
         return str(a + b)
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from corerl.config import structure
@@ -65,6 +66,33 @@ def test_an_error_of_the_environment_costs_its_sample() -> None:
         assert isinstance(outcome, Failure) and outcome.kind == "raised"
         assert "samplers.verifiers.environment 'my-sums' failed:" in outcome.message
         assert "the judge is out" in outcome.message and "on prompt 2 ('What is 2 + 3?')" in outcome.message
+
+
+def test_an_episode_that_hangs_leaves_no_process() -> None:
+    """Its tool does not answer, while the harness and the tool's server run."""
+    options = structure({"environment": "my-sums", "args": {"task": {"tools": True}}}, VerifiersConfig)
+    env, row = load(options), rows(options)[2]
+    function = Play(name="my-sums", env=env, tasks=tasks_of(env, options), serving=(serving := Serving(env)))
+    before, prompt = (
+        {*psutil.Process().children(recursive=True)},
+        Prompt(index=2, text=row["prompt"], answer="5", fields=row),
+    )
+    with scripted(prompt, [CALL.replace("2", "-2")]) as script:
+
+        async def play() -> int:
+            playing = asyncio.create_task(function.play(script.episode))
+            while not script.requests:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1.0)
+            running = len({*psutil.Process().children(recursive=True)} - before)
+            playing.cancel()
+            await asyncio.wait([playing])
+            return running
+
+        assert asyncio.run(asyncio.wait_for(play(), paced(120))) >= 2
+    start_user_coroutine(serving.end()).result(paced(30))
+    _, alive = psutil.wait_procs({*psutil.Process().children(recursive=True)} - before, timeout=paced(30))
+    assert alive == []
 
 
 CONFIG = """
