@@ -21,7 +21,7 @@ export async function show(page, { again, current }) {
     return h("p", { class: "quiet" }, "No samples are recorded. List the extension page (or jsonl) in the run's config: ",
       h("code", {}, 'extensions = [{ name = "console" }, { name = "jsonl" }, { name = "page" }]'));
   }
-  const last = steps.at(-1).step, step = Math.min(state.number("step", last), last);
+  const last = steps.at(-1).step, step = Math.min(state.number("step", newest(steps)), last);
   const place = closest(steps, step), kinds = steps[place].kinds;
   const kind = state.get("kind") in kinds ? state.get("kind") : "sampled" in kinds ? "sampled" : Object.keys(kinds)[0];
   const query = { step: steps[place].step, kind, sort: state.get("sort"), q: state.get("q") };
@@ -75,10 +75,13 @@ function counts({ total, cut_off, far }) {
 const closest = (steps, wanted) => steps.reduce((best, each, at) =>
   (Math.abs(each.step - wanted) < Math.abs(steps[best].step - wanted) ? at : best), 0);
 
+// The last step that has sampled: held-out samples are also of the weights after it.
+const newest = (steps) => (steps.findLast((each) => "sampled" in each.kinds) ?? steps.at(-1)).step;
+
 export async function move(page, by) {
   const steps = await get(`runs/${page.run().id}/steps`);
   if (!steps.length) return;
-  const place = closest(steps, state.number("step", steps.at(-1).step)) + by;
+  const place = closest(steps, state.number("step", newest(steps))) + by;
   if (place >= 0 && place < steps.length) state.set({ view: "samples", step: steps[place].step, sample: "" });
 }
 
@@ -181,7 +184,7 @@ async function drawSample(place, run, step, id) {
     h("dl", { class: "facts" }, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])), h("p", {}, flags),
     ...(sample.rows ? conversations(sample.rows) : [
       block("prompt", h("pre", {}, sample.prompt)), block("response", h("pre", {}, sample.response || "∅")),
-      h("p", { class: "quiet" }, "Only its texts are recorded. The extension page keeps tokens with their log-probs and versions."),
+      h("p", { class: "quiet" }, "Only its texts are recorded: the extension page keeps tokens, log-probs and versions of sampled ones."),
     ]));
 }
 
