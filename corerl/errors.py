@@ -107,6 +107,10 @@ class EngineFailed(CorerlError):
     """A rollout engine raised or does not answer."""
 
 
+class VersionGone(CorerlError):
+    """No engine holds the version of the weights that rows are to be sampled from; none was sampled from others."""
+
+
 class UserError(CorerlError):
     """Something the user can fix; printed as is, without a traceback."""
 

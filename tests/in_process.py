@@ -58,6 +58,10 @@ class Objects:
             self._objects = [self._class(*each) for each in arguments]
         return Calls({})
 
+    def replace(self, member: int, arguments: tuple[Any, ...]) -> None:
+        with BUILDING:
+            self._objects[member] = self._class(*arguments)
+
     def start(self, method: str, *args: Any, at: str = "") -> Calls:
         return self.start_each(method, [args] * len(self))
 

@@ -769,6 +769,13 @@ class WeightsConfig:
         default="merged",
         needs={"adapter": ("lora", "!weights.quantize")},
     )
+    versions: int = option(
+        "versions of the actor's adapters that engines hold at once, the newest, each to be sampled from by its number "
+        "(GenerateRequest.version); for loops of one's own, as runs sample from the newest",
+        default=1,
+        validator=at_least(1),
+        needs="weights.lora=adapter",
+    )
     unquantized: tuple[str, ...] = option(
         "substrings of the names of weights to leave unquantized, besides embeddings, head, norms and routers; the "
         "engine must leave out the same",

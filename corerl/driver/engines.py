@@ -153,24 +153,33 @@ class Engines:
         """Of the weights that were sent last; -1 before the first time."""
         return self.policies.version
 
-    def push(self) -> int:
-        """Send the group's weights to all engines, and start others in the place of those that have died or miss the
-        update; returns the version. Rows that are being generated go on under these weights. Called, like `generate`,
-        in the thread that starts the group's verbs. Raises WeightUpdateError, or the cause of an engine's death, once
-        its restarts are used up."""
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The versions that engines can sample from, the newest last: it alone, unless `weights.versions` says more.
+        Whatever takes the weights from engines leaves them no earlier version: `turn`, and that one is replaced."""
+        return self.fleet.held
+
+    def push(self, *, weights: str = "", forget: int | None = None) -> int:
+        """Send the group's weights, or its snapshot `weights`, to all engines, and start others in the place of those
+        that have died or miss the update; returns the version. It takes the place of the version to `forget`, or of the
+        oldest, once engines hold as many as they can. Rows that are being generated go on under these weights, but for
+        those of a request with a version. Called, like `generate`, in the thread that starts the group's verbs. Raises
+        WeightUpdateError, or the cause of an engine's death, once its restarts are used up."""
         self.fleet.step_completed()
-        self._push()
+        if forget is not None:
+            self.fleet.forget(forget)
+        self._push(weights)
         return self.version
 
-    def _push(self) -> None:
+    def _push(self, weights: str = "") -> None:
         self._pushing = True
         # Ranks that have restarted from what another group saved go on from its version.
         self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
-            self.update(_Rows(self.fleet), new=self.group.changes != self._changes)
+            self.update(_Rows(self.fleet), new=bool(weights) or self.group.changes != self._changes, weights=weights)
         finally:
             self._pushing = False
-        self._changes = self.group.changes
+        self._changes = -1 if weights else self.group.changes
         self.residency.enter(SAMPLE)
 
     def generate(self, request: GenerateRequest) -> Generation:
@@ -219,16 +228,18 @@ class Engines:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def update(self, holding: Holding, *, new: bool = True) -> None:
-        """Update all engines to the actor's weights, which are `new` if they have changed since the last update, and
-        replace engines that miss the update. Raises WeightUpdateError, or the cause of an engine's death, if replacing
-        does not help."""
+    def update(self, holding: Holding, *, new: bool = True, weights: str = "") -> None:
+        """Update all engines to the actor's weights, or its snapshot `weights`, which are `new` if they have changed
+        since the last update, and replace engines that miss the update. Raises WeightUpdateError, or the cause of an
+        engine's death, if replacing does not help."""
         before = self.policies.version
-        while failed := self._attempt(holding, self.policies.next(new=new and self.policies.version == before)):
+        while failed := self._attempt(
+            holding, self.policies.next(new=new and self.policies.version == before), weights
+        ):
             self._replace(failed)
         self._updates += 1
 
-    def _attempt(self, holding: Holding, policies: Policies) -> dict[str, CorerlError]:
+    def _attempt(self, holding: Holding, policies: Policies, weights: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
         why."""
         with contextlib.ExitStack() as stack:
@@ -239,13 +250,13 @@ class Engines:
                 return self.fleet.died
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
-                failed = self._update(policies)
+                failed = self._update(policies, weights)
             # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
             # with a failed device fails again.
             self.fleet.leave_out(failed)
             return failed
 
-    def _update(self, policies: Policies) -> dict[str, CorerlError]:
+    def _update(self, policies: Policies, weights: str) -> dict[str, CorerlError]:
         # The version is used up even if no engine takes it: engines refuse a version that they have.
         self.policies, version = policies, policies.version
         group, fleet, every = self.group, self.fleet, self.config.verify_every
@@ -254,7 +265,7 @@ class Engines:
             self.new_rendezvous()
         meeting = self._rendezvous = self._rendezvous or self._meet()
         address, alone = meeting.address, meeting.adapters if fleet.all_serve else None
-        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None)
+        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None, weights=weights)
         receiving = fleet.receive(alone or meeting.manifest, version, address)
         causes: set[str] = set()  # engines that failed first
         reported: set[str] = set()
@@ -270,7 +281,7 @@ class Engines:
         received = fleet.received(receiving, address.timeout)
         missed = {name: received.get(name) for name in fleet.names if name not in received or received[name].error}
         taken = [name for name in fleet.names if name not in missed]
-        fleet.updated(taken)
+        fleet.updated(taken, {name: received[name].held or (version,) for name in taken})
         self._served.update(taken)
         if missed:
             silent = f"no answer within {address.timeout:g} s after the update's end"

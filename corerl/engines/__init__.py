@@ -9,10 +9,13 @@ if TYPE_CHECKING:
     from corerl.engines.base import GenerateRequest as GenerateRequest
     from corerl.engines.base import Generation as Generation
     from corerl.engines.base import OnFinished as OnFinished
+    from corerl.engines.base import PromptScores as PromptScores
     from corerl.engines.base import Received as Received
     from corerl.engines.base import SamplingParams as SamplingParams
     from corerl.engines.base import ignore as ignore
     from corerl.engines.batching import settle as settle
+    from corerl.engines.continuation import append as append
+    from corerl.engines.continuation import continued as continued
     from corerl.engines.continuation import split as split
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
     from corerl.engines.lifecycle import Receiving as Receiving

@@ -20,6 +20,7 @@ UNLIMITED = np.iinfo(np.int64).max
 
 REQUEST_ROWS = ("noise_keys", "response_lengths", "answered", "limits")  # fields of a request that are [R]
 GENERATION_ROWS, GENERATION_TOKENS = ("truncated", "unfinished"), ("tokens", "logprobs", "versions")  # [R]; [m]
+SCORES = ("logprobs", "top_tokens", "top_logprobs")  # fields of scores, [n, ...]
 
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
 
@@ -40,6 +41,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end a response too; CoreRL looks for them, engines need not (see `stops`)
     greedy: bool = False  # take the likeliest token; noise is unused
     routed_experts: bool = False  # also report `Generation.routed_experts`, if the engine can
+    # Also report `Generation.scores`, if the engine can: of so many of each prompt's last tokens (UNLIMITED: of all),
+    scored: int = 0
+    scored_top: int = 0  # and of so many of the likeliest tokens at each of their places
 
 
 @frozen(kw_only=True)
@@ -50,6 +54,7 @@ class GenerateRequest:
     offsets: IntArray  # [R + 1]
     noise_keys: IntArray  # [R] hash of (seed, rollout step, prompt, sample)
     params: SamplingParams
+    version: int | None = None  # of the weights to sample from, one of those that engines hold; None: the newest
     # [R] how many of a row's last tokens already belong to its response, after an interruption or after an episode's
     # first turn; the next token sampled has this number in the response. 0 in a fresh row.
     response_lengths: IntArray = field(
@@ -104,14 +109,42 @@ class GenerateRequest:
 
     @classmethod
     def concatenate(cls, parts: Sequence[GenerateRequest]) -> GenerateRequest:
-        """The rows of several requests with the same parameters, in order."""
+        """The rows of several requests with the same parameters and version, in order."""
         picture, pictures = all_shown([(part.picture, part.pictures) for part in parts])
         return cls(
             params=parts[0].params,
+            version=parts[0].version,
             picture=picture,
             pictures=pictures,
             **_joined(parts, "tokens", *REQUEST_ROWS),
         )
+
+
+@frozen(kw_only=True)
+class PromptScores:
+    """What the weights make of the prompts of R rows, n tokens. Of logits as they are, whatever the temperature; NaN
+    where nobody has asked, and at first tokens."""
+
+    logprobs: FloatArray  # [n] log p(token)
+    top_tokens: IntArray  # [n, k] the likeliest tokens in its place, the likeliest first
+    top_logprobs: FloatArray  # [n, k]
+
+    @classmethod
+    def unknown(cls, tokens: int, params: SamplingParams) -> PromptScores:
+        """Of so many tokens, to be filled in."""
+        return cls(
+            logprobs=np.full(tokens, np.nan, np.float32),
+            top_tokens=np.zeros((tokens, params.scored_top), np.int32),
+            top_logprobs=np.full((tokens, params.scored_top), np.nan, np.float32),
+        )
+
+    def part(self, start: int, stop: int) -> PromptScores:
+        """Of tokens [start, stop)."""
+        return PromptScores(**{name: getattr(self, name)[start:stop] for name in SCORES})
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[PromptScores]) -> PromptScores:
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in SCORES})
 
 
 @frozen(kw_only=True)
@@ -126,6 +159,7 @@ class Generation:
     # [n + m, MoE layers, experts per token] integers, row by row, prompt then response: the experts each token was
     # routed through; -1 for a token that was never routed, such as a row's last. None if the engine does not report.
     routed_experts: Array | None = None
+    scores: PromptScores | None = None  # of the prompts; None if they are not asked for, or the engine reports none
     # [R] cut by `Engine.pause`, possibly before the first token: neither stopped nor truncated, to be continued.
     unfinished: BoolArray = field(
         default=Factory(lambda self: np.zeros(len(self.offsets) - 1, dtype=np.bool_), takes_self=True)
@@ -144,6 +178,7 @@ class Generation:
             logprobs=np.zeros(0, dtype=np.float32),
             versions=np.zeros(0, dtype=np.int64),
             truncated=np.zeros(rows, dtype=np.bool_),
+            scores=PromptScores.unknown(len(request.tokens), request.params) if request.params.scored else None,
             unfinished=np.ones(rows, dtype=np.bool_),
         )
 
@@ -151,8 +186,10 @@ class Generation:
     def concatenate(cls, parts: Sequence[Generation]) -> Generation:
         """The rows of several generations, in order."""
         routed = [part.routed_experts for part in parts if part.routed_experts is not None]
+        scores = [part.scores for part in parts if part.scores is not None]
         return cls(
             routed_experts=np.concatenate(routed) if len(routed) == len(parts) else None,
+            scores=PromptScores.concatenate(scores) if len(scores) == len(parts) else None,
             **_joined(parts, *GENERATION_TOKENS, *GENERATION_ROWS),
         )
 
@@ -170,6 +207,7 @@ class Received:
     version: int
     bytes: int
     error: str = ""  # empty if committed; otherwise the engine serves nothing until a full update commits
+    held: tuple[int, ...] = ()  # versions that the engine can sample from now, this one last; (): this one alone
     died: bool = False  # the engine's process has ended
 
 
@@ -208,8 +246,9 @@ class Engine(ABC):
 
     @abstractmethod
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
-        """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them. Called by
-        up to `EngineSpec.calls` threads at once. Raises EngineFailed without weights.
+        """Complete the rows, in the request's order, all under one weights version unless `pause` cuts them: that of
+        the request, or the newest. Called by up to `EngineSpec.calls` threads at once. Raises EngineFailed without
+        these weights.
 
         Call `on_finished`, from any thread, with a number of rows when that many more have finished: users see the
         progress, and the watchdog takes an engine that finishes no rows for one that hangs."""
@@ -229,6 +268,10 @@ class Engine(ABC):
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
         """Load one full set of weights from `address`. Refuses a version that is not above the current one before
         loading any byte. Never raises for a failed transfer: the result holds the reason."""
+
+    def forget(self, version: int) -> None:  # noqa: B027  -- most hold one version
+        """Hold an earlier version of the adapters no longer, in whose place another one comes. Without such a call the
+        oldest goes. For engines that hold several."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came

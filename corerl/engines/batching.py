@@ -31,9 +31,9 @@ class Batcher:
     """The requests of one engine. For coroutines of one event loop."""
 
     def __init__(self, call: Call, *, calls: int, width: int, on_free_slot: Callable[[], None] = lambda: None) -> None:
-        """At most `calls` at once, each of requests with the same parameters and of at most `width` rows together; one
-        request is never divided. `on_free_slot` is called whenever a call has ended, and another could begin if any
-        request waited."""
+        """At most `calls` at once, each of requests with the same parameters and version, of at most `width` rows
+        together; one request is never divided. `on_free_slot` is called whenever a call has ended, and another could
+        begin if any request waited."""
         self._call = call
         self._calls = calls
         self.width = width
@@ -110,7 +110,8 @@ class Batcher:
         taken: list[_Waiting] = []
         for each in self._waiting:
             fits = not taken or len(each.request) <= room
-            if fits and each.request.params == first.request.params:
+            alike = (each.request.params, each.request.version) == (first.request.params, first.request.version)
+            if fits and alike:
                 taken.append(each)
                 room -= len(each.request)
         gone = set(taken)

@@ -17,6 +17,8 @@ def continued(request: GenerateRequest, generation: Generation) -> GenerateReque
     sampled, offsets = rows_at(generation.offsets, rows)
     lengths = np.diff(offsets)
     ends = np.repeat(prompts.offsets[1:], lengths)  # where each sampled token is inserted
+    if len(generation.tokens):  # the prompts were read before, as far as they were prompts
+        prompts = evolve(prompts, params=evolve(prompts.params, scored=0))
     return evolve(
         prompts,
         tokens=np.insert(prompts.tokens, ends, generation.tokens[sampled]),
@@ -31,7 +33,8 @@ def append(request: GenerateRequest, generation: Generation, more: Generation) -
     """Append `more`, the answer to `continued`, to the unfinished rows of `generation`, the answer to `request`.
 
     Each token keeps the log-prob, version and experts it was sampled with; experts unknown at that time, such as those
-    of a part's last token, come from the pass that read the token."""
+    of a part's last token, come from the pass that read the token. Scores of prompts are those of the first part that
+    has tokens: if any of its rows was not read, the request has to be made again."""
     rows = np.flatnonzero(generation.unfinished)
     follows: dict[int, int] = {int(row): index for index, row in enumerate(rows)}
 
@@ -50,6 +53,7 @@ def append(request: GenerateRequest, generation: Generation, more: Generation) -
     return Generation(
         offsets=offsets_of([len(row) for row in per_token("tokens")]),
         routed_experts=_experts(request, generation, more, follows),
+        scores=generation.scores if len(generation.tokens) else more.scores,
         **{name: np.concatenate(per_token(name)) for name in GENERATION_TOKENS},
         **{name: per_row(name) for name in GENERATION_ROWS},
     )
@@ -57,20 +61,21 @@ def append(request: GenerateRequest, generation: Generation, more: Generation) -
 
 def split(generation: Generation, requests: list[GenerateRequest]) -> list[Generation]:
     """Split a generation of the concatenated `requests` into one for each."""
-    parts, row, token = [], 0, 0
+    parts, row, token, prompt = [], 0, 0, 0
     for request in requests:
         low, high = generation.offsets[row], generation.offsets[row + len(request)]
-        routed = generation.routed_experts
+        routed, scores = generation.routed_experts, generation.scores
         count = len(request.tokens) + int(high - low)
         parts.append(
             Generation(
                 offsets=generation.offsets[row : row + len(request) + 1] - low,
                 routed_experts=None if routed is None else routed[token : token + count],
+                scores=scores and scores.part(prompt, prompt + len(request.tokens)),
                 **{name: getattr(generation, name)[low:high] for name in GENERATION_TOKENS},
                 **{name: getattr(generation, name)[row : row + len(request)] for name in GENERATION_ROWS},
             )
         )
-        row, token = row + len(request), token + count
+        row, token, prompt = row + len(request), token + count, prompt + len(request.tokens)
     return parts
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from attrs import define, field
@@ -21,7 +22,7 @@ from corerl.engines.batching import Batcher, OnRowsEnded
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
 from corerl.engines.service import EngineAssignment
-from corerl.errors import CorerlError, EngineFailed, ResizeFailed, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, ResizeFailed, VersionGone, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.types import IntArray, OnProgress
 from corerl.weights.manifest import Manifest
@@ -73,6 +74,7 @@ class Replica:
     assignment: EngineAssignment
     restarts: int = 0  # of this name, since the last completed step
     state: State = State.EMPTY
+    held: tuple[int, ...] = ()  # versions of the weights that it can sample from, if it serves; the newest last
     died_of: CorerlError | None = None  # if it is dead
     batcher: Batcher = field(init=False)
 
@@ -82,6 +84,10 @@ class Replica:
 
     def died(self, error: CorerlError) -> None:
         self.state, self.died_of = State.DEAD, error
+
+    def serves(self, version: int | None) -> bool:
+        """Whether it can sample from this version of the weights; None: from the newest."""
+        return self.state is State.SERVING and version in (None, *self.held)
 
 
 class EngineFleet:
@@ -192,7 +198,7 @@ class EngineFleet:
         interrupts go on after it, under the weights of that time. `urgent` requests overtake those that wait.
         `on_progress` gets every few seconds how many rows have ended, and how many there are; `on_tokens` gets all that
         is generated, piece by piece. Raises a replica's own error, or the cause of its death once restarts are used
-        up."""
+        up, and VersionGone once no replica holds the request's version."""
         number = -1 if urgent else next(self._numbers)
         return await self._divided(request, number, on_progress, on_tokens)
 
@@ -205,7 +211,14 @@ class EngineFleet:
     ) -> Generation:
         while not self._serving.is_set():  # what set it may be over when this task's turn comes
             await self._serving.wait()
-        rows = self._router.divide(request, self._routed)
+        able = [each for each in self._routed if request.version in (None, *each.held)]
+        if not able:
+            held = ", ".join(map(str, self.held))
+            raise VersionGone(
+                f"no engine holds weights version {request.version} any more, but {held}: raise weights.versions, or "
+                "push the weights again, as another version"
+            )
+        rows = self._router.divide(request, able)
         ended = dict.fromkeys(rows, 0)
 
         async def generate_on(replica: Replica, own: IntArray, over: Callable[[Replica], None]) -> Generation:
@@ -229,6 +242,8 @@ class EngineFleet:
                 on_tokens(generated)
             if not generated.unfinished.any():
                 return generated
+            if share.params.scored:  # scores are of these prompts, and not of those that go on with a response
+                return await self._divided(share, number, None, on_tokens)
             return append(share, generated, await self._divided(continued(share, generated), number, None, on_tokens))
 
         # Counted from now on: others that come at this moment are to go elsewhere.
@@ -250,13 +265,20 @@ class EngineFleet:
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
         pauses_ended = self._pauses_ended
         try:
-            if replica.state is not State.SERVING:  # lost while the request waited
+            if not replica.serves(request.version):  # lost while the request waited
                 return None
             with self._span(replica.name):
                 answers = await in_thread(ask, name=f"call of {replica.name}")
         finally:
             self._route()
         generated: Generation | None = answers.get(replica)
+        if generated is not None and request.version is not None and (generated.versions != request.version).any():
+            raise EngineFailed(
+                f"{replica.name} sampled from weights version {set(generated.versions.tolist())}, but was asked for "
+                f"version {request.version}; an engine says in `Received.held` what it can sample from"
+            )
+        if generated is not None and request.params.scored and generated.scores is None:
+            raise EngineFailed(f"{replica.name} was asked for log-probs of prompts, and its engine reports none")
         interrupted = self._pauses_begun > pauses_ended  # by a pause that has not ended before the call
         if generated is None or interrupted or replica not in self._replicas:
             return generated
@@ -531,18 +553,32 @@ class EngineFleet:
         answers = self.processes.answers(pending, timeout=timeout)
         return {self.names[index]: _received(answer) for index, answer in answers.items()}
 
-    def updated(self, taken: Collection[str]) -> None:
-        """Let those engines serve that have taken an update. The others serve nothing until one reaches them."""
+    def updated(self, taken: Collection[str], held: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> None:
+        """Let those engines serve that have taken an update, from the versions that each has `held` since. The others
+        serve nothing until one reaches them."""
         with self._changing:
             for each in self._replicas:
                 if each.state is not State.DEAD:
                     each.state = State.SERVING if each.name in taken else State.EMPTY
+                    each.held = held.get(each.name, ())
         self._apply_changes(forget=True)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The versions of the weights that every replica that serves can sample from, the newest last."""
+        serving = [each.held for each in self._replicas if each.state is State.SERVING]
+        return tuple(version for version in (serving or [()])[0] if all(version in each for each in serving))
 
     @property
     def all_serve(self) -> bool:
         """Whether every replica holds all weights, so that an update of adapters alone is enough."""
         return all(each.state is State.SERVING for each in self._replicas)
+
+    def forget(self, version: int) -> None:
+        """Let all engines hold an earlier version no longer, in whose place another one comes."""
+        self._ask_all("forget", version)
+        for each in self._replicas:
+            each.held = tuple(own for own in each.held if own != version)
 
     def weight_sums(self, dtype: str) -> dict[str, Mapping[str, int] | None]:
         """Each live engine's `Engine.weight_sums`, by name."""

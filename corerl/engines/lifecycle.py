@@ -67,10 +67,12 @@ class SharedLock:
 class EngineLifecycle:
     """The part of an engine that is independent of how it generates. Thread-safe."""
 
-    def __init__(self, name: str, index: int, *, calls: int = 1) -> None:
-        """`calls`: how many threads may be inside `generating` at once."""
-        self._name = name
+    def __init__(self, name: str, index: int, *, calls: int = 1, versions: int = 1) -> None:
+        """`calls`: how many threads may be inside `generating` at once; `versions`: how many versions of adapters the
+        engine holds, which keeps those in `held` alone."""
+        self._name, self._versions = name, versions
         self._version = -1  # of the last committed update; the first may be 0
+        self.held: tuple[int, ...] = ()  # versions that can be sampled from, the newest last
         self._reason = "no weights have arrived yet"  # why nothing is served; "" while serving
         self.holds_weights = False  # all of them, so that adapters may arrive alone
         self._receiving = Receiving(index)
@@ -78,13 +80,16 @@ class EngineLifecycle:
         self._busy = SharedLock(calls)  # shared while generating, exclusive while weights change
 
     @contextmanager
-    def generating(self) -> Iterator[int]:
-        """Hold the weights fixed and yield their version. Inside, check `paused` before each token. Raises EngineFailed
-        without weights."""
+    def generating(self, version: int | None = None) -> Iterator[int]:
+        """Hold the weights fixed and yield their version, which is `version` unless that is None. Inside, check
+        `paused` before each token. Raises EngineFailed without weights, or without those of this version."""
         with self._busy.one():
             if self._reason:
                 raise EngineFailed(f"{self._name} cannot generate: {self._reason}; update its weights first")
-            yield self._version
+            if version not in (None, *self.held):
+                held = ", ".join(map(str, self.held))
+                raise EngineFailed(f"{self._name} cannot sample from weights version {version}: it holds {held}")
+            yield self._version if version is None else version
 
     @property
     def paused(self) -> bool:
@@ -109,7 +114,7 @@ class EngineLifecycle:
     def dropping_weights(self, reason: str) -> Iterator[None]:
         """Hold the weights exclusively while they are dropped; nothing is served until the next update commits."""
         with self._busy:
-            self._reason, self.holds_weights = reason, False
+            self._reason, self.holds_weights, self.held = reason, False, ()
             yield
 
     def receive(
@@ -132,11 +137,15 @@ class EngineLifecycle:
                 raise WeightUpdateError(refused)
             return self._receiving.transfer(manifest, version, address, load=load)
 
-        return self.update(version, transfer)
+        return self.update(version, transfer, alone=all(map(is_adapter, manifest.names)))
 
-    def update(self, version: int, transfer: Callable[[], int]) -> Received:
+    def forget(self, version: int) -> None:
+        """Hold an earlier version no longer. What is being generated ends with it."""
+        self.held = tuple(each for each in self.held if each != version)
+
+    def update(self, version: int, transfer: Callable[[], int], *, alone: bool = False) -> Received:
         """Like `receive`, for an engine whose weights arrive elsewhere: `transfer` receives them and returns bytes, or
-        raises."""
+        raises. Earlier versions stay in `held` only where adapters have arrived `alone`, for the same weights."""
         with self._busy:
             if version <= self._version:
                 stale = f"version {version} is not newer than {self._version}, which {self._name} already has"
@@ -147,10 +156,11 @@ class EngineLifecycle:
             except Exception as failure:
                 error = message_of(failure)
                 self._reason += f" ({error})"
-                self.holds_weights = False
+                self.holds_weights, self.held = False, ()
                 return Received(version=version, bytes=0, error=error)
             self._version, self._reason, self.holds_weights = version, "", True
-            return Received(version=version, bytes=received)
+            self.held = (*(self.held if alone else ()), version)[-self._versions :]
+            return Received(version=version, bytes=received, held=self.held)
 
     def close(self) -> None:
         with self._busy:

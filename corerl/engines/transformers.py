@@ -29,6 +29,7 @@ from corerl.engines.base import (
     GenerateRequest,
     Generation,
     OnFinished,
+    PromptScores,
     Received,
     SamplingParams,
     ignore,
@@ -51,6 +52,7 @@ from corerl.ops.noise import gumbel
 from corerl.pictures import Picture
 from corerl.plugin.pictures import picture_inputs
 from corerl.types import PICTURE, Array, BoolArray, MicroBatch, offsets_of
+from corerl.weights.adapters import is_adapter
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
@@ -93,14 +95,18 @@ class TransformersEngine(Engine):
         self._sent: dict[str, torch.dtype] = {}  # HF tensor -> the dtype in which it last came
         self._routers = routers(self._model)
         self._asleep = False
-        self._serving = EngineLifecycle(context.name, context.index)
+        self._versions = context.weights.versions
+        self._serving = EngineLifecycle(context.name, context.index, versions=self._versions)
+        self._adapters: dict[int, dict[str, torch.Tensor]] = {}  # by version; those in use may be left out
+        self._in_use = -1  # the version whose adapters the model has
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
         encoded: dict[str, Features] = {}  # by the picture's id
-        with self._serving.generating() as version:
+        with self._serving.generating(request.version) as version:
+            self._use(version)
             for start, end in pairwise(self._bounds(request)):
                 rows = request.row_range(start, end)
                 done.append(
@@ -122,6 +128,7 @@ class TransformersEngine(Engine):
         self, request: GenerateRequest, version: int, on_finished: OnFinished, encoded: MutableMapping[str, Features]
     ) -> Generation:
         params = request.params
+        scores = self._scores(request, encoded) if params.scored else None
         lengths = np.diff(request.offsets)
         width = int(lengths.max())
         mask = np.arange(width) >= width - lengths[:, None]  # left-padded: every row's next token is in the same column
@@ -161,8 +168,28 @@ class TransformersEngine(Engine):
             versions=np.full(sizes.sum(), version, dtype=np.int64),
             truncated=~finished & (sizes == request.left),
             routed_experts=routes.of(mask, chosen),
+            scores=scores,
             unfinished=~finished & (sizes < request.left),
         )
+
+    def _scores(self, request: GenerateRequest, encoded: MutableMapping[str, Features]) -> PromptScores:
+        """One row at a time: logits of all places of all rows would take too much memory."""
+        top, found = request.params.scored_top, PromptScores.unknown(len(request.tokens), request.params)
+        for row, stop in enumerate(request.offsets[1:].tolist()):
+            one = request.row_range(row, row + 1)
+            count = min(request.params.scored, len(one.tokens) - 1)
+            if not count:
+                continue
+            with self._prompts(one, np.ones((1, len(one.tokens)), np.bool_), encoded) as prompt:
+                logits = self._model(**prompt, use_cache=False).logits[0, -count - 1 : -1].float()
+            logits[:, self._vocabulary or logits.shape[1] :] = -torch.inf
+            logprobs = torch.log_softmax(logits, dim=-1)
+            own = torch.tensor(one.tokens[-count:], device=self._device)
+            found.logprobs[stop - count : stop] = logprobs.gather(1, own[:, None])[:, 0].cpu()
+            values, tokens = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+            found.top_logprobs[stop - count : stop, : values.shape[1]] = values.cpu()
+            found.top_tokens[stop - count : stop, : values.shape[1]] = tokens.cpu()
+        return found
 
     @contextmanager
     def _prompts(
@@ -228,12 +255,20 @@ class TransformersEngine(Engine):
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def receive(self, manifest: Manifest, version: int, address: Address) -> Received:
-        return self._serving.receive(manifest, version, address, check=self._check, load=self._load)
+        def load(bucket: Bucket, flat: torch.Tensor) -> None:
+            self._in_use = version
+            self._load(bucket, flat)
+
+        return self._serving.receive(manifest, version, address, check=self._check, load=load)
+
+    def forget(self, version: int) -> None:
+        self._serving.forget(version)
 
     def _check(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can."""
         if self._asleep:
             return "the engine's weights are asleep; wake it up first"
+        self._keep()
         held = {name: tuple(view.shape) for name, view in self._views.items()}
         return shape_mismatch(manifest.shapes, held, whole=self._serving.holds_weights)
 
@@ -242,6 +277,23 @@ class TransformersEngine(Engine):
         for name, tensor in bucket.views(flat).items():
             self._views[name].copy_(tensor)
             self._sent[name] = tensor.dtype
+
+    def _keep(self) -> None:
+        """Before others take their place: keep a copy of the adapters in use, should they be sampled from again."""
+        held = self._serving.held if self._versions > 1 else ()
+        self._adapters = {version: kept for version, kept in self._adapters.items() if version in held}
+        if self._in_use in held and self._in_use not in self._adapters:
+            own = {name: view.clone() for name, view in self._views.items() if is_adapter(name)}
+            self._adapters[self._in_use] = own
+
+    @torch.no_grad()
+    def _use(self, version: int) -> None:
+        """Let the model have the adapters of a version that is held."""
+        if version != self._in_use:
+            self._keep()
+            for name, kept in self._adapters[version].items():
+                self._views[name].copy_(kept)
+            self._in_use = version
 
     def weight_sums(self, dtype: str) -> dict[str, int] | None:
         own = {name: view.dtype for name, view in self._views.items()}
@@ -260,6 +312,7 @@ class TransformersEngine(Engine):
             for storage, _ in self._storages:
                 storage.resize_(0)
             self._asleep = True
+            self._keep()
             empty_cache(self._device)
         return max(self._bytes, before - self._reserved)
 

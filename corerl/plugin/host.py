@@ -209,9 +209,10 @@ class PluginHost:
         with self.entering("forward"), self.backend.using(weights):
             return self._checked("forward", batch=batch, outputs=outputs)
 
-    def update_weights(self, sender: Any, version: int, adapters: bool = False) -> UpdateResult:
-        """Raises WeightUpdateError, before any byte moves, if `version` is not above all earlier ones. An attempted
-        version counts as used: two streams must never share one."""
+    def update_weights(self, sender: Any, version: int, adapters: bool = False, weights: str = "") -> UpdateResult:
+        """Send the snapshot `weights`; "" means the current weights. Raises WeightUpdateError, before any byte moves,
+        if `version` is not above all earlier ones. An attempted version counts as used: two streams must never share
+        one."""
         with self.entering("update_weights"):
             if version < self._next_version:
                 raise WeightUpdateError(
@@ -219,7 +220,8 @@ class PluginHost:
                     "versions must strictly increase"
                 )
             self._next_version = version + 1
-            return self._checked("update_weights", sender=sender, version=version, adapters=adapters)
+            with self.backend.using(weights):
+                return self._checked("update_weights", sender=sender, version=version, adapters=adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:
         if background:

@@ -350,15 +350,16 @@ class TrainGroup:
         return evolve(address, host=host, port=port, listen_fd=listen_fd)
 
     def update_weights(
-        self, address: Address, version: int, *, verify: bool = False, adapters: bool = False
+        self, address: Address, version: int, *, verify: bool = False, adapters: bool = False, weights: str = ""
     ) -> Future[UpdateResult]:
-        """Send the weights to the receivers at `address` as `version`, which must be above every earlier one. In the
+        """Send the weights, or the snapshot `weights`, to the receivers at `address` as `version`, which must be above
+        every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
         in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
         of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
         other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
-        return self._add(self._start("update_weights", address, version, verify, adapters), updated)
+        return self._add(self._start("update_weights", address, version, verify, adapters, weights), updated)
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         """During an update at `address`, let its senders wait no more for this engine, which has died or refused it."""
@@ -494,7 +495,8 @@ def _processes(plan: RolePlan, slots: Sequence[Slot], watching: Watching | None)
 
 @frozen
 class Snapshot:
-    """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`."""
+    """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`, and to send them to
+    engines."""
 
     group: TrainGroup
     name: str

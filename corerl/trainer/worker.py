@@ -206,7 +206,7 @@ class Worker:
         return self.backend.stream(adapters=adapters).sent
 
     def update_weights(
-        self, address: Address, version: int, verify: bool = False, adapters: bool = False
+        self, address: Address, version: int, verify: bool = False, adapters: bool = False, weights: str = ""
     ) -> UpdateResult:
         """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
         self.backend.require(
@@ -219,7 +219,7 @@ class Worker:
             lost = self._lost.setdefault(address.token, {})
             self.sender = open_sender(address, rank=self.context.rank, lost=lost)
         sending = GuardedSender(self.sender, verify=verify)
-        result = self.host.update_weights(sender=sending, version=version, adapters=adapters)
+        result = self.host.update_weights(sender=sending, version=version, adapters=adapters, weights=weights)
         return evolve(result, sums=sending.sums)
 
     def engine_failed(self, token: str, engine: str, reason: str) -> None:

@@ -99,7 +99,10 @@ class Group:
         self.log.append(" ".join(["sleep", *sorted(kinds)]))
         return Future(self, self.ready, lambda: self.slept)
 
-    def update_weights(self, address: Any, version: int, *, verify: bool, adapters: bool) -> Future[UpdateResult]:
+    def update_weights(
+        self, address: Any, version: int, *, verify: bool, adapters: bool, weights: str
+    ) -> Future[UpdateResult]:
+        assert not weights  # of a run
         self.verified.append(verify)
         self.log.append(f"send {version}" + (" of adapters" if adapters else ""))
         return Future(self, self.ready, self._updated)
@@ -108,7 +111,7 @@ class Group:
         self.log.append(f"receive {version}")
         self.offered, self.address = manifest, address
 
-    def updated(self, taken: Iterable[str]) -> None:
+    def updated(self, taken: Iterable[str], held: Mapping[str, tuple[int, ...]]) -> None:
         self.hold_all = set(taken) >= set(self.names)
 
     @property

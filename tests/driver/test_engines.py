@@ -12,7 +12,14 @@ from attrs import evolve
 
 from corerl.driver.engines import Engines
 from corerl.engines.base import GenerateRequest, Generation, Received, SamplingParams
-from corerl.errors import EngineFailed, InsufficientResources, UserError, WeightUpdateError, WorkerDied
+from corerl.errors import (
+    EngineFailed,
+    InsufficientResources,
+    UserError,
+    VersionGone,
+    WeightUpdateError,
+    WorkerDied,
+)
 from corerl.plan.residency import SAMPLE
 from corerl.rollout.sampler import assemble
 from corerl.rollout.source import Policies
@@ -367,7 +374,7 @@ def engines() -> Iterator[Fleet]:
     made.close()
 
 
-OWN = {
+OWN: dict[str, Any] = {
     "backend": {"name": "plain"},
     "cluster": {"device": "cpu"},
     "model": {"config": {**tiny_fields("qwen3"), "vocab_size": 32}},
@@ -435,6 +442,57 @@ def test_engines_go_on_from_the_version_of_ranks_that_were_resumed(tmp_path: Pat
         engines.group.restart(str(tmp_path)).result()
         assert [engines.push(), engines.push()] == [2, 3]
         assert set(engines.generate(prompts([3, 4])).versions) == {3}
+
+
+ADAPTED = {**OWN, "lora": {"rank": 2}, "weights": {**OWN["weights"], "lora": "adapter", "versions": 3}}
+
+
+def test_earlier_versions_are_sampled_as_the_group_computes_them() -> None:
+    request = prompts([3, 4, 5], [7, 8])
+    with without_ray(), Engines.start(ADAPTED) as engines:
+        group, wanted, first = engines.group, list[Any](), list[bytes]()
+
+        def sampled(version: int) -> bytes:
+            found = engines.generate(evolve(request, version=version))
+            assert set(found.versions) == {version}
+            mask = (samples := answered(request, found)).columns["loss_mask"]
+            named = f"of {version % 3}"
+            own = group.forward(samples, Output.LOGPROBS, weights=named).result()[Output.LOGPROBS]
+            np.testing.assert_allclose(samples.columns["rollout_logprobs"][mask], own[mask], atol=1e-5)
+            return found.tokens.tobytes() + found.logprobs.tobytes()
+
+        for number in range(3):
+            group.snapshot(f"of {number}").create().result()
+            wanted.append(engines.push())
+            first.append(sampled(number))
+            step(engines, answered(request, engines.generate(request)), number)
+        assert engines.held == (0, 1, 2) and len(set(first)) == 3
+        assert [sampled(version) for version in (2, 0, 1, 0)] == [first[2], first[0], first[1], first[0]]
+
+        # What engines hold no more is refused, and sent again from the ranks' copy; the ranks' own weights stay.
+        before = group.forward(answered(request, engines.generate(request)), Output.LOGPROBS).result()
+        assert engines.push(weights="of 0") == 3 and engines.held == (1, 2, 3)
+        with pytest.raises(VersionGone, match="no engine holds weights version 0 any more, but 1, 2, 3"):
+            engines.begin(evolve(request, version=0)).result(60.0)
+        assert sampled(3) == first[0] and sampled(1) == first[1]
+        after = group.forward(answered(request, engines.generate(evolve(request, version=2))), Output.LOGPROBS).result()
+        np.testing.assert_array_equal(after[Output.LOGPROBS], before[Output.LOGPROBS])
+        assert engines.push() == 4  # of the weights as they are, though they have not changed since the last such push
+        assert engines.policies.of(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+        assert engines.generate(request).logprobs.tobytes() not in first
+
+
+def test_engines_that_slept_hold_the_newest_version_alone() -> None:
+    with without_ray(), Engines.start(ADAPTED) as engines:
+        for _ in range(2):
+            engines.push()
+        assert engines.held == (0, 1)
+        engines.fleet.sleep()
+        assert engines.held == ()
+        engines.fleet.wake_up()
+        assert engines.push() == 2 and engines.held == (2,)
+        with pytest.raises(VersionGone, match="no engine holds weights version 1 any more, but 2"):
+            engines.generate(evolve(prompts([3, 4]), version=1))
 
 
 def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:

@@ -114,6 +114,19 @@ def test_requests_with_other_parameters_are_sent_separately() -> None:
     asyncio.run(run())
 
 
+def test_requests_for_other_versions_are_sent_separately() -> None:
+    async def run() -> None:
+        engine, batcher = batched(calls=1, width=100)
+        for number, version in enumerate([None, 3, 4, 3]):
+            begin(batcher.generate(evolve(rows(10 * number, 1), version=version), number=number))
+        for call, keys in enumerate([[0], [10, 30], [20]]):
+            await settled()
+            assert engine.calls[call] == keys
+            await engine.answer(call)
+
+    asyncio.run(run())
+
+
 def test_cancelled_requests_are_not_sent() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=100)

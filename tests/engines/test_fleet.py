@@ -16,10 +16,10 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
-from corerl.errors import CorerlError, EngineFailed, WeightUpdateError, WorkerDied
+from corerl.errors import CorerlError, EngineFailed, VersionGone, WeightUpdateError, WorkerDied
 from corerl.event_loop import EventLoop, in_thread
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
@@ -322,6 +322,90 @@ def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
     assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
     assert parts == [2, 3]
     assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
+
+
+def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> None:
+    sampling = threading.Event()
+
+    def of_version(request: GenerateRequest) -> Generation:
+        answer = respond(request)
+        return evolve(answer, versions=answer.versions + (6 if request.version is None else request.version))
+
+    def interrupted(request: GenerateRequest) -> Generation:
+        sampling.set()
+        assert scripted.paused.wait(60.0)
+        answer = respond(request, rows=2)
+        return evolve(answer, versions=answer.versions + 5)
+
+    scripted = Scripted(of_version, of_version, of_version, interrupted, of_version, of_version)
+    fleet = fleet_of(scripted, loop, 2)
+    fleet.updated(fleet.names, {"engine-0": (6,), "engine-1": (5, 6)})  # the first one is new
+    assert fleet.held == (6,)
+    assert set(sample(fleet, evolve(REQUEST, version=5)).versions) == {5}
+    assert [replica for replica, _, _ in scripted.asked] == [1]
+    assert set(sample(fleet, evolve(REQUEST, version=6)).versions) == {6}  # over both
+    goes_on = loop.begin(fleet.generate(evolve(REQUEST, version=5)))
+    assert sampling.wait(60.0)
+    waits = loop.begin(fleet.generate(evolve(REQUEST, version=5)))
+    loop.run(fleet.pause())
+    fleet.updated(fleet.names, {"engine-0": (6, 7), "engine-1": (6, 7)})
+    assert fleet.held == (6, 7)
+    loop.run(fleet.resume())
+    for work in (goes_on, waits, loop.begin(fleet.generate(evolve(REQUEST, version=5)))):
+        with pytest.raises(VersionGone, match="no engine holds weights version 5 any more, but 6, 7"):
+            work.result(60.0)
+    assert "kill" not in scripted.log
+    fleet.updated(fleet.names, {"engine-0": (6, 7), "engine-1": (6, 7)})
+    assert set(sample(fleet, evolve(REQUEST, version=7)).versions) == {7}
+
+
+def test_rows_that_come_as_the_last_engine_dies_wait_for_another(loop: EventLoop) -> None:
+    scripted = Scripted()
+    fleet = fleet_of(scripted, loop, 1)
+    died = WorkerDied("engine-0: its process died")
+    fleet.leave_out({"engine-0": died})  # of which nobody has told the requests
+    work = loop.begin(fleet.generate(REQUEST))
+    loop.run(asyncio.sleep(0.05))
+    assert not work.done() and scripted.asked == []
+    fleet._allowed = 1
+    fleet.replace({"engine-0": died})
+    fleet.updated(fleet.names)
+    assert work.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
+
+
+def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
+    sampling, scored = threading.Event(), evolve(REQUEST, params=evolve(REQUEST.params, scored=3, scored_top=2))
+
+    def scores(request: GenerateRequest) -> PromptScores:
+        unknown = PromptScores.unknown(len(request.tokens), request.params)
+        return evolve(unknown, logprobs=-request.tokens.astype(np.float32))
+
+    def interrupted(request: GenerateRequest) -> Generation:
+        sampling.set()
+        assert scripted.paused.wait(60.0)
+        return evolve(respond(request, rows=2), scores=PromptScores.unknown(len(request.tokens), request.params))
+
+    def whole(request: GenerateRequest) -> Generation:
+        return evolve(respond(request), scores=scores(request))
+
+    scripted = Scripted(interrupted, whole)
+    fleet = fleet_of(scripted, loop, 1)
+    work = loop.begin(fleet.generate(scored))
+    assert sampling.wait(60.0)
+    loop.run(fleet.pause())
+    loop.run(fleet.resume())
+    found = work.result(60.0)
+    assert found.tokens.tolist() == [7, 8, 9, 10, 11]
+    assert found.scores is not None and found.scores.logprobs.tolist() == [-token for token in range(10)]
+    with pytest.raises(EngineFailed, match="engine-0 was asked for log-probs of prompts, and its engine reports none"):
+        sample(fleet, scored)
+
+
+def test_an_engine_that_samples_from_other_weights_than_asked_is_an_error(loop: EventLoop) -> None:
+    fleet = fleet_of(Scripted(), loop, 1)  # tokens of version 0
+    fleet.updated(fleet.names, {"engine-0": (0, 1)})
+    with pytest.raises(EngineFailed, match=r"engine-0 sampled from weights version \{0\}, but was asked for version 1"):
+        sample(fleet, evolve(REQUEST, version=1))
 
 
 def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) -> None:

@@ -9,17 +9,20 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForImageTextToText
 
-from corerl.config.schema import LoraConfig, ModelConfig
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.continuation import append, continued
+from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
+from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, PromptScores, SamplingParams
+from corerl.engines.continuation import append, continued, split
 from corerl.engines.specs import TransformersConfig
+from corerl.engines.stops import Stops, until_stop
 from corerl.engines.transformers import TransformersEngine, keep_likeliest
 from corerl.errors import EngineFailed
 from corerl.models.config import hf_config
 from corerl.models.files import meta_model
 from corerl.models.names import shapes_of
+from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl.weights.adapters import is_adapter
+from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import build_manifest
 from corerl.weights.quantize import quantize, quantized
 from corerl_testing import smallest_config
@@ -394,30 +397,93 @@ def test_an_engine_closes_at_once_while_it_generates(tmp_path: Path) -> None:
     assert drawn[0].unfinished.tolist() == [True, True]
 
 
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def assert_scores_of(model: Any, asked: GenerateRequest, scores: PromptScores | None, *, known: int = VOCAB) -> None:
+    """Those of a plain forward pass, in float64 from its logits on."""
+    assert scores is not None
+    last, top = asked.params.scored, asked.params.scored_top
+    for start, row in zip(asked.offsets, asked.by_row(), strict=False):
+        count = min(last, len(row) - 1)
+        own = scores.part(start, start + len(row))
+        assert np.isnan(own.logprobs[: len(row) - count]).all()
+        assert np.isnan(own.top_logprobs[: len(row) - count]).all() and own.top_tokens.shape == (len(row), top)
+        if count == 0:
+            continue
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(row)[None], use_cache=False).logits[0, -count - 1 : -1, :known]
+        wanted = logits.double().log_softmax(-1)
+        of_tokens = wanted.gather(1, torch.tensor(row[-count:])[:, None])[:, 0]
+        np.testing.assert_allclose(own.logprobs[-count:], of_tokens, atol=1e-5)
+        best, tokens = wanted.topk(top)
+        np.testing.assert_allclose(own.top_logprobs[-count:], best, atol=1e-5)
+        assert own.top_tokens[-count:].tolist() == tokens.tolist()
+
+
+@pytest.mark.parametrize(("last", "top"), [(UNLIMITED, 3), (2, 5), (1, 0)])
+def test_scores_of_prompts_equal_a_plain_forward_pass(
+    last: int, top: int, tied: tuple[TransformersEngine, Any]
+) -> None:
+    served, model = tied
+    asked = request(12, evolve(PARAMS, temperature=0.7, scored=last, scored_top=top))
+    found = served.generate(asked)
+    assert_same_samples(found, served.generate(evolve(asked, params=evolve(asked.params, scored=0))))
+    assert_scores_of(model, asked, found.scores)
+    parts = split(served.generate(GenerateRequest.concatenate(asked.parts(3))), asked.parts(3))
+    for part, own in zip(asked.parts(3), parts, strict=True):
+        assert_scores_of(model, part, own.scores)
+
+
+def test_scores_give_padding_of_the_embedding_no_probability(tmp_path: Path) -> None:
+    model = random_model(TIED, seed=1)
+    padded = TransformersEngine(ModelConfig(config=TIED, vocabulary=11), TransformersConfig(), context())
+    update([padded], hf_tensors(model, tmp_path / "hf"), version=0, path=tmp_path / "w")
+    asked = request(6, evolve(PARAMS, scored=UNLIMITED, scored_top=11))
+    asked = evolve(asked, tokens=asked.tokens % 11)
+    assert_scores_of(model, asked, padded.generate(asked).scores, known=11)
+
+
+def test_scores_are_those_of_whole_prompts_with_stop_texts(tied: tuple[TransformersEngine, Any]) -> None:
+    """For which a request is made in parts, each with a longer prompt."""
+    served, model = tied
+    texts = Stops(character_tokenizer("0123456789>s"), ["00000"])
+    asked = request(4, evolve(PARAMS, max_tokens=100, stop_tokens=(), scored=UNLIMITED, scored_top=2))
+    assert_scores_of(model, asked, until_stop(served.generate, asked, texts).scores)
+
+
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
+LORA = LoraConfig(rank=3, alpha=7.0).settled({})
+Tensors = dict[str, torch.Tensor]
+
+
+def adapted(versions: int) -> TransformersEngine:
+    """An engine that holds adapters apart from the weights."""
+    own = evolve(context(), lora=LORA, weights=WeightsConfig(versions=versions))
+    return TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), own)
+
+
+def drawn_adapters(weights: Mapping[str, torch.Tensor], seed: int) -> tuple[Tensors, Tensors]:
+    """Adapters, and the weights that they come to."""
+    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
+    generator = torch.Generator().manual_seed(seed)
+    adapters = {
+        name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
+    }
+    merged = dict(weights)
+    for a in adapters:
+        if a.endswith(".lora_A.weight"):
+            changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
+            merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
+    return adapters, merged
+
+
 def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
-    lora = LoraConfig(rank=3, alpha=7.0).settled({})
-    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), lora=lora))
-    plain = engine(TIED)
+    served, plain = adapted(versions=1), engine(TIED)
     weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=lora))
-    generator = torch.Generator().manual_seed(4)
-
-    def drawn() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """New adapters, and the weights that they come to."""
-        adapters = {
-            name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
-        }
-        merged = dict(weights)
-        for a in adapters:
-            if a.endswith(".lora_A.weight"):
-                changed = a.removeprefix("base_model.model.").replace(".lora_A", "")
-                merged[changed] = weights[changed] + 7 / 3 * adapters[a.replace("lora_A", "lora_B")] @ adapters[a]
-        return adapters, merged
-
-    first, then, last = drawn(), drawn(), drawn()
+    first, then, last = (drawn_adapters(weights, seed) for seed in (4, 5, 6))
     (alone,) = update([served], first[0], version=1, path=tmp_path / "w")
     assert alone.error == (
         "adapters have arrived alone, but the engine lacks the weights that they adapt; send all weights first"
@@ -433,6 +499,37 @@ def test_separate_adapters_sample_as_merged_weights_do(tmp_path: Path) -> None:
     served.wake_up()
     (asleep,) = update([served], last[0], version=4, path=tmp_path / "w")
     assert asleep.error == alone.error
+
+
+def test_each_version_held_is_sampled_as_if_alone(tmp_path: Path) -> None:
+    served, plain = adapted(versions=2), engine(TIED)
+    weights = hf_tensors(random_model(TIED, seed=1), tmp_path / "hf")
+    sent = {version: drawn_adapters(weights, version) for version in (1, 2, 3, 4)}
+    whole = {version: {**weights, **sent[version][0]} for version in (1, 4)}
+    expected, first = {}, {}
+    held = {1: (1,), 2: (1, 2), 3: (2, 3), 4: (4,)}  # the weights that came with the fourth may be others
+    for version, (adapters, merged) in sent.items():
+        (received,) = update([served], whole.get(version, adapters), version=version, path=tmp_path / "w")
+        assert (received.error, received.held) == ("", held[version])
+        assert served.weight_sums("float32") == bit_sums({**weights, **adapters})
+        update([plain], merged, version=version, path=tmp_path / "plain")
+        expected[version] = plain.generate(request(8))
+        for each in (*held[version], *reversed(held[version])):
+            found = served.generate(evolve(request(8), version=each))
+            assert set(found.versions) == {each}
+            assert_same_samples(found, expected[each])
+            first.setdefault(each, found.logprobs.tobytes())
+            assert found.logprobs.tobytes() == first[each]
+        assert_same_samples(served.generate(request(8)), expected[version])
+        with pytest.raises(EngineFailed, match=rf"cannot sample from weights version 0: it holds .*{version}$"):
+            served.generate(evolve(request(8), version=0))
+    assert len(set(first.values())) == 4
+    served.sleep()
+    served.wake_up()
+    update([served], {**weights, **sent[2][0]}, version=5, path=tmp_path / "w")
+    assert_same_samples(served.generate(evolve(request(8), version=5)), expected[2])
+    with pytest.raises(EngineFailed, match="cannot sample from weights version 4: it holds 5"):
+        served.generate(evolve(request(8), version=4))
 
 
 # ---- interrupted -----------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ weights.every=3                                           | checkpoint.every    
 weights.transport=colective                               | weights.transport          | did you mean 'collective'
 weights.quantize=fp8                                      | weights.quantize           | takes none
 weights.lora=adapter                                      | weights.lora               | needs lora
+weights.versions=2                                        | weights.versions           | needs weights.lora to be
 checkpoint.resume=nver                                    | checkpoint.resume          | does not exist
 checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address
 algorithm.name=grop                                       | algorithm.name             | unknown algorithm

@@ -27,13 +27,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from attrs import evolve
 from transformers import AutoModelForCausalLM
 
-from corerl.config import ModelConfig, WeightsConfig
-from corerl.engines import EngineContext, GenerateRequest, Generation, SamplingParams
-from corerl.errors import WorkerDied
-from corerl.models import hf_boxes, hf_config
-from corerl.weights import SCALE, Address, bit_sums, build_manifest, is_quantized, quantized
+from corerl.config import LoraConfig, ModelConfig, WeightsConfig
+from corerl.engines import UNLIMITED, EngineContext, GenerateRequest, Generation, SamplingParams
+from corerl.errors import EngineFailed, WorkerDied
+from corerl.models import hf_boxes, hf_config, meta_model, shapes_of
+from corerl.weights import (
+    SCALE,
+    Address,
+    WeightSender,
+    adapters_of,
+    bit_sums,
+    build_manifest,
+    is_adapter,
+    is_quantized,
+    quantized,
+)
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.start import start_engine
@@ -167,6 +178,7 @@ def engine(
     *,
     ranks: int = 1,
     weights: WeightsConfig = PLAIN,
+    lora: LoraConfig | None = None,
     **options: Any,
 ) -> Iterator[SglangEngine]:
     attention = os.environ.get("ATTENTION", "triton") if precision == "bfloat16" else "torch_native"
@@ -183,6 +195,7 @@ def engine(
         devices=devices()[:ranks] if ranks > 1 else (),
         run_dir=str(OUT / findings.piece),
         weights=weights,
+        lora=lora,
     )
     started = time.perf_counter()
     served = start_engine(ModelConfig(config=dict(fields)), config, context)
@@ -202,6 +215,7 @@ def push(
     ranks: int = 1,
     device: str = "cpu",
     weights: WeightsConfig = PLAIN,
+    tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[str, float]:
     """What went wrong, or "", and the seconds that one update took from beginning to end. By ipc each device has a
     sender, in a thread of its own, as each has a rank in a run."""
@@ -221,7 +235,7 @@ def push(
         device=device,
         timeout=120.0,
     )
-    tensors = hf_tensors(model)
+    tensors = hf_tensors(model) if tensors is None else tensors
     shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
     manifest = build_manifest(shapes, dtype=dtype, bucket_bytes=256 * 2**20)
@@ -232,7 +246,7 @@ def push(
     receiving.start()
     told: dict[str, str] = {}
 
-    def send(rank: int) -> None:
+    def send(rank: int) -> WeightSender:
         torch.cuda.set_device(rank if transport == "ipc" else model.device)
         sender = open_sender(address, rank=rank)
         sender.open(stream, version)
@@ -243,11 +257,13 @@ def push(
                 quantize(bucket, plain, as_sent, flat)
             sender.send(as_sent, flat.cuda() if transport == "ipc" else flat)
         told.update(sender.finish())
-        sender.close()
+        return sender
 
     with ThreadPoolExecutor(ranks) as threads:
-        list(threads.map(send, range(ranks if transport == "ipc" else 1)))
+        senders = list(threads.map(send, range(ranks if transport == "ipc" else 1)))
     receiving.join()
+    for sender in senders:  # not before: over a disk, engines only begin to read now
+        sender.close()
     return errors[0] or next(filter(None, told.values()), ""), time.perf_counter() - started
 
 
@@ -558,10 +574,82 @@ def nccl(findings: Findings) -> None:
         compare(findings, served, model.to("cuda:0"), "bfloat16", 2)
 
 
+def versions(findings: Findings, precision: str) -> None:
+    """Several versions of adapters at once, each as if it were alone, also in one batch; and scores of prompts."""
+    lora, most = LoraConfig(rank=8).settled({}), 3
+    base = random_model(TINY, precision, 1)
+    shapes = shapes_of(meta_model(base.config, lora=lora))
+    models: dict[int, Any] = {}
+    first: dict[int, Generation] = {}
+    asked = request(16, 512, SAMPLING["greedy"])
+    with engine(findings, TINY, precision, weights=WeightsConfig(lora="adapter", versions=most), lora=lora) as served:
+
+        def alike(version: int, drawn: Generation, what: str) -> None:
+            mean, _, largest = difference(models[version], asked, drawn)
+            findings.tell(f"{what}: |log-prob difference|, mean", mean, mean < LIMITS[precision])
+            findings.tell(f"{what}: |log-prob difference|, largest", largest)
+            findings.tell(f"{what}: versions", sorted(set(drawn.versions.tolist())), set(drawn.versions) == {version})
+            if (before := first.setdefault(version, drawn)) is not drawn:
+                same = before.tokens.tolist() == drawn.tokens.tolist()
+                findings.tell(f"{what}: tokens as before", same, same or precision != "float32")
+                if same:
+                    off = float(np.abs(before.logprobs - drawn.logprobs).max())
+                    findings.tell(f"{what}: log-probs as before, largest difference", off)
+
+        for version in range(5):
+            torch.manual_seed(version)
+            made = {
+                name: (0.1 * torch.randn(shape)).to(base.device, base.dtype)
+                for name, shape in shapes.items()
+                if is_adapter(name)
+            }
+            model = models[version] = copy.deepcopy(base)
+            for name, weight in hf_tensors(model).items():
+                a, b = (made.get(each) for each in adapters_of(name))
+                if a is not None and b is not None:
+                    weight += (lora.scale * b.float() @ a.float()).to(weight)
+            whole = hf_tensors(base) if version == 0 else {}
+            error, seconds = push(served, base, version, "disk", tensors={**whole, **made})
+            findings.tell(f"update {version}, seconds", round(seconds, 3), not error)
+            held = range(max(0, version + 1 - most), version + 1)
+            for each in held:
+                alike(each, served.generate(evolve(asked, version=each)), f"version {each} of {list(held)}")
+        with ThreadPoolExecutor(most) as threads:  # in the same batches
+            together = {each: threads.submit(served.generate, evolve(asked, version=each)) for each in held}
+        for each, work in together.items():
+            alike(each, work.result(), f"version {each} together with others")
+        try:
+            served.generate(evolve(asked, version=1))
+            findings.tell("a version that is gone", "answered", good=False)
+        except EngineFailed as refused:
+            findings.tell("a version that is gone", refused.message)
+        for last, top in ((UNLIMITED, 5), (3, 2), (1, 0)):
+            scores = served.generate(
+                evolve(asked, version=3, params=SamplingParams(max_tokens=1, scored=last, scored_top=top))
+            ).scores
+            assert scores is not None
+            of_tokens, likeliest = [], []  # differences; of all rows together, since single ones are of a few tokens
+            for row, tokens in enumerate(asked.by_row()):
+                count = min(last, len(tokens) - 1)
+                with torch.inference_mode():
+                    logits = models[3](input_ids=torch.tensor(tokens, device="cuda")[None], use_cache=False).logits[0]
+                wanted = logits[-count - 1 : -1].double().log_softmax(-1).cpu()
+                own = scores.part(asked.offsets[row + 1] - count, asked.offsets[row + 1])
+                chosen = wanted.gather(1, torch.tensor(tokens[-count:])[:, None])[:, 0].numpy()
+                of_tokens.append(np.abs(own.logprobs - chosen))
+                likeliest.append(np.abs(own.top_logprobs - wanted.topk(top).values.numpy()).ravel())
+            for what, off in ((f"scores of the last {last}", of_tokens), (f"likeliest {top}", likeliest)):
+                if (differences := np.concatenate(off)).size:
+                    mean = float(differences.mean())
+                    findings.tell(f"{what}: mean difference of {len(differences)}", mean, mean < LIMITS[precision])
+
+
 PIECES: dict[str, tuple[int, Callable[[Findings], None]]] = {  # devices that each wants
     "small-bfloat16": (1, lambda findings: small(findings, "bfloat16")),
     "small-float32": (1, lambda findings: small(findings, "float32")),
     "quickstart": (1, quickstart),
+    "versions-float32": (1, lambda findings: versions(findings, "float32")),
+    "versions-bfloat16": (1, lambda findings: versions(findings, "bfloat16")),
     "ipc": (1, by_handle),
     "qwen3-0.6b": (1, qwen3),
     "repeated": (1, repeated),

@@ -200,10 +200,13 @@ class Server:
                 if len(prompt) + params["max_new_tokens"] > context or len(prompt) >= context - 6:
                     return 400, {"error": {"message": "The input is longer than the model's context length"}}
                 params["max_new_tokens"] = min(params["max_new_tokens"], context - 2 - len(prompt))
-            return 200, [
+            rows = [
                 self.row(prompt, params, body, given)
                 for (prompt, given), params in zip(prompts, body["sampling_params"], strict=True)
             ]
+            for (prompt, _), start, row in zip(prompts, body.get("logprob_start_len", ()), rows, strict=False):
+                row["meta_info"] |= self.scores(prompt, start, body)
+            return 200, rows
         finally:
             with self.changing:
                 self.running -= 1
@@ -285,6 +288,28 @@ class Server:
             told["routed_experts"] = self.routes(chosen, len(prompt) + len(tokens) - 1)
         asked = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
         return {"output_ids": tokens, **asked, "meta_info": told}
+
+    def scores(self, prompt: list[int], start: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Of the tokens from `start` on, but for that one: of logits as they are, whatever the temperature."""
+        import torch
+
+        with torch.inference_mode(), self.changing:
+            if self.loaded:
+                self.ranks[0].use(*self.loaded[body["lora_path"]])
+            logits = self.ranks[0].model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, start:-1].float()
+            logits[:, self.vocabulary or logits.shape[1] :] = -torch.inf
+            logprobs = torch.log_softmax(logits, dim=-1)
+            own = [float(each[token]) for each, token in zip(logprobs, prompt[start + 1 :], strict=True)]
+            values, tokens = logprobs.topk(body["top_logprobs_num"], dim=-1)
+        top = {"val": values.numpy(), "idx": tokens.int().numpy()}
+        assert body["return_flat_raw_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
+        return {
+            "input_token_logprobs": list(zip([None, *own], prompt[start:], [None] * (len(own) + 1), strict=True)),
+            **{
+                f"input_top_logprobs_{name}_flat_b64": base64.b64encode(each.tobytes()).decode()
+                for name, each in top.items()
+            },
+        }
 
     def logits(self, tokens: list[int], given: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         """[V] after the last token, and the experts [T, k] of each layer that has any."""

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import GenerateRequest, Received, SamplingParams, named_views
+from corerl.engines import UNLIMITED, GenerateRequest, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, meta_model, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
@@ -514,27 +514,29 @@ def test_experts_are_told_as_transformers_chooses_them(start: Start, tmp_path: P
     assert np.array_equal(np.sort(drawn.routed_experts), np.sort(expected.routed_experts))
 
 
+LORA = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
+
+
+def drawn_adapters(
+    weights: Mapping[str, torch.Tensor], generator: torch.Generator
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Adapters, and the weights that they come to."""
+    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=LORA))
+    made = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)}
+    merged = dict(weights)
+    for name in weights:
+        a, b = adapters_of(name)
+        if a in made:
+            merged[name] = weights[name] + LORA.scale * made[b] @ made[a]
+    return made, merged
+
+
 def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Path) -> None:
-    lora = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
-    engine = start(TIED, ranks=2, lora=lora, stand_in={"held_in_lookup": [5, 6]})
+    engine = start(TIED, ranks=2, lora=LORA, stand_in={"held_in_lookup": [5, 6]})
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     address, weights = on_disk(tmp_path / "weights", 2), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
-    shapes = shapes_of(meta_model(hf_config(ModelConfig(config=TIED)), lora=lora))
     generator = torch.Generator().manual_seed(4)
-
-    def drawn(scale: float) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Adapters, and the weights that they come to."""
-        made = {
-            name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items() if is_adapter(name)
-        }
-        merged = dict(weights)
-        for name in weights:
-            a, b = adapters_of(name)
-            if a in made:
-                merged[name] = weights[name] + lora.scale * made[b] @ made[a]
-        return made, merged
-
-    made, merged = drawn(0.2)
+    made, merged = drawn_adapters(weights, generator)
     received = push(engine, made, 0, address)
     assert "send all weights first" in received.error
     samples = []
@@ -547,7 +549,7 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
         assert found.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
         samples.append(found.logprobs.tolist())
-        made, merged = drawn(0.2)
+        made, merged = drawn_adapters(weights, generator)
     assert samples[0] != samples[1] != samples[2]  # the adapters matter
     loads = [line for line in said(engine)["stand_in"]["log"] if "load" in line]
     assert loads == ["load v1", "load v2", "load v3", "unload v1"]
@@ -578,6 +580,57 @@ def test_adapters_of_each_version_have_their_own_name(start: Start, tmp_path: Pa
     assert "send all weights first" in received.error
 
 
+def test_each_version_held_is_sampled_as_if_alone(start: Start, tmp_path: Path) -> None:
+    engine = start(TIED, lora=LORA, weights=WeightsConfig(versions=2))
+    assert said(engine)["max_loras_per_batch"] == 3
+    reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
+    address, weights = on_disk(tmp_path / "weights", 1), hf_tensors(random_model(TIED, seed=1), tmp_path / "one")
+    generator, expected, first = torch.Generator().manual_seed(4), {}, {}
+    for version, held in {1: (1,), 2: (1, 2), 3: (2, 3), 4: (2, 4), 5: (4, 5)}.items():
+        if version == 4:
+            engine.forget(3)
+        made, merged = drawn_adapters(weights, generator)
+        received = push(engine, {**weights, **made} if version == 1 else made, version, address)
+        assert (received.error, received.held) == ("", held)
+        push_to(reference, merged, tmp_path / f"reference-{version}", version)
+        expected[version] = reference.generate(REQUEST)
+        for each in (*held, held[0]):
+            found = engine.generate(evolve(REQUEST, version=each))
+            assert set(found.versions) == {each}
+            assert found.tokens.tolist() == expected[each].tokens.tolist()
+            np.testing.assert_allclose(found.logprobs, expected[each].logprobs, atol=1e-5)
+            assert found.logprobs.tobytes() == first.setdefault(each, found.logprobs.tobytes())
+        assert engine.generate(REQUEST).versions.tolist() == [version] * len(expected[version].tokens)
+    assert len(set(first.values())) == 5
+    loads = [line for line in said(engine)["stand_in"]["log"] if "load" in line]
+    assert loads == [*(f"load v{number}" for number in range(1, 5)), "unload v1", "load v5", "unload v2"]
+    with pytest.raises(EngineFailed, match="cannot sample from weights version 2: it holds 4, 5"):
+        engine.generate(evolve(REQUEST, version=2))
+
+
+@pytest.mark.parametrize(("last", "top"), [(UNLIMITED, 3), (1, 2), (2, 0)])
+def test_prompts_are_scored_as_transformers_scores_them(last: int, top: int, scoring: tuple[Any, Any]) -> None:
+    engine, reference = scoring
+    asked = evolve(REQUEST, params=evolve(REQUEST.params, scored=last, scored_top=top))
+    found, expected = engine.generate(asked), reference.generate(asked)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    for name in ("logprobs", "top_logprobs", "top_tokens"):
+        np.testing.assert_allclose(getattr(found.scores, name), getattr(expected.scores, name), atol=1e-5)
+    assert engine.generate(REQUEST).scores is None
+
+
+@pytest.fixture(scope="module")
+def scoring(start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[SglangEngine, TransformersEngine]:
+    """Of the same weights."""
+    model, at = ModelConfig(config=TIED), tmp_path_factory.mktemp("scoring")
+    engine = start(TIED)
+    reference = TransformersEngine(model, TransformersConfig(), context())
+    tensors = hf_tensors(random_model(TIED, seed=1), at / "one")
+    assert push(engine, tensors, 0, on_disk(at / "weights")).error == ""
+    push_to(reference, tensors, at / "reference")
+    return engine, reference
+
+
 def test_adapters_of_an_aborted_version_stay_loaded() -> None:
     posted: list[tuple[str, str]] = []
 
@@ -592,9 +645,9 @@ def test_adapters_of_an_aborted_version_stay_loaded() -> None:
     for version in range(5):
         room = held.room(manifest)
         files.append(os.stat(room.path).st_ino)
-        held.load(version, room)
+        held.load(version, room, [version])
         if version == 1:
-            held.interrupted()
+            held.interrupted([version])
     assert files[3] == files[0] and len(set(files)) == 4  # what the server still has is not written over
     held.close()
     assert not os.path.exists(room.path)

@@ -123,6 +123,16 @@ def test_a_logprob_of_nan_is_reported_with_its_row() -> None:
     )
 
 
+def test_a_server_that_scores_too_few_tokens_is_an_error() -> None:
+    asked = request_of(PROMPT)
+    asked = evolve(asked, params=evolve(asked.params, scored=2, scored_top=1))
+    said = answer([4, STOP], "stop").replace(b'{"finish', b'{"input_token_logprobs": [[null, 2, null]], "finish')
+    with pytest.raises(EngineFailed, match="log-probs of 0 tokens of a prompt of 3, and 0 of likely ones, wanted 2"):
+        READER.generation(said, asked, 3, paused=False)
+    cut = READER.generation(answer([], "abort", expert=None), asked, 3, paused=True)
+    assert cut.scores is not None and np.isnan(cut.scores.logprobs).all()
+
+
 # An answer of `/generate` as SGLang 0.5.17 writes it.
 ANSWER = (
     b'[{"output_ids":[7,151643],"meta_info":{"id":"6f","finish_reason":{"type":"length","length":2},"prompt_tokens":3,'

@@ -259,22 +259,28 @@ def run(said):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("given", "seen"), [({}, [0.5, 2.0, 7.0]), ({VOCABULARY: 2}, [0.5, 2.0, -math.inf])])
-def test_ranks_sample_only_ids_of_the_vocabulary(
+def test_ranks_sample_and_score_only_ids_of_the_vocabulary(
     servers: list[Server], tmp_path: Path, given: dict[str, int], seen: list[float]
 ) -> None:
     modules = {
         "srt.layers.sampler": """class Sampler:
     def forward(self, logits_output, sampling_info): return logits_output.next_token_logits[0].tolist()
 """,
+        "srt.layers.logprob_processor": """class InputLogprobProcessor:
+    def forward(self, states, get_logits_fn): return get_logits_fn(states, use_logits_buffer=True)[0].tolist()
+""",
         "srt.server_args": FAKE_ARGS,
         "rank": """import torch
 from types import SimpleNamespace
+from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 from sglang.srt.layers.sampler import Sampler
 def run(said):
-    said.put(Sampler().forward(SimpleNamespace(next_token_logits=torch.tensor([[0.5, 2.0, 7.0]])), None))
+    logits = torch.tensor([[0.5, 2.0, 7.0]])
+    sampled = Sampler().forward(SimpleNamespace(next_token_logits=logits.clone()), None)
+    said.put((sampled, InputLogprobProcessor().forward(states=logits, get_logits_fn=lambda x, use_logits_buffer: x)))
 """,
     }
-    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {seen}")):
+    with pytest.raises(EngineFailed, match=re.escape(f"ranks say {(seen, seen)}")):
         started_with(servers, tmp_path, modules, **given).wait_ready(60.0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 import torch
 from attrs import frozen
 
@@ -117,3 +118,33 @@ def train(policy: ServedPolicy, steps: int) -> list[float]:
 
 def weights_of(served: Served) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in served.network.named_parameters()}
+
+
+NOTHING: Mapping[str, str] = {}
+PROMPT = [1, 7, 8, 9, 4]
+
+
+def publish(served: Served, *, inflight: bool = False) -> str:
+    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)[0]
+
+
+def asked(sampler: str, **more: Any) -> Draw:
+    return Draw(**{"sampler": sampler, "prompt": np.array(PROMPT), "max_tokens": 6, "stop_tokens": (), **more})
+
+
+def same(drawn: Drawn, expected: Drawn) -> bool:
+    """To the last bit."""
+    pairs = zip((*drawn.tokens, *drawn.logprobs), (*expected.tokens, *expected.logprobs), strict=True)
+    return all(found.tobytes() == wanted.tobytes() for found, wanted in pairs)
+
+
+def counting_pushes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The copies that engines are sent, "" for the weights as they are."""
+    sent, push = list[str](), Engines.push
+
+    def noted(self: Engines, *, weights: str, forget: int | None) -> int:
+        sent.append(weights)
+        return push(self, weights=weights, forget=forget)
+
+    monkeypatch.setattr(Engines, "push", noted)
+    return sent

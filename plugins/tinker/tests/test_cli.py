@@ -54,6 +54,14 @@ def test_a_table_and_overrides_become_a_config_and_options(file: str) -> None:
     assert KEY not in repr(options)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "versions"),
+    [([], 1), (["weights.lora=adapter"], 4), (["weights.lora=adapter", "weights.versions=2"], 2)],
+)
+def test_engines_hold_several_versions_of_adapters(overrides: list[str], versions: int, file: str) -> None:
+    assert read_config(file, ["lora.rank=8", *overrides])[0].weights.versions == versions
+
+
 def test_the_example_is_read() -> None:
     config, options = read_config(str(Path(__file__).parents[3] / "examples" / "serve.toml"), [])
     assert (config.backend.name, config.roles.actor.ranks, config.lora and config.lora.rank) == ("fsdp", 2, 32)

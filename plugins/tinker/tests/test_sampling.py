@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from attrs import evolve
 
-from corerl.errors import EngineFailed
-from corerl_tinker.requests import Draw, Refused
-from plugins.tinker.tests.served import ADAM, MODEL, ROWS, Served, at_once, serving, supervised, train
-
-NOTHING: Mapping[str, str] = {}
-PROMPT = [1, 7, 8, 9, 4]
+from corerl import Engines
+from corerl.errors import EngineFailed, WorkerDied
+from corerl_tinker.requests import Draw, Drawn, Refused
+from plugins.tinker.tests.served import (
+    ADAM,
+    MODEL,
+    NOTHING,
+    PROMPT,
+    ROWS,
+    Served,
+    asked,
+    at_once,
+    counting_pushes,
+    publish,
+    same,
+    serving,
+    supervised,
+    train,
+    weights_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +47,6 @@ def served(serving_one: Served) -> Served:
     """With a new model."""
     serving_one.new_model("a:train:0")
     return serving_one
-
-
-def publish(served: Served, *, inflight: bool = False) -> str:
-    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)[0]
-
-
-def asked(sampler: str, **more: Any) -> Draw:
-    return Draw(**{"sampler": sampler, "prompt": np.array(PROMPT), "max_tokens": 6, "stop_tokens": (), **more})
 
 
 def test_sampled_tokens_have_the_logprobs_of_the_weights(served: Served) -> None:
@@ -63,19 +71,64 @@ def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served)
         assert np.abs(served.logprobs(newest, PROMPT) - before)[1:].max() > 0.01
 
 
-def test_a_sampler_of_earlier_weights_is_refused_by_name(served: Served) -> None:
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The copies that engines are sent, "" for the weights as they are."""
+    return counting_pushes(monkeypatch)
+
+
+def test_a_sampler_of_earlier_weights_is_answered_from_their_copy(served: Served, pushed: list[str]) -> None:
     old = publish(served)
     first = served.draw(asked(old, seed=3))
     train(served.policy, 1)
-    assert served.draw(asked(old, seed=3)).tokens[0].tolist() == first.tokens[0].tolist()  # engines still hold them
+    assert same(served.draw(asked(old, seed=3)), first)  # engines still hold them
     new = publish(served)
-    with pytest.raises(Refused, match=r"weights are version \d+, engines hold those of version \d+, and ranks version"):
-        served.draw(asked(old, seed=3))
-    assert served.draw(asked(new, seed=3)).logprobs[0].tolist() != first.logprobs[0].tolist()
+    newest = served.draw(asked(new, seed=3))
+    assert newest.logprobs[0].tolist() != first.logprobs[0].tolist() and pushed == ["", ""]
     scored = served.draw(asked(old, max_tokens=1, prompt_logprobs=True))
     assert [len(row) for row in scored.tokens] == [0] and scored.prompt_logprobs is not None
-    with pytest.raises(Refused, match="cannot be sampled from any more"):
-        served.draw(asked(old, max_tokens=2, prompt_logprobs=True))
+    assert pushed == ["", ""]  # for a token that nobody reads
+    before = weights_of(served)
+    for sampler, expected in ((old, first), (new, newest), (old, first)):
+        assert same(served.draw(asked(sampler, seed=3)), expected)
+    assert len(pushed) == 5 and pushed[2] == pushed[4] != "" == pushed[3]
+    assert all(torch.equal(before[name], each) for name, each in weights_of(served).items())  # the ranks' own stay
+
+
+def test_a_sampler_whose_copy_is_gone_is_refused_by_name(served: Served) -> None:
+    train(served.policy, 1)
+    old = publish(served)
+    for _ in range(3):
+        train(served.policy, 1)
+        publish(served)
+    with pytest.raises(Refused, match=r"the weights of the sampler of step 1 \(version \d+\) are gone: ranks hold"):
+        served.draw(asked(old))
+
+
+def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushed: list[str]) -> None:
+    samplers = [publish(served)]
+    train(served.policy, 1)
+    samplers.append(publish(served))
+    expected = [served.draw(asked(each, seed=3)) for each in samplers]
+    del pushed[:]
+    ready = asyncio.Event()
+
+    async def later(work: Any) -> Any:
+        await ready.wait()
+        return work()
+
+    async def all_of_them() -> list[Drawn]:
+        wanted = [asked(samplers[number % 2], seed=3) for number in range(8)]
+        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
+        await asyncio.sleep(0.05)
+        ready.set()
+        return await asyncio.gather(*tasks)
+
+    found = asyncio.run(all_of_them())
+    for number, drawn in enumerate(found):
+        assert drawn.tokens[0].tolist() == expected[number % 2].tokens[0].tolist()
+        np.testing.assert_allclose(drawn.logprobs[0], expected[number % 2].logprobs[0], atol=1e-5)
+    assert len(pushed) == 1
 
 
 def test_the_copy_that_was_not_used_for_longest_goes(served: Served) -> None:
@@ -104,6 +157,9 @@ def test_an_inflight_sampler_follows_the_newest_weights(served: Served) -> None:
     found, expected = (served.draw(asked(each, seed=1)) for each in (inflight, newest))
     assert found.tokens[0].tolist() == expected.tokens[0].tolist()
     assert found.logprobs[0].tolist() != before.logprobs[0].tolist()
+    base = served.policy.sampler(None, MODEL)
+    served.draw(asked(base, seed=1))  # for which engines get a copy of the base, as a later version
+    assert same(served.draw(asked(inflight, seed=1)), expected)
 
 
 def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
@@ -115,8 +171,7 @@ def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
     later = served.policy.sampler(None, MODEL)
     assert served.logprobs(later, PROMPT).tobytes() == before.tobytes()
     publish(served)
-    with pytest.raises(Refused, match="tiny cannot be sampled from any more"):
-        served.draw(asked(later))
+    assert same(served.draw(asked(later, seed=2)), sampled)
     served.policy.release()
     again = served.policy.sampler(None, MODEL)
     assert served.draw(asked(again, seed=2)).tokens[0].tolist() == sampled.tokens[0].tolist()
@@ -147,6 +202,33 @@ def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     with pytest.raises(Refused, match="was deleted") as refused:
         policy.sampler(saved.path, None)
     assert refused.value.status == 404
+
+
+def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Served, pushed: list[str]) -> None:
+    networks, samplers = [], []
+    for _ in range(2):
+        samplers.append(publish(served))
+        networks.append(copy.deepcopy(served.network))
+        train(served.policy, 2)
+    for last, number in ((None, 0), (2, 1), (None, 1), (3, 0)):
+        wanted = asked(samplers[number], max_tokens=1, prompt_logprobs=True, prompt_top=4, prompt_last=last)
+        found = served.draw(wanted)
+        assert found.prompt_top is not None and found.prompt_logprobs is not None
+        tokens, logprobs = found.prompt_top
+        with torch.no_grad():
+            logits = networks[number](input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, :-1]
+        count, expected = last or len(PROMPT) - 1, logits.double().log_softmax(-1)[-(last or len(PROMPT)) :]
+        values, ids = expected.topk(4)
+        assert tokens[-count:].tolist() == ids.tolist()
+        np.testing.assert_allclose(logprobs[-count:], values, atol=1e-5)
+        own = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
+        np.testing.assert_allclose(found.prompt_logprobs[-count:], own, atol=1e-5)
+        assert np.isnan(logprobs[:-count]).all() and np.isnan(found.prompt_logprobs[:-count]).all()
+        scored = served.draw(evolve(wanted, prompt_top=0))  # by the ranks
+        np.testing.assert_allclose(scored.prompt_logprobs, found.prompt_logprobs, atol=1e-5)
+    assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
+    with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
+        served.draw(asked(samplers[0], prompt_top=33))
 
 
 def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
@@ -242,8 +324,7 @@ def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.
         drawn = await first
         assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
         await asyncio.to_thread(pushing.join, 60.0)
-        with pytest.raises(Refused, match="cannot be sampled from any more"):
-            await served.policy.draw(request, at_once)
+        assert same(await served.policy.draw(request, at_once), expected)
 
     asyncio.run(sampling())
 
@@ -255,46 +336,33 @@ def _as_engines_get(served: Served, wanted: Draw) -> Any:
     return _request(wanted, served.policy._params(wanted), samplers._samplers[wanted.sampler])
 
 
-def test_samples_of_other_weights_than_asked_for_are_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should engines answer with them after all."""
-    sampler, begin = publish(served), type(served.engines).begin
-
-    def of_the_next_version(self: Any, request: Any) -> Any:
-        work = begin(self, request).result()
-        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        answer.set_result(evolve(work, versions=work.versions + 1))
-        return answer
-
-    monkeypatch.setattr(type(served.engines), "begin", of_the_next_version)
-    with pytest.raises(Refused, match="went while this was sampled"):
-        served.draw(asked(sampler))
-
-
-def test_engines_that_died_get_weights_once_for_all_who_sample(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_that_died_get_weights_once_for_all_who_sample(
+    served: Served, pushed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler = publish(served)
-    expected = served.draw(asked(sampler, seed=5)).tokens[0].tolist()
-    begin, push, pushed, begun = type(served.engines).begin, type(served.engines).push, [], []
+    expected = served.draw(asked(sampler, seed=5))
+    begin, begun = type(served.engines).begin, []
+    dead: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def dies_at_first(self: Any, request: Any) -> Any:
         begun.append(request)
         if len(begun) > 3:
             return begin(self, request)
-        dead: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        dead.set_exception(EngineFailed("engine-0 was killed by SIGKILL"))
+        if len(begun) == 3:
+            self.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
+            dead.set_exception(EngineFailed("engine-0 was killed by SIGKILL"))
         return dead
 
-    def counted(self: Any) -> int:
-        pushed.append(self.version)
-        return push(self)
-
     monkeypatch.setattr(type(served.engines), "begin", dies_at_first)
-    monkeypatch.setattr(type(served.engines), "push", counted)
+    monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
+    del pushed[:]
 
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(served.policy.draw(asked(sampler, seed=5), at_once) for _ in range(3)))
 
-    assert [drawn.tokens[0].tolist() for drawn in asyncio.run(all_of_them())] == [expected] * 3
-    assert len(pushed) == 1
+    for drawn in asyncio.run(all_of_them()):
+        assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
+    assert pushed == [""]
 
 
 def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:
@@ -316,16 +384,16 @@ def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks and engines share devices; but not once the weights are others."""
-    engines, push, slept = served.engines, type(served.engines).push, []
+    """Where ranks and engines share devices."""
+    engines, push, slept = served.engines, Engines.push, []
 
     def turn(self: Any, stage: str) -> None:
         slept.append(stage)
         self.fleet.sleep()
 
-    def wakes(self: Any) -> int:
+    def wakes(self: Any, **settings: Any) -> int:
         self.fleet.wake_up()
-        return push(self)
+        return push(self, **settings)
 
     monkeypatch.setattr(type(engines), "takes_turns", True)
     monkeypatch.setattr(type(engines), "turn", turn)
@@ -337,7 +405,6 @@ def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch:
     again = served.draw(asked(sampler, seed=6))
     assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist() and slept == ["forward", "train"]
     served.policy.step(ADAM)
-    with pytest.raises(Refused, match="cannot be sampled from any more"):
-        served.draw(asked(sampler, seed=6))
+    assert served.draw(asked(sampler, seed=6)).logprobs[0].tolist() == drawn.logprobs[0].tolist()  # from the copy
     np.testing.assert_array_equal(served.logprobs(sampler, PROMPT), drawn.prompt_logprobs)
     assert passed.metrics["loss:sum"] > served.policy.run(supervised(*ROWS)).metrics["loss:sum"]

@@ -82,12 +82,14 @@ def test_the_sdk_reads_what_was_sampled(sequences: list[tuple[list[int], bool]])
         tokens=tuple(np.array(tokens) for tokens, _ in sequences),
         logprobs=tuple(-np.arange(len(tokens)).astype(np.float32) for tokens, _ in sequences),
         stopped=tuple(stopped for _, stopped in sequences),
-        prompt_logprobs=np.array([np.nan, -1.0, -2.0], np.float32),
+        prompt_logprobs=np.array([np.nan, np.nan, -2.0], np.float32),
+        prompt_top=(np.array([[0, 0], [0, 0], [7, 0]]), np.array([[np.nan] * 2, [np.nan] * 2, [-0.5, -3.0]])),
     )
-    found = deserialize_sample_response(wire.sample_answer(drawn, last=1).body)
+    found = deserialize_sample_response(wire.sample_answer(drawn).body)
     assert [(each.tokens, each.stop_reason == "stop") for each in found.sequences] == sequences
     assert [each.logprobs for each in found.sequences] == [list(range(0, -len(tokens), -1)) for tokens, _ in sequences]
     assert found.prompt_logprobs == [None, None, -2.0]
+    assert found.topk_prompt_logprobs == [None, None, [(7, -0.5), (0, -3.0)]]
 
 
 @settings(max_examples=300, deadline=None)

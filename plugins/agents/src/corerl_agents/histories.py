@@ -12,7 +12,7 @@ from attrs import define, field
 
 from corerl.engines import GenerateRequest, Generation
 from corerl.ops import hash_key
-from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.chat_requests import ChatRequest, OnPiece
 from corerl_agents.conversation import Answer, Conversation, Difference, Message, RenderedRequest, Row
 
 
@@ -34,6 +34,7 @@ class Turn:
     request: GenerateRequest  # one row
     answer: asyncio.Task[tuple[Answer, Generation]]
     after: History | None = None  # with the answer, once that has come
+    on_piece: OnPiece | None = None  # for its client, if that wants a stream
     abandoned: bool = False  # its client closed the connection before the answer came, and has not asked again
 
     def asked_again(self, since: int) -> None:

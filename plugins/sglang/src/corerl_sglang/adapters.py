@@ -26,7 +26,6 @@ from corerl_sglang.server import Server
 
 OLDEST = Version("0.5.17")  # 0.5.15 takes the tensors of adapters in another form
 ALIGNED = 16  # bytes: where any dtype may begin
-KEPT = 2  # versions that the server has: requests of the last one may still be on their way while the next is loaded
 
 
 def modules_of(adapters: Iterable[str]) -> list[str]:
@@ -139,8 +138,9 @@ class Adapters:
         self._free.append(self._rooms[-1])
         return self._rooms[-1]
 
-    def load(self, version: int, room: Room) -> None:
-        """Have the server load what a rank has written. Raises EngineFailed if it refuses."""
+    def load(self, version: int, room: Room, stay: Collection[int]) -> None:
+        """Have the server load what a rank has written, and unload what does not `stay`, but for the last of it:
+        requests of that may still be on their way. Raises EngineFailed if it refuses."""
         # By no file that SGLang reads itself: a server that has started without weights reads none.
         payload = base64.b64encode(room.packed.pickled(room.path)).decode()
         body = {
@@ -151,13 +151,13 @@ class Adapters:
         self._server.post("/load_lora_adapter_from_tensors", body)
         self._free.remove(room)
         self._loaded[version] = room
-        for old in list(self._loaded)[:-KEPT]:
+        for old in [each for each in self._loaded if each not in stay][:-1]:
             self._unload(old)
 
-    def interrupted(self) -> None:
-        """Note that requests are aborted. Those that still wait SGLang never counts as ended, and unloading their
-        adapters, which it first waits for, would hang: these stay in its host memory."""
-        self._stuck.update(list(self._loaded)[-1:])
+    def interrupted(self, held: Collection[int]) -> None:
+        """Note that requests are aborted, of versions that are held. Those that still wait SGLang never counts as
+        ended, and unloading their adapters, which it first waits for, would hang: these stay in its host memory."""
+        self._stuck.update(held)
 
     def _unload(self, version: int) -> None:
         room = self._loaded.pop(version)

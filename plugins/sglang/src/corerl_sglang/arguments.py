@@ -170,7 +170,8 @@ def server_arguments(
             "enable_lora": True,
             "max_lora_rank": context.lora.rank,
             "lora_target_modules": list(adapted),
-            "max_loras_per_batch": 2,
+            # Of versions that it has: of one that is replaced, requests may be on their way while the next is loaded.
+            "max_loras_per_batch": context.weights.versions + 1,
         }
     if shown:
         # SGLang's own choice keeps 1 GiB of the device while the engine sleeps.

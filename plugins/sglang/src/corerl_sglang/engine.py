@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import evolve
 
@@ -57,7 +58,7 @@ class SglangEngine(Engine):
     def __init__(self, model: ModelConfig, options: SglangConfig, context: EngineContext, server: Server) -> None:
         """`server` has been started, and is stopped if the engine cannot be made."""
         self._options, self._context = options, context
-        self._serving = EngineLifecycle(context.name, context.index, calls=CALLS)
+        self._serving = EngineLifecycle(context.name, context.index, calls=CALLS, versions=context.weights.versions)
         self._sleeping: set[str] = set()  # tags
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
@@ -132,7 +133,7 @@ class SglangEngine(Engine):
                 "engines.sglang.routed_experts: false, but algorithm.routing_replay='engine' needs the engine's "
                 "experts; set it to true"
             )
-        with self._serving.generating() as version:
+        with self._serving.generating(request.version) as version:
             if self._serving.paused:
                 return self._reader.nothing(request)
             self._resume({*CACHES})  # only now: others on the device may have used that memory
@@ -191,6 +192,11 @@ class SglangEngine(Engine):
             "return_logprob": True,
             "return_routed_experts": request.params.routed_experts,
         }
+        if request.params.scored:
+            # The server gives no log-prob of the token it begins with, and the likeliest ones in one piece.
+            starts = np.maximum(np.diff(request.offsets) - 1 - request.params.scored, 0)
+            body |= {"logprob_start_len": starts.tolist(), "top_logprobs_num": request.params.scored_top}
+            body |= dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"), True)
         if request.pictures:
             in_text = self._kind in IN_TEXT
             body |= body_of(request, files, self._placeholder, in_text=in_text, engine=self._context.name)
@@ -205,7 +211,9 @@ class SglangEngine(Engine):
             if not self._serving.paused:
                 raise Cut(refused.message) from refused
             return self._reader.nothing(request)
-        sampled = self._reader.generation(answer, request, version, paused=self._serving.paused)
+        newest = self._serving.held[-1]  # by which the server calls its weights, whatever adapters it applies to them
+        sampled = self._reader.generation(answer, request, newest, paused=self._serving.paused)
+        sampled = evolve(sampled, versions=np.full_like(sampled.versions, version))
         on_finished(len(sampled) - int(sampled.unfinished.sum()))
         return sampled
 
@@ -228,7 +236,7 @@ class SglangEngine(Engine):
 
         def abort() -> None:
             if self._adapters is not None:
-                self._adapters.interrupted()
+                self._adapters.interrupted(self._serving.held)
             if time.monotonic() > until and self._server.alive:
                 self._server.give_up(f"had not ended requests {limit:g} s after they were aborted and was killed")
             with contextlib.suppress(CorerlError):  # the earlier error takes precedence
@@ -253,8 +261,12 @@ class SglangEngine(Engine):
                 raise WeightUpdateError(refused)
             return self._transfer(manifest, version, address)
 
-        received = self._serving.update(version, transfer)
+        alone = all(map(is_adapter, manifest.names))
+        received = self._serving.update(version, transfer, alone=alone)
         return evolve(received, died=bool(received.error) and not self._server.alive)
+
+    def forget(self, version: int) -> None:
+        self._serving.forget(version)
 
     def _mismatch(self, manifest: Manifest) -> str:
         """Why this manifest cannot be loaded; "" if it can. SGLang itself silently skips unknown names."""
@@ -275,7 +287,9 @@ class SglangEngine(Engine):
         )
         answers = self._ask_ranks(instruction)
         if apart is not None and room is not None:
-            apart.load(version, room)
+            most = self._context.weights.versions
+            stay = (*(self._serving.held if all(map(is_adapter, manifest.names)) else ()), version)[-most:]
+            apart.load(version, room, stay)
         self._server.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         return max((answer.bytes for answer in answers), default=0)
 

@@ -109,6 +109,25 @@ def sample_below(vocabulary: int) -> None:
         return forward(self, logits_output, *args, **kwargs)
 
     Sampler.forward = masked
+    with contextlib.suppress(ModuleNotFoundError):  # in 0.5.15, with which prompts are not scored
+        score_below(vocabulary)
+
+
+def score_below(vocabulary: int) -> None:
+    """The same where prompts get log-probs, before the sampler has the logits."""
+    from sglang.srt.layers.logprob_processor import InputLogprobProcessor
+
+    forward = InputLogprobProcessor.forward
+
+    def masked(self: Any, *, get_logits_fn: Any, **kwargs: Any) -> Any:
+        def below(*args: Any, **named: Any) -> Any:
+            logits = get_logits_fn(*args, **named)
+            logits[:, vocabulary:] = -math.inf
+            return logits
+
+        return forward(self, get_logits_fn=below, **kwargs)
+
+    InputLogprobProcessor.forward = masked
 
 
 def compute_in_float32() -> None:

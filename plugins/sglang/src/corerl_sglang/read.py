@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.models import routers
 from corerl.types import Array, offsets_of
@@ -36,6 +36,9 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: dict[str, Any]
     weight_version: str
     output_token_logprobs: list[Token] = []
+    input_token_logprobs: list[Token] = []  # the first has none
+    input_top_logprobs_val_flat_b64: str = ""  # base64 of float32 [all of these but the first, k]
+    input_top_logprobs_idx_flat_b64: str = ""  # base64 of int32
     routed_experts: str | None = None  # base64 of int32
 
 
@@ -104,7 +107,7 @@ class Reader:
             raise EngineFailed(
                 f"{self.engine}: cannot read its server's answer to /generate: {error}; use SGLang 0.5.15 or later"
             ) from error
-        tokens, logprobs, routed = [], [], []
+        tokens, logprobs, routed, scores = [], [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
         for row, (prompt, left, sample) in enumerate(rows):
             if request.pictures and sample.output_ids:
@@ -118,6 +121,8 @@ class Reader:
                 )
             tokens.append(sampled)
             logprobs.append(own)
+            if request.params.scored:
+                scores.append(self._scores(sample, len(prompt), request.params))
             if request.params.routed_experts:
                 goes_on = len(sampled) < left and not _stopped(sample, request.params)
                 routed.append(self._routes(sample, len(prompt) + len(sampled), goes_on=goes_on))
@@ -131,6 +136,7 @@ class Reader:
             # Not SGLang's reason, which is "length" for a stop token in last place.
             truncated=~stopped & (sizes == request.left),
             routed_experts=np.concatenate(routed) if routed else None,
+            scores=PromptScores.concatenate(scores) if scores else None,
             unfinished=~stopped & (sizes < request.left),
         )
 
@@ -165,6 +171,31 @@ class Reader:
             raise EngineFailed(f"{self.engine}: its server returned log-probs of other tokens than it sampled")
         logprobs = [token.logprob for token in info.output_token_logprobs]
         return np.array(tokens, dtype=np.int64), np.array(logprobs, dtype=np.float32)
+
+    def _scores(self, sample: Sample, length: int, params: SamplingParams) -> PromptScores:
+        """Of one prompt; unknown if the row was cut before it was read."""
+        found, info = PromptScores.unknown(length, params), sample.meta_info
+        given = [token.logprob for token in info.input_token_logprobs][1:]
+        values, tokens = (
+            np.frombuffer(base64.b64decode(text), dtype)
+            for text, dtype in (
+                (info.input_top_logprobs_val_flat_b64, np.float32),
+                (info.input_top_logprobs_idx_flat_b64, np.int32),
+            )
+        )
+        count, k = min(params.scored, length - 1), params.scored_top
+        if not sample.output_ids or not count:
+            return found
+        if len(given) != count or None in given or not len(values) == len(tokens) == count * k:
+            raise EngineFailed(
+                f"{self.engine}: its server returned log-probs of {len(given)} tokens of a prompt of {length}, and "
+                f"{len(values)} of likely ones, wanted {count} and {count * k}; use SGLang 0.5.17 or later, and check "
+                "that the weights are finite"
+            )
+        found.logprobs[-count:] = given
+        found.top_logprobs[-count:] = values.reshape(count, k)
+        found.top_tokens[-count:] = tokens.reshape(count, k)
+        return found
 
     def _require_same(self, read: list[int] | None, request: GenerateRequest, row: int) -> None:
         """Raise EngineFailed unless the server has sampled after the tokens of the row, pictures expanded."""

@@ -18,6 +18,7 @@ from corerl_tinker.wire import row_of
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKEN = 2**31  # a token is below
+MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
 LONGEST_TTL = 10**9  # seconds, of a checkpoint
 Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
@@ -93,7 +94,6 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
     """What is asked of a sampler; `given` are the sampling parameters as they came."""
     params, stop = request.sampling_params, request.sampling_params.stop
     others: dict[str, Any] = {
-        "topk_prompt_logprobs": request.topk_prompt_logprobs,
         "topk_sample_logprobs": request.topk_sample_logprobs,
         "target_prompt_logprobs": request.target_prompt_logprobs,
         "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
@@ -119,6 +119,7 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
         "top_k": -1 <= params.top_k < MOST_TOKEN,
         "stop": all(0 <= each < MOST_TOKEN for each in listed if isinstance(each, int)),
         "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
+        "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
     }
     for name, holds in checks.items():
         if not holds:
@@ -138,6 +139,8 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
         prompt_logprobs=bool(request.prompt_logprobs),
+        prompt_top=request.topk_prompt_logprobs,
+        prompt_last=request.prompt_logprobs_last_n,
     )
 
 

@@ -25,6 +25,7 @@ from corerl_tinker.options import KEY_START, ServeOptions, check_key, is_loopbac
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
 TABLE = "serve"
 WAITING = 2048  # connections that may wait: a client sends a batch's requests at the same moment
+VERSIONS = 4  # of adapters that engines hold, unless the config says: the policy, an opponent, and those before
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +87,8 @@ def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptio
             "model.tokenizer is empty, and there is no model.path; set it: which tokens end an answer, and what texts "
             "of clients stop one, follow from the tokenizer"
         )
+    if config.weights.lora == "adapter" and config.weights.versions == 1:
+        config = evolve(config, weights=evolve(config.weights, versions=VERSIONS))
     return config, evolve(options, name=name)
 
 

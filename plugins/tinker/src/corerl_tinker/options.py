@@ -76,8 +76,8 @@ class ServeOptions:
     )
     teachers: Mapping[str, str] = option(
         "directories of frozen models, of the architecture and with the tokenizer of the trained one, by the names "
-        "that clients call them; they are asked for log-probs of prompts (compute_logprobs), and not sampled from. "
-        "Each takes host memory, and all weights have to be trained",
+        "that clients call them; they are asked for log-probs of prompts (compute_logprobs), or sampled from. Each "
+        "takes host memory, and all weights have to be trained",
         factory=dict,
     )
     context_length: int | None = option(

@@ -101,6 +101,8 @@ class Draw:
     top_p: float = 1.0
     top_k: int = 0  # 0: all tokens
     prompt_logprobs: bool = False
+    prompt_top: int = 0  # of so many of the likeliest tokens at each place of the prompt
+    prompt_last: int | None = None  # tokens of the prompt for which this is asked; None: all
 
 
 @frozen(kw_only=True)
@@ -110,7 +112,8 @@ class Drawn:
     tokens: tuple[IntArray, ...]  # by sample
     logprobs: tuple[FloatArray, ...]
     stopped: tuple[bool, ...]  # by a stop token or text; else by length
-    prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token
+    prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token, and where it was not asked
+    prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
 
 
 @frozen(kw_only=True)

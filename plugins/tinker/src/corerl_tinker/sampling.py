@@ -1,31 +1,35 @@
 """Samplers: each is bound to the weights that it was made of, and answers with these or not at all.
 
 Weights have numbers: 0 are those that the ranks start with, each change gives others, and teachers have some below 0.
-Engines hold those that were pushed last; of some earlier ones, and of teachers, ranks keep a copy, under which prompts
-still get their log-probs.
+Engines hold those that were pushed last, of adapters several, and sample from them by name; of some earlier ones, and
+of teachers, ranks keep a copy, under which prompts get their log-probs, and which is pushed again for who samples.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
-from corerl.errors import EngineFailed
+from corerl.errors import EngineFailed, VersionGone
 from corerl.ops import hash_key
 from corerl.types import FloatArray, IntArray, offsets_of
 from corerl_tinker.requests import Draw, Drawn, InTurn, Refused
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
+ATTEMPTS = 3  # to sample a row whose engines die or are replaced meanwhile; a row of the same noise is sampled alike
+Samples = concurrent.futures.Future[Generation]
 
 
 @frozen(kw_only=True)
@@ -33,7 +37,7 @@ class Sampler:
     """What a client samples from."""
 
     number: int  # of the sampler, the same each time a client does the same
-    weights: int | None  # their number; None: those that were pushed last, whatever these are
+    weights: int | None  # their number; None: those that were published last, whatever these are
     name: str  # for messages
 
 
@@ -43,6 +47,15 @@ class _Prompt:
 
     tokens: IntArray
     logprobs: FloatArray | None = None
+
+
+@define(eq=False)
+class _Asked:
+    """Samples that wait for engines to hold their weights."""
+
+    sampler: Sampler
+    request: GenerateRequest
+    begun: Samples | None = None
 
 
 class Samplers:
@@ -58,12 +71,16 @@ class Samplers:
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
         self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
+        self._most = engines.config.versions if engines.separate_adapters else 1  # versions that engines hold at once
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
-        self._pushed: tuple[int, int] | None = None  # the number of what engines hold, and their own version of it
-        self._open = False  # whether engines are awake and keep what they hold
-        self._in_flight = 0
+        # Version of the engines -> the number of the weights; the one that was sampled from last at the end.
+        self._numbers: dict[int, int] = {}
+        self._published = START  # the number of the weights that were pushed last as they were, and not from a copy
+        self._going: tuple[int, ...] = ()  # versions that engines are about to lose, from which no sample begins
+        self._in_flight: Counter[int] = Counter()  # samples by version
         self._waiting: dict[int, list[_Prompt]] = {}  # by weights
+        self._asked: dict[int | None, list[_Asked]] = {}  # by weights
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -99,29 +116,64 @@ class Samplers:
 
     def has(self, number: int) -> bool:
         """Whether a sampler of these weights can be answered anything."""
-        return number in (self.now, *self._kept, *self._sources, self._pushed and self._pushed[0])
+        return number in (self.now, *self._kept, *self._sources, *self._held)
+
+    @property
+    def _held(self) -> dict[int, int]:
+        """The versions under which engines hold weights, by the numbers of these, in the same order."""
+        held = self._engines.held
+        return {number: version for version, number in self._numbers.items() if version in held}
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Before ranks do such work. Where they share devices with engines, these finish what they are at and sleep."""
-        if self._engines.takes_turns:
-            self._close()
-        self._engines.turn(stage)
-
-    def push(self) -> None:
-        """Let engines hold the weights as they are."""
-        if self._open and self._pushed is not None and self._pushed[0] == self.now:
+        if not self._engines.takes_turns:
             return
-        self._close()
-        version = self._engines.push()
-        with self._changing:
-            self._pushed, self._open = (self.now, version), True
+        with self._losing(self._engines.held):
+            self._engines.turn(stage)
 
-    def _close(self) -> None:
-        """Begin no samples, and wait for those in flight: they are of the weights that engines hold."""
+    def push(self, sampler: Sampler | None = None) -> None:
+        """Let engines hold the weights as they are, or a sampler's, of which ranks have a copy. Samples in flight are
+        only waited for if they are of a version that goes."""
+        number = self.now if sampler is None else self._number(sampler)
+        if number not in self._held:
+            copy = "" if sampler is None or number == self.now else self._copy(number, sampler)
+            with self._losing(self._least_used()) as forget:
+                version = self._engines.push(weights=copy, forget=next(iter(forget), None))
+                with self._changing:
+                    self._numbers = {**{each: held for held, each in self._held.items()}, version: number}
+        if number == self.now:
+            self._published = number
+
+    def _least_used(self) -> tuple[int, ...]:
+        """The version in whose place another one comes, if one has to go: rather one without samples in flight."""
+        held = tuple(self._held.values())
+        idle_first = sorted(held, key=lambda each: self._in_flight[each] > 0)
+        return tuple(idle_first[:1]) if len(held) >= self._most else ()
+
+    @contextlib.contextmanager
+    def _losing(self, versions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """A context in which no samples of these versions begin, once those in flight have ended."""
         with self._changing:
-            if self._open:  # else that was waited for, and what goes on waits for the next push
-                self._open = False
-                self._changing.wait_for(lambda: not self._in_flight, LONGEST_WAIT)
+            self._going = versions
+            self._changing.wait_for(lambda: not any(self._in_flight[each] for each in versions), LONGEST_WAIT)
+        try:
+            yield versions
+        finally:
+            with self._changing:
+                self._going = ()
+
+    def _copy(self, number: int, sampler: Sampler) -> str:
+        """The name of the ranks' copy of weights that are not those of now. Raises Refused if they have none."""
+        if number in self._sources:
+            self.keep_loaded(number)
+        if number not in self._kept:
+            raise Refused(
+                f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and copies "
+                f"of {', '.join(map(str, sorted(self._kept))) or 'none'}; copies of {self._keep} are kept "
+                "(serve.snapshots), and all go when ranks restart for another model"
+            )
+        self._used(number)
+        return _name(number)
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
@@ -136,88 +188,100 @@ class Samplers:
         sampler = self._samplers.get(wanted.sampler)
         if sampler is None:
             raise Refused(f"there is no sampler {wanted.sampler}; the server may have started again since", status=404)
-        scores = await self._scored(sampler, wanted.prompt, in_turn) if wanted.prompt_logprobs else None
-        try:
-            found = await self._sampled(sampler, _request(wanted, params, sampler), in_turn)
-        except Refused:
-            if scores is None or params.max_tokens > 1:
-                raise
+        scores = None
+        if wanted.prompt_top:  # from the engines, and then all of the prompt's log-probs in this answer are
+            last = len(wanted.prompt) if wanted.prompt_last is None else wanted.prompt_last
+            params = evolve(params, scored=last, scored_top=wanted.prompt_top)
+        elif wanted.prompt_logprobs:
+            scores = await self._scored(sampler, wanted.prompt, in_turn)
+            if wanted.prompt_last is not None:
+                scores[: len(scores) - wanted.prompt_last] = np.nan
+        request = _request(wanted, params, sampler)
+        if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
-            found = Generation.nothing(_request(wanted, params, sampler))
-        parts = found.offsets[1:-1]
+            found = Generation.nothing(request)
+        else:
+            found = await self._sampled(_Asked(sampler, request), in_turn)
+        parts, top = found.offsets[1:-1], None
+        if found.scores is not None:
+            first = found.scores.part(0, len(wanted.prompt))
+            scores = first.logprobs if wanted.prompt_logprobs else None
+            top = first.top_tokens, first.top_logprobs
         return Drawn(
             tokens=tuple(np.split(found.tokens, parts)),
             logprobs=tuple(np.split(found.logprobs, parts)),
             stopped=tuple(bool(each) for each in ~(found.truncated | found.unfinished)),
             prompt_logprobs=scores,
+            prompt_top=top,
         )
 
-    async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
-        begun = self._begin(sampler, request)
-        if begun is None:
-            begun = await in_turn(lambda: self._begin_in_turn(sampler, request))
-        work, version = begun
-        try:
-            generation = await asyncio.wrap_future(work)
-        except EngineFailed:  # all have died, and others get what they held only by a push
-            died = version
-            work, version = await in_turn(lambda: self._begin_in_turn(sampler, request, died=died))
-            generation = await asyncio.wrap_future(work)
-        if sampler.weights is not None and (generation.versions != version).any():
-            raise Refused(f"the weights of {sampler.name} went while this was sampled; {self._instead(sampler)}")
-        return generation
+    async def _sampled(self, asked: _Asked, in_turn: InTurn) -> Generation:
+        for attempt in range(ATTEMPTS):
+            try:
+                begun = None if attempt else self._begin(asked)
+                return await asyncio.wrap_future(begun or await self._begun_in_turn(asked, in_turn))
+            except (EngineFailed, VersionGone):  # others start in the place of dead ones only by a push
+                if attempt == ATTEMPTS - 1:
+                    raise
+        raise AssertionError("every attempt returns or raises")
 
-    def _begin(
-        self, sampler: Sampler, request: GenerateRequest
-    ) -> tuple[concurrent.futures.Future[Generation], int] | None:
-        """The samples, and the version that they are of; None if engines do not hold the sampler's weights."""
+    def _begin(self, asked: _Asked) -> Samples | None:
+        """The samples; None if engines do not hold the sampler's weights. Always of one version by its name: the newest
+        one may be a copy's."""
         with self._changing:
-            if not self._open or self._pushed is None or sampler.weights not in (None, self._pushed[0]):
+            version = self._held.get(self._number(asked.sampler))
+            if version is None or version in self._going:
                 return None
-            self._in_flight += 1
-            version = self._pushed[1]
+            self._in_flight[version] += 1
+            self._numbers[version] = self._numbers.pop(version)
         try:
-            work = self._engines.begin(request)
+            work = self._engines.begin(evolve(asked.request, version=version))
         except BaseException:
-            self._ended()
+            self._ended(version)
             raise
-        work.add_done_callback(self._ended)
-        return work, version
+        work.add_done_callback(lambda _: self._ended(version))
+        return work
 
-    def _ended(self, work: object = None) -> None:
+    def _ended(self, version: int) -> None:
         with self._changing:
-            self._in_flight -= 1
+            self._in_flight[version] -= 1
             self._changing.notify_all()
 
-    def _begin_in_turn(
-        self, sampler: Sampler, request: GenerateRequest, *, died: int | None = None
-    ) -> tuple[concurrent.futures.Future[Generation], int]:
-        """The same in the thread of the group, which can push. `died`: the version with which engines have died; the
-        first who finds out pushes, for all others."""
-        if self._pushed is not None and self._pushed[1] == died:
-            self._close()
-        if sampler.weights == self.now or (sampler.weights is None and not self._open):
-            self.push()
-        begun = self._begin(sampler, request)
-        if begun is None:
-            raise Refused(f"{sampler.name} cannot be sampled from any more; {self._instead(sampler)}")
-        return begun
+    async def _begun_in_turn(self, asked: _Asked, in_turn: InTurn) -> Samples:
+        """The same, once the weights have been pushed in the thread of the group: for all who wait for them by then."""
+        wanted, asked.begun = asked.sampler.weights, None
+        with self._changing:
+            self._asked.setdefault(wanted, []).append(asked)
 
-    def _instead(self, sampler: Sampler) -> str:
-        held = "none" if self._pushed is None else f"those of version {self._pushed[0]}"
-        return (
-            f"its weights are version {sampler.weights}, engines hold {held}, and ranks version {self.now}: engines "
-            "serve one version at a time. Sample before others are published, or from a sampler of the newest weights; "
-            "log-probs of prompts (compute_logprobs) are served for earlier ones too"
-        )
+        def begin() -> Samples:
+            if asked.begun is None:
+                self.push(asked.sampler)
+                with self._changing:
+                    waiting = self._asked.pop(wanted, [asked])
+                for each in waiting:
+                    each.begun = self._begin(each)
+            if asked.begun is None:
+                raise EngineFailed("all engines died as soon as they had the weights")
+            return asked.begun
+
+        try:
+            return await in_turn(begin)
+        finally:
+            with self._changing:
+                if asked in (left := self._asked.get(wanted, [])):  # refused, or whoever asked has gone
+                    left.remove(asked)
+
+    def _number(self, sampler: Sampler) -> int:
+        """Of the weights that a sampler is asked for now."""
+        if sampler.weights is not None:
+            return sampler.weights
+        return self._published if self._published in self._held else self.now
 
     # ---- log-probs of prompts ----------------------------------------------------------------------------------------
 
     async def _scored(self, sampler: Sampler, tokens: IntArray, in_turn: InTurn) -> FloatArray:
         """[n] the log-probs of a prompt's tokens, NaN at the first."""
-        prompt, number = _Prompt(tokens), sampler.weights
-        if number is None:
-            number = self.now if self._pushed is None else self._pushed[0]
+        prompt, number = _Prompt(tokens), self._number(sampler)
         with self._changing:
             self._waiting.setdefault(number, []).append(prompt)
         try:
@@ -232,31 +296,20 @@ class Samplers:
         if prompt.logprobs is None:
             with self._changing:
                 prompts = self._waiting.pop(number, [prompt])
-            if number != self.now and number in self._sources:
-                self.keep_loaded(number)
-            if number != self.now and number not in self._kept:
-                raise Refused(
-                    f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and "
-                    f"copies of {', '.join(map(str, sorted(self._kept))) or 'none'}; copies of {self._keep} are kept "
-                    "(serve.snapshots), and all go when ranks restart for another model"
-                )
+            weights = "" if number == self.now else self._copy(number, sampler)
             self.turn("forward")
-            for each, found in zip(prompts, self._pass([each.tokens for each in prompts], number), strict=True):
+            for each, found in zip(prompts, self._pass([each.tokens for each in prompts], weights), strict=True):
                 found[0] = np.nan
                 each.logprobs = found
         assert prompt.logprobs is not None
         return prompt.logprobs
 
-    def _pass(self, rows: Sequence[IntArray], number: int) -> list[FloatArray]:
+    def _pass(self, rows: Sequence[IntArray], weights: str) -> list[FloatArray]:
         offsets = offsets_of([len(row) for row in rows])
         tokens = np.concatenate(rows)
         mask = np.ones(len(tokens), np.bool_)
         mask[offsets[:-1]] = False
         samples = SampleBatch(tokens=tokens, offsets=offsets, columns={"loss_mask": mask})
-        weights = ""
-        if number != self.now:
-            weights = _name(number)
-            self._used(number)
         found = self._engines.group.forward(samples, Output.LOGPROBS, weights=weights).result()[Output.LOGPROBS]
         return [row.copy() for row in np.split(found, offsets[1:-1])]
 

@@ -326,18 +326,17 @@ class Service:
         wanted = draw_of(request, fields["sampling_params"], longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
             promise = self.futures.open(name, owner=sampler.session, size=wanted.prompt.nbytes)
-            last = request.prompt_logprobs_last_n if request.prompt_logprobs else None
-            self.futures.fill(promise, asyncio.create_task(self._drawn(wanted, last)))
+            self.futures.fill(promise, asyncio.create_task(self._drawn(wanted)))
         return {
             "request_id": promise.name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
         }
 
-    async def _drawn(self, wanted: Draw, last: int | None) -> Answer:
+    async def _drawn(self, wanted: Draw) -> Answer:
         if self._order.lost:
             raise ModelLost(self._order.lost)
         try:
-            return wire.sample_answer(await self._policy.draw(wanted, self._order.begin), last=last)
+            return wire.sample_answer(await self._policy.draw(wanted, self._order.begin))
         except (Refused, ModelLost):
             raise
         except Exception as error:

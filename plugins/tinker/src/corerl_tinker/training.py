@@ -329,6 +329,8 @@ class ServedPolicy:
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         if (wanted.prompt < 0).any() or (wanted.prompt >= self._vocabulary).any() or not len(wanted.prompt):
             raise Refused(f"the prompt needs at least one token, and all below {self._vocabulary}")
+        if wanted.prompt_top > self._vocabulary:
+            raise Refused(f"topk_prompt_logprobs={wanted.prompt_top}, of {self._vocabulary} tokens that there are")
         return await self._samplers.draw(wanted, self._params(wanted), in_turn)
 
     def _params(self, wanted: Draw) -> SamplingParams:

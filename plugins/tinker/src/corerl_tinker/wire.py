@@ -11,6 +11,7 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
+from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from corerl.types import Array, IntArray
 from corerl_tinker.futures import Answer
@@ -146,8 +147,7 @@ def pass_answer(done: PassDone) -> Answer:
     return Answer(body=message.SerializeToString(), media_type=PROTOBUF)
 
 
-def sample_answer(drawn: Drawn, *, last: int | None = None) -> Answer:
-    """`last`: how many of the prompt's log-probs were asked for; None: all."""
+def sample_answer(drawn: Drawn) -> Answer:
     message = pb.SampleResponse()
     for tokens, logprobs, stopped in zip(drawn.tokens, drawn.logprobs, drawn.stopped, strict=True):
         message.sequences.add(
@@ -155,9 +155,17 @@ def sample_answer(drawn: Drawn, *, last: int | None = None) -> Answer:
             tokens=tokens.astype("<i4").tobytes(),
             logprobs=logprobs.astype("<f4").tobytes(),
         )
-    if drawn.prompt_logprobs is not None:
-        wanted = drawn.prompt_logprobs.astype("<f4")
-        if last is not None:
-            wanted[: len(wanted) - last] = np.nan  # how a log-prob that is not there is written
-        message.prompt_logprobs = wanted.tobytes()
+    if drawn.prompt_logprobs is not None:  # a log-prob that is not there is written as NaN
+        message.prompt_logprobs = drawn.prompt_logprobs.astype("<f4").tobytes()
+    if drawn.prompt_top is not None:
+        tokens, logprobs = drawn.prompt_top
+        length, k = tokens.shape
+        message.topk_prompt_logprobs.CopyFrom(
+            pb.TopkLogprobs(
+                token_ids=tokens.astype("<i4").tobytes(),
+                logprobs=np.where(np.isnan(logprobs), MASK_LOGPROB, logprobs).astype("<f4").tobytes(),
+                k=k,
+                length=length,
+            )
+        )
     return Answer(body=message.SerializeToString(), media_type=PROTOBUF)

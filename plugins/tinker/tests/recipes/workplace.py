@@ -171,6 +171,18 @@ def _write_data(directory: Path) -> None:
     _write_splits(directory / "openai/gsm8k", problems * 200, problems, config="main")
     prompts = [{"question": legs(animal), "final_answer": str(number)} for animal, number in LEGS.items()]
     _write_splits(directory / "zwhe99/DeepMath-103K", prompts * 200, prompts)
+    choices = [
+        {
+            "domain": "Chemistry",
+            "details": {"level": "L3"},
+            "type": "mcq-2-choices",
+            "question": f"How many legs has {animal}?",
+            "choices": {"label": ["A", "B"], "text": [str(number), str(9 - number)]},
+            "answerKey": "A",
+        }
+        for animal, number in LEGS.items()
+    ]
+    _write_splits(directory / "hicai-zju/SciKnowEval", choices, choices * 50)
     pairs = [
         {
             "chosen": f"\n\nHuman: What is {a} + {b}?\n\nAssistant: {a} and {b} make {a + b}.",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from attrs import frozen
 
 from corerl.types import (
+    Array,
     ForwardResult,
     SampleBatch,
     TrainResult,
@@ -19,6 +23,7 @@ from corerl_testing.harness import (
     state_of,
     train,
 )
+from corerl_testing.inprocess import InProcessSender
 from corerl_testing.scenarios.states import Fault, failing
 
 
@@ -28,6 +33,7 @@ class Snapshotted:
     kept: ForwardResult  # of the snapshot, three steps later
     started_from: ForwardResult  # of a snapshot of the run's initial weights
     other: ForwardResult  # of a snapshot loaded from another directory
+    sent: Mapping[str, Array]  # to an engine in the process of each sending rank, of that snapshot
     current: ForwardResult
     before: State  # before the snapshots are used
     after: State
@@ -37,6 +43,11 @@ class Snapshotted:
 
 
 def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted:
+    sent: dict[str, Array] = {}
+
+    def keep(bucket: Mapping[str, torch.Tensor]) -> None:
+        sent.update({name: value.float().cpu().numpy().copy() for name, value in bucket.items()})
+
     with running(setup) as worker:
         first = forward(worker, setup, samples)
         worker.create_snapshot("reference")
@@ -48,6 +59,7 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
         worker.load_snapshot("other", other)
         started_from = forward(worker, setup, samples, weights="start")
         of_other = forward(worker, setup, samples, weights="other")
+        worker.host.update_weights(InProcessSender(keep), 1, weights="other")
         failed = ""
         if worker.context.world_size == 1:  # other ranks would wait in mid-pass for one that has left it
             batch = failing(packed_for_training(worker, setup, samples), Fault("no such batch"))
@@ -61,6 +73,7 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
             kept=kept,
             started_from=started_from,
             other=of_other,
+            sent=sent,
             current=current,
             before=before,
             after=after,

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attrs import evolve
+from safetensors.torch import load_file
 
 from corerl.plugin import Capability
 from corerl.types import TARGETS, FloatArray, Output, SampleBatch
@@ -97,7 +98,7 @@ def _reason(subject: Subject, setup: Setup, samples: SampleBatch, found: FloatAr
     "C48",
     level=1,
     needs=[Capability.SNAPSHOTS],
-    builds_on=["C14", "C51"],
+    builds_on=["C14", "C21", "C51"],
     variants={"kind": "qwen3-tied"},
 )
 @pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3-moe"])
@@ -119,6 +120,10 @@ def test_snapshots_keep_their_weights_and_leave_the_current_ones_alone(subject: 
         require_equal(f"the largest difference of log-probs of a snapshot {snapshot} the initial weights", apart, 0.0)
     wanted = transformers_outputs(other, samples)[Output.LOGPROBS]
     assert_outputs(logprobs("other"), wanted, samples, Output.LOGPROBS)
+    read = [load_file(path) for path in other.glob("*.safetensors")]
+    files = {name: value.float().numpy() for part in read for name, value in part.items()}
+    what = "weights that an engine is sent of a snapshot, and those of the directory that it was loaded from,"
+    require_same_state(what, {"sent": dict(ranks[0].sent)}, {"sent": files}, ["sent"])
     moved = float(np.abs(logprobs("current") - logprobs("first")).max())
     require(
         moved > 1e-2,
