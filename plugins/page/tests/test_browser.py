@@ -99,6 +99,8 @@ def test_keys_lead_everywhere(page: Any) -> None:
     playwright.expect(step).to_have_value(str(last))
     page.keyboard.press("ArrowDown")
     playwright.expect(page.locator(".line").nth(1)).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("ArrowRight")
+    playwright.expect(page.locator(".readout")).to_contain_text("engine")
     page.keyboard.press("/")
     playwright.expect(page.get_by_label("Search samples")).to_be_focused()
     page.keyboard.press("Escape")

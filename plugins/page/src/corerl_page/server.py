@@ -31,7 +31,8 @@ class Server:
             raise ConfigError(
                 f"cannot listen on {address} port {port}: {error.strerror}; choose another port, or 0"
             ) from error
-        host = f"[{address}]" if ":" in address else address
+        own = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
+        host = f"[{own}]" if ":" in own else own
         # What follows # stays in the browser: neither logs nor other sites get the key.
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/#key={key}"
         self._http = uvicorn.Server(

@@ -152,8 +152,19 @@ async function makeList(address) {
 }
 
 export function onKey(event) {
+  if (event.key === "ArrowLeft" || event.key === "ArrowRight") return moveToken(event.key === "ArrowRight" ? 1 : -1);
   if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return false;
   list?.move(event.key === "ArrowDown" ? 1 : -1);
+  return true;
+}
+
+function moveToken(by) {
+  const tokens = [...document.querySelectorAll(".token")], at = tokens.findIndex((each) => each.classList.contains("at"));
+  const next = tokens[Math.min(tokens.length - 1, Math.max(0, at + by))];
+  tokens[at]?.classList.remove("at");
+  next?.classList.add("at");
+  next?.scrollIntoView({ block: "nearest" });
+  next?.dispatchEvent(new Event("pointerenter"));
   return true;
 }
 
@@ -191,7 +202,7 @@ async function drawSample(place, run, step, id) {
 function conversations(rows) {
   const has = { diff: rows.some((row) => row.trainer), engine: true, advantages: rows.some((row) => row.advantages), version: true };
   const chosen = has[state.get("paint")] ? state.get("paint") : has.diff ? "diff" : "engine";
-  const readout = h("output", { class: "readout" }, "Point at a token for its numbers.");
+  const readout = h("output", { class: "readout" }, "Point at a token for its numbers, or press → and ←.");
   const body = h("div", {});
   const draw = (paint) => body.replaceChildren(...rows.flatMap((row, at) => conversation(rows, row, at, paint, readout)));
   draw(chosen);
