@@ -145,6 +145,18 @@ def test_many_samples_scroll_without_lag(page: Any) -> None:
     assert page.locator(".list .line").count() < 60
 
 
+def test_the_page_follows_a_run_that_goes_on(page: Any, server: Server) -> None:
+    page.locator(".card").nth(3).wait_for()
+    path = server.runs[3].path / "metrics.jsonl"
+    path.touch()
+    before = len(path.read_text().splitlines())
+    for step in range(before, before + 3):
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "rollout/reward": step + 0.25, "time/step": 1.0}) + "\n")
+        playwright.expect(page.locator("#runs .run").nth(3)).to_contain_text(f"step {step + 1}")
+        playwright.expect(page.locator(".legend").first).to_contain_text(f"many {step + 0.25}")
+
+
 def test_a_narrow_window_needs_no_scrolling_sideways(page: Any) -> None:
     page.set_viewport_size({"width": 400, "height": 800})
     for view in ("overview", "curves", "samples", "time", "notices"):

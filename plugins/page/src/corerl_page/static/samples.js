@@ -17,6 +17,9 @@ let list = null; // of the shown step, so that a newer step does not move what i
 
 export async function show(page, { again, current }) {
   const run = page.run(), steps = await get(`runs/${run.id}/steps`);
+  if (!steps.length && run.running && (run.files["rollouts.jsonl"] ?? run.files["samples.jsonl"]) != null) {
+    return h("p", { class: "quiet" }, "No step has ended yet.");
+  }
   if (!steps.length) {
     return h("p", { class: "quiet" }, "No samples are recorded. List the extension page (or jsonl) in the run's config: ",
       h("code", {}, 'extensions = [{ name = "console" }, { name = "jsonl" }, { name = "page" }]'));
