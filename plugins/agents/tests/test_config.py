@@ -26,6 +26,7 @@ FETCH = "examples.two_turn_tool:fetch"
             "a function and samplers.episodes.command are set, but one",
         ),
         ({"command": ["sh", "{bas_url}"]}, "command", "unknown placeholder {bas_url} in '{bas_url}'; did you mean "),
+        ({"command": ["sh"], "workers": 2}, "workers", "call a function; a command has a process for each episode"),
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
         ({"function": FETCH, "tool_calls": "hrmes"}, "tool_calls", "unknown format 'hrmes'; known: auto, none, "),
     ],

@@ -61,6 +61,10 @@ def test_episodes_are_spread_over_all_workers(play: Play, start: Start) -> None:
     assert len(set(pids)) == 2 and float(os.getpid()) not in pids
 
 
+def test_a_worker_imports_what_its_function_needs_alone(play: Play, start: Start) -> None:
+    assert play(start("heavy", 1), samples=1).outcomes == [0.0, 0.0]
+
+
 def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
     (here,) = play(worker_functions.refused, samples=1, prompts=PROMPTS[:1]).outcomes
     (there,) = play(start("refused", 1), samples=1, prompts=PROMPTS[:1]).outcomes

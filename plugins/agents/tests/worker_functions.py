@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +28,11 @@ async def side_by_side(episode: Episode) -> float:
 def where(episode: Episode) -> float:
     episode.chat(episode.messages, max_tokens=1)
     return float(os.getpid())
+
+
+def heavy(episode: Episode) -> float:
+    episode.chat(episode.messages, max_tokens=1)
+    return float(len({"torch", "transformers", "starlette"} & sys.modules.keys()))
 
 
 def refused(episode: Episode) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import field, frozen
 
 from corerl.types import Array, IntArray
-from corerl_agents.conversation import Message
+
+if TYPE_CHECKING:
+    from corerl_agents.conversation import Message  # which imports torch, for tokenizers
 
 
 @frozen(kw_only=True)

@@ -24,7 +24,7 @@ from corerl.rollout import Openings, Rejected, encode_texts, expand, left_open, 
 from corerl.types import Array, BoolArray, FloatArray, IntArray, all_shown
 from corerl_agents.pictures import ids_in
 from corerl_agents.pieces import UNFINISHED, known, shared
-from corerl_agents.refused import Diverges, Refused
+from corerl_agents.refused import SHOWN, Diverges, Refused
 from corerl_agents.texts import FollowingTexts, split
 from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-SHOWN = 60  # characters of a value that a refusal shows
 HEADERS = ("<|channel|>", "<|start|>assistant")  # with which gpt-oss begins a message; they are no text
 TEXTS = ("content", "reasoning_content", "reasoning")  # fields of an answer; servers have both names of the latter
 

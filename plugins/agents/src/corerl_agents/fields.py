@@ -10,8 +10,7 @@ from attrs import frozen
 
 from corerl.data import parse_json
 from corerl.messages import did_you_mean, short_repr, shorten
-from corerl_agents.conversation import SHOWN
-from corerl_agents.refused import Refused
+from corerl_agents.refused import SHOWN, Refused
 
 # What becomes of a value that is taken. A field is refused if no value is taken, or only those that ask for nothing.
 Becomes = Literal["honoured", "ignored", "refused"]

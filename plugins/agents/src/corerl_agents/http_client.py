@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -39,7 +40,7 @@ class HttpClient:
         try:
             if connection.sock is None:
                 connection.connect()
-            answer.add_done_callback(lambda _: answer.cancelled() and _hang_up(connection))
+            answer.add_done_callback(functools.partial(_hang_up_if_cancelled, connection))
             connection.request("POST", f"{url.path}/chat/completions", content)
             answered = json.loads(connection.getresponse().read())
         except Exception as error:
@@ -55,7 +56,7 @@ class HttpClient:
             idle.append(connection)
 
 
-def _hang_up(connection: http.client.HTTPConnection) -> None:
-    with contextlib.suppress(OSError):  # the server was first
-        if (sock := connection.sock) is not None:
+def _hang_up_if_cancelled(connection: http.client.HTTPConnection, answer: Future[Any]) -> None:
+    if answer.cancelled() and (sock := connection.sock) is not None:
+        with contextlib.suppress(OSError):  # the server was first
             sock.shutdown(socket.SHUT_RDWR)

@@ -12,12 +12,11 @@ from attrs import frozen
 from corerl.data import Refused as Unreadable
 from corerl.messages import short_repr
 from corerl.pictures import FoundPicture, Picture, PictureReader, read
-from corerl_agents.refused import Refused
+from corerl_agents.refused import SHOWN, Refused
 
 KINDS = ("image", "image_url", "input_image")  # of parts
 # How files begin whose format a `data:` URL names; it is the content that is read.
 FORMATS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-SHOWN = 60  # characters of a value that a refusal shows
 SEND = 'send {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, as `episode.picture` makes it'
 
 

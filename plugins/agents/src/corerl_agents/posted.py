@@ -8,10 +8,9 @@ from typing import Any
 
 from corerl.messages import short_repr
 from corerl.rollout import Judged, number
-from corerl_agents.refused import Refused
+from corerl_agents.refused import SHOWN, Refused
 
 FORM = '{"reward": 1.0}, with {"parts": {"NAME": 0.5}} for what is reported besides'
-SHOWN = 60  # characters of a value that a refusal shows
 
 
 class NoReward(ValueError):

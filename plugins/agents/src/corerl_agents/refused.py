@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+SHOWN = 60  # characters of a value that a refusal shows
+
 
 class Refused(Exception):
     """A request cannot be answered. The client gets the reason, and the conversation is unchanged."""

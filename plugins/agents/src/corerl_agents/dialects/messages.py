@@ -8,7 +8,6 @@ from typing import Any
 
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
-from corerl_agents.conversation import SHOWN
 from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, THINKS, Dialect, event, new
 from corerl_agents.fields import (
     COUNT,
@@ -27,7 +26,7 @@ from corerl_agents.fields import (
     of_kind,
     read_object,
 )
-from corerl_agents.refused import Refused
+from corerl_agents.refused import SHOWN, Refused
 
 ANTHROPICS = "it is a service of Anthropic's; leave it out"
 TOOL = {"name": "add", "input_schema": {"type": "object"}}

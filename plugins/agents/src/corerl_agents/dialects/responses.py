@@ -8,7 +8,6 @@ from typing import Any
 
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
-from corerl_agents.conversation import SHOWN
 from corerl_agents.dialects.base import (
     LIMIT,
     MODEL,
@@ -37,7 +36,7 @@ from corerl_agents.fields import (
     only,
     read_object,
 )
-from corerl_agents.refused import Refused
+from corerl_agents.refused import SHOWN, Refused
 
 OPENAIS = "it is a service of OpenAI's; leave it out"
 KEPT = "the server keeps no answers; send all items in `input`"
