@@ -184,11 +184,10 @@ class Workers:
         status = "its connection closed" if exitcode is None else exit_status(exitcode)
         with self._lock:
             self._all.remove(worker)
-            if self._failed is None and not worker.retired:
+            replaced = self._failed is None and not worker.retired  # one that was retired has been
+            if replaced:
                 self._deaths += 1
                 self._failed = self._why_no_more(worker, status)
-                if self._failed is None:
-                    self._start()
             if not worker.started.done():
                 worker.started.set_exception(self._failed or WorkerDied(f"a worker of episodes has ended ({status})"))
             died = Died(status=status, episodes=len(worker.playing))
@@ -198,6 +197,8 @@ class Workers:
                 else:
                     ended.set_exception(self._failed)
             worker.playing.clear()
+            if replaced and self._failed is None:
+                self._start()
 
     def _why_no_more(self, worker: Worker, status: str) -> Exception | None:
         """Why a worker that has ended is not replaced; None if it is."""
