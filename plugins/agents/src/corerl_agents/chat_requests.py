@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from attrs import field, frozen
 
-from corerl.types import IntArray
+from corerl.types import Array, IntArray
 from corerl_agents.conversation import Message
 
 
@@ -18,7 +18,8 @@ class ChatRequest:
     answer is written."""
 
     messages: Sequence[Message]  # with tool calls, tool results and reasoning as OpenAI's Chat Completions have them
-    tools: Sequence[Mapping[str, Any]] = ()  # likewise
+    prompt_tokens: tuple[int, ...] = ()  # all tokens before the answer, in place of messages
+    tools: Sequence[Mapping[str, Any]] = ()  # as Chat Completions have them
     most_calls: int | None = None  # calls of tools that are read from the answer; 0: tools are not shown; None: all
     template_options: Mapping[str, Any] = field(factory=dict)  # besides the run's own
     max_tokens: int | None = None  # None: as many as the episode has left
@@ -41,6 +42,8 @@ class ChatAnswer:
     token_ids: IntArray = field(factory=lambda: np.zeros(0, np.int64))  # [m]
     tokens: Sequence[str] = ()  # [m] as texts, if log-probs were asked for
     logprobs: Sequence[float] = ()  # [m] likewise
+    versions: IntArray = field(factory=lambda: np.zeros(0, np.int64))  # [m] of the weights that sampled each token
+    routed_experts: Array | None = None  # [n + m, MoE layers, experts per token] as `Generation` has them
 
 
 @frozen(kw_only=True)

@@ -129,7 +129,7 @@ class ChatServer:
                 raise Refused(f"POST /{name}/v1/{dialect.path}: {_NOBODY}", status=404, code="not_found")
             request = dialect.read(body, self._sampling)
             number = next(self._numbers)
-            if not request.stream or sending is None:
+            if not request.stream or dialect.stream is None or sending is None:
                 answer = await answering(request, _unheard)
                 return _Reply(status=200, content=dialect.written(answer, request, number))
             stream = dialect.stream(request, number)

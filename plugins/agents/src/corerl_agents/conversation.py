@@ -135,6 +135,7 @@ class Conversation:
     answers: Mapping[int, tuple[str, str]] = field(factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
     options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
+    by_tokens: bool = False  # the last request had tokens in place of messages: only tokens can go on from there
     exchanges: tuple[Exchange, ...] = ()
 
     @property
@@ -197,9 +198,10 @@ class Conversation:
             pictures=asked.pictures,
         )
         return Conversation(
-            messages=(*asked.messages, answer.message),
+            messages=() if asked.by_tokens else (*asked.messages, answer.message),
             text=answer.text,
-            answers={**self.answers, len(asked.messages): answer.parts},
+            answers={} if asked.by_tokens else {**self.answers, len(asked.messages): answer.parts},
+            by_tokens=asked.by_tokens,
             tools=asked.tools,
             options=asked.options,
             exchanges=(*self.exchanges, exchange),
@@ -277,6 +279,7 @@ class RenderedRequest:
     messages: tuple[Message, ...]  # the conversation's own first, then the new ones
     tools: tuple[Mapping[str, Any], ...]
     tokens: IntArray  # [n] to append to the conversation's
+    by_tokens: bool = False  # it has tokens in place of messages
     most_calls: int | None = None  # calls of tools that are read from the answer; None: all
     options: Mapping[str, Any] = field(factory=dict)
     written: str = ""  # what the chat template writes for it

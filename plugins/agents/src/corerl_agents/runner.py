@@ -220,7 +220,7 @@ class EpisodeRunner:
         self, state: EpisodeState, generate: Generate, chat: ChatRequest, on_piece: OnPiece
     ) -> ChatAnswer:
         own = state.prompt.pictures
-        if self._pictures is None:
+        if self._pictures is None or chat.prompt_tokens:
             shown = Shown(messages=chat.messages, pictures={})
         else:  # in a thread: decoding may take long
             shown = await asyncio.to_thread(with_pictures, chat.messages, self._pictures, own)
@@ -245,6 +245,8 @@ class EpisodeRunner:
             token_ids=generation.tokens,
             tokens=self._texts(generation.tokens) if chat.logprobs else (),
             logprobs=generation.logprobs.tolist() if chat.logprobs else (),
+            versions=generation.versions,
+            routed_experts=generation.routed_experts,
         )
 
     def _texts(self, tokens: IntArray) -> list[str]:
@@ -259,7 +261,10 @@ class EpisodeRunner:
             raise _over()
         if of_row := state.prompt.template_options:
             chat = evolve(chat, template_options={**of_row, **chat.template_options})
-        history, asked, difference = self._continued(state.root, chat, pictures)
+        if chat.prompt_tokens:
+            (history, asked), difference = self._continued_by_tokens(state.root, chat), None
+        else:
+            history, asked, difference = self._continued(state.root, chat, pictures)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
@@ -297,6 +302,18 @@ class EpisodeRunner:
             except Diverges as diverges:
                 difference = difference or Difference(number=0, changed=False, text=diverges.message)
         return root, self._asked(root, messages, chat, pictures), difference
+
+    def _continued_by_tokens(self, root: History, chat: ChatRequest) -> tuple[History, RenderedRequest]:
+        """The longest history that the tokens of a request continue, and what they add to it."""
+        known = len(self._tokenizer)
+        if (largest := max(chat.prompt_tokens)) >= known:
+            raise Refused(f"token_ids: got {largest}, but the tokenizer has {known} tokens, from 0 to {known - 1}")
+        if self._pictures is not None and self._pictures.placeholder in chat.prompt_tokens:
+            raise Refused("token_ids: have a token that stands for a picture; send messages to show pictures")
+        tokens = np.array(chat.prompt_tokens, dtype=np.int64)
+        history = root.continued_by_tokens(tokens)
+        new = tokens[len(history.conversation.tokens) :]
+        return history, RenderedRequest(messages=(), tools=(), tokens=new, by_tokens=True)
 
     def _asked(
         self, history: History, messages: Sequence[Message], chat: ChatRequest, pictures: Mapping[str, Picture]
@@ -416,13 +433,14 @@ class EpisodeRunner:
 
     def _no_room(self, state: EpisodeState, history: History, asked: RenderedRequest, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function goes on after it."""
-        if 0 < history.full < len(asked.messages):
+        said = len(prompt) if asked.by_tokens else len(asked.messages)
+        if 0 < history.full < said:
             raise Refused(
                 f"the row has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer has "
                 "finish_reason='length', or begin another with shorter messages",
                 code="context_length_exceeded",
             )
-        history.full = len(asked.messages)
+        history.full = said
         state.empty.append((state.answered, history))
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 

@@ -20,6 +20,7 @@ LEAST: dict[str, dict[str, Any]] = {  # what a request must have
     "Chat Completions": {"messages": [USER]},
     "Messages": {"messages": [USER]},
     "Responses": {"input": [USER]},
+    "Tokens": {"token_ids": [3, 4]},
 }
 OFFICIAL = {  # modules of the official clients, and their types
     "Chat Completions": {

@@ -6,5 +6,6 @@ from corerl_agents.dialects.base import Dialect
 from corerl_agents.dialects.chat import CHAT
 from corerl_agents.dialects.messages import MESSAGES
 from corerl_agents.dialects.responses import RESPONSES
+from corerl_agents.dialects.tokens import TOKENS
 
-DIALECTS: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
+DIALECTS: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES, TOKENS)

@@ -42,7 +42,7 @@ class Dialect:
     # From the body, and the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused.
     read: Callable[[str | bytes, Mapping[str, float]], ChatRequest]
     written: Callable[[ChatAnswer, ChatRequest, int], dict[str, Any]]  # the last: the number of the answer
-    stream: Callable[[ChatRequest, int], Stream]  # likewise
+    stream: Callable[[ChatRequest, int], Stream] | None = None  # likewise; None if no request asks for one
     refusal: Callable[[str, str, int], dict[str, Any]]  # message, code and status
     broken: Callable[[dict[str, Any]], bytes]  # the event that ends a stream with this refusal
 
