@@ -47,7 +47,12 @@ INSIDE, ITS_TESTS = ROOT / "plugins/testing/src", ROOT / "plugins/testing/tests"
 GUESTS = {"triton", "transformer_engine"}
 AS_NINESORBOARD = {"tensorboard"}  # imported by torch
 NINE = {"attrs", "numpy", "packaging", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
-DOORS = ["driver/engines.py:start", "loop.py:train", "trainer/group.py:start"]  # where users come in with a config
+DOORS = [
+    "driver/engines.py:start",
+    "driver/export.py:export",
+    "loop.py:train",
+    "trainer/group.py:start",
+]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 
