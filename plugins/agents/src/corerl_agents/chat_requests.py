@@ -24,6 +24,7 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(factory=dict)  # besides the run's own
     max_tokens: int | None = None  # None: as many as the episode has left
     stop: Sequence[str] = ()
+    counts: bool = False  # asks only for the tokens before the answer
     logprobs: bool = False
     token_ids: bool = False
     stream: bool = False

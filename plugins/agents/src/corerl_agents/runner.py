@@ -266,6 +266,9 @@ class EpisodeRunner:
         else:
             history, asked, difference = self._continued(state.root, chat, pictures)
         conversation, place = history.conversation, history.place(asked, chat)
+        if chat.counts:
+            before = np.concatenate([conversation.tokens, asked.tokens])
+            return ChatAnswer(text="", finish_reason="stop", prompt_token_ids=before)
         if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
             turn.asked_again(state.answered)

@@ -41,7 +41,10 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
     ):
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "system": "You add.", "tools": [ADD]}
+        shown = {name: asked[name] for name in ("model", "system", "tools")}
+        counted = ours.messages.count_tokens(messages=messages, **shown)
         first = ours.messages.create(messages=messages, **asked)
+        assert counted.input_tokens == first.usage.input_tokens
         assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
         thought, text, call = first.content
         assert thought.type == "thinking" and thought.thinking == "I add."

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
 from corerl_agents.conversation import SHOWN
@@ -131,7 +133,7 @@ FIELDS: Mapping[str, Field] = {
 OF_TOOLS = {"type", "cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
 
 
-def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatRequest:
+def read_request(body: str | bytes, sampling: Mapping[str, float], fields: Mapping[str, Field] = FIELDS) -> ChatRequest:
     """`sampling`: the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused."""
     wanted = "messages: missing or not a list; send a list of messages"
     asked = read_object(body, wanted)
@@ -348,4 +350,13 @@ MESSAGES = Dialect(
     stream=Events,
     refusal=refusal,
     broken=lambda content: event(content, "error"),
+)
+COUNT_TOKENS = Dialect(
+    name="Messages, counted",
+    path="messages/count_tokens",
+    fields=FIELDS,
+    read=lambda body, sampling: evolve(read_request(body, sampling), counts=True, stream=False),
+    written=lambda answer, request, number: {"input_tokens": len(answer.prompt_token_ids)},
+    refusal=refusal,
+    broken=MESSAGES.broken,
 )
