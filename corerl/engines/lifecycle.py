@@ -140,7 +140,7 @@ class EngineLifecycle:
         return self.update(version, transfer, alone=all(map(is_adapter, manifest.names)))
 
     def forget(self, version: int) -> None:
-        """Hold an earlier version no longer. What is being generated ends with it."""
+        """Hold an earlier version no longer."""
         self.held = tuple(each for each in self.held if each != version)
 
     def update(self, version: int, transfer: Callable[[], int], *, alone: bool = False) -> Received:

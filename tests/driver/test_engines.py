@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -480,6 +481,26 @@ def test_earlier_versions_are_sampled_as_the_group_computes_them() -> None:
         assert engines.push() == 4  # of the weights as they are, though they have not changed since the last such push
         assert engines.policies.of(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
         assert engines.generate(request).logprobs.tobytes() not in first
+
+
+def test_rows_of_a_version_that_goes_are_refused_and_engines_live() -> None:
+    request = prompts([3, 4])
+    with without_ray(), Engines.start(ADAPTED) as engines:
+        for _ in range(2):
+            engines.push()
+        service, late = engines.fleet.processes._objects[0], list[Any]()  # type: ignore[attr-defined]
+        forget = service.forget
+
+        def slowly(version: int) -> None:
+            forget(version)
+            late.append(engines.begin(evolve(request, version=version)))
+            time.sleep(0.3)  # until the row would have reached the engine
+
+        service.forget = slowly
+        assert engines.push(forget=1) == 2 and engines.held == (0, 2)
+        with pytest.raises(VersionGone, match="no engine holds weights version 1 any more, but 0, 2"):
+            late[0].result(60.0)
+        assert set(engines.generate(evolve(request, version=0)).versions) == {0}
 
 
 def test_engines_that_slept_hold_the_newest_version_alone() -> None:

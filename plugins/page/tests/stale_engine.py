@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 
-from corerl.config.options import option
-from corerl.engines.specs import TRANSFORMERS, TransformersConfig
-from corerl.engines.transformers import TransformersEngine
-from corerl.weights.manifest import Bucket
+from corerl.config import option
+from corerl.weights import Bucket
+from corerl_testing import TRANSFORMERS, TransformersConfig, TransformersEngine
 
 NAME = "plugins.page.tests.stale_engine:SPEC"
 

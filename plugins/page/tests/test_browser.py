@@ -99,6 +99,8 @@ def test_keys_lead_everywhere(page: Any) -> None:
     playwright.expect(step).to_have_value(str(last))
     page.keyboard.press("ArrowDown")
     playwright.expect(page.locator(".line").nth(1)).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("ArrowRight")
+    playwright.expect(page.locator(".readout")).to_contain_text("engine")
     page.keyboard.press("/")
     playwright.expect(page.get_by_label("Search samples")).to_be_focused()
     page.keyboard.press("Escape")
@@ -141,6 +143,18 @@ def test_many_samples_scroll_without_lag(page: Any) -> None:
     assert frames[50] < 50  # milliseconds, with a wide margin for machines that do other things too
     page.locator(".line", has_text="answer 9900").wait_for()
     assert page.locator(".list .line").count() < 60
+
+
+def test_the_page_follows_a_run_that_goes_on(page: Any, server: Server) -> None:
+    page.locator(".card").nth(3).wait_for()
+    path = server.runs[3].path / "metrics.jsonl"
+    path.touch()
+    before = len(path.read_text().splitlines())
+    for step in range(before, before + 3):
+        with path.open("a") as file:
+            file.write(json.dumps({"step": step, "rollout/reward": step + 0.25, "time/step": 1.0}) + "\n")
+        playwright.expect(page.locator("#runs .run").nth(3)).to_contain_text(f"step {step + 1}")
+        playwright.expect(page.locator(".legend").first).to_contain_text(f"many {step + 0.25}")
 
 
 def test_a_narrow_window_needs_no_scrolling_sideways(page: Any) -> None:

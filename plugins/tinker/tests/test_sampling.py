@@ -162,6 +162,22 @@ def test_an_inflight_sampler_follows_the_newest_weights(served: Served) -> None:
     assert same(served.draw(asked(inflight, seed=1)), expected)
 
 
+def test_an_inflight_sampler_never_follows_another_model(served: Served) -> None:
+    train(served.policy, 1)
+    first = publish(served, inflight=True)
+    before = served.draw(asked(first, seed=1))
+    served.new_model("a:train:1")
+    assert same(served.draw(asked(first, seed=1)), before)  # engines still hold them
+    train(served.policy, 2)
+    second = publish(served, inflight=True)
+    assert not same(served.draw(asked(second, seed=1)), before)
+    served.policy.release()
+    served.policy.sampler(None, MODEL)  # with which ranks begin once more
+    for gone in (first, second):
+        with pytest.raises(Refused, match=r"the weights of the inflight sampler \(version \d+\) are gone"):
+            served.draw(asked(gone, seed=1))
+
+
 def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
     base = served.policy.sampler(None, MODEL)
     before = served.logprobs(base, PROMPT)
@@ -363,6 +379,52 @@ def test_engines_that_died_get_weights_once_for_all_who_sample(
     for drawn in asyncio.run(all_of_them()):
         assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
     assert pushed == [""]
+
+
+def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = publish(served)
+    expected = served.draw(asked(sampler, seed=5))
+    push, deaths, fatal = Engines.push, list[int](), list[Exception]()
+
+    def dies_at_first(self: Engines, **settings: Any) -> int:
+        version = push(self, **settings)
+        if not deaths:
+            deaths.append(version)
+            self.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
+        return version
+
+    async def in_turn(work: Any) -> Any:
+        try:
+            return work()
+        except Exception as error:
+            if not isinstance(error, Refused):  # for which the server gives up the model
+                fatal.append(error)
+            raise
+
+    monkeypatch.setattr(Engines, "push", dies_at_first)
+    monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
+    served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
+    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), in_turn))
+    assert same(drawn, expected) and len(deaths) == 1 and fatal == []
+
+
+def test_samples_may_begin_while_the_group_reads_what_engines_hold(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, begun = publish(served), list[threading.Thread]()
+
+    class Read(tuple[int, ...]):
+        def __contains__(self, version: object) -> bool:
+            if not begun:
+                begun.append(threading.Thread(target=served.draw, args=(asked(sampler, seed=5),)))
+                begun[0].start()
+                begun[0].join(60.0)
+            return super().__contains__(version)
+
+    monkeypatch.setattr(type(served.engines), "held", property(lambda self: Read(self.fleet.held)))
+    assert served.policy._samplers.has(served.policy._samplers.now) and len(begun) == 1
 
 
 def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:

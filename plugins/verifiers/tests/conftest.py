@@ -14,8 +14,9 @@ if importlib.util.find_spec("verifiers") is None:
     collect_ignore_glob = ["test_*.py"]  # `make test-verifiers` has the library
 
 TASKSET = '''
-"""Sums, with a tool; and letters, whose tasks have no end."""
+"""Sums, with a tool."""
 
+import asyncio
 import itertools
 
 import verifiers.v1 as vf
@@ -27,6 +28,8 @@ class Calculator(vf.Toolset[vf.ToolsetConfig, vf.State]):
     @vf.tool
     async def add(self, a: int, b: int) -> str:
         """Add two numbers."""
+        if a < 0:
+            await asyncio.sleep(3600)
         return str(a + b)
 
 
@@ -82,13 +85,35 @@ if __name__ == "__main__":
     Calculator.run()
 '''
 
+LETTERS = '''
+"""Every a of an answer is worth a quarter."""
+
+import verifiers.v1 as vf
+
+
+class Letters(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def share(self, trace) -> float:
+        return (trace.last_reply or "").count("a") / 4
+
+
+class Words(vf.Taskset[Letters, vf.TasksetConfig]):
+    def load(self):
+        return (Letters(vf.TaskData(prompt=f"{a}{b}?"), self.config.task) for a in "abcdefgh" for b in "abcdefgh")
+
+
+__all__ = ["Words"]
+'''
+
 
 @pytest.fixture(autouse=True)
-def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The module `my_sums`, for this process and for those of tools."""
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The modules `my_sums` and `my_letters`, for this process and for those of tools."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "my_sums.py").write_text(TASKSET)
+    (tmp_path / "site" / "my_letters.py").write_text(LETTERS)
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "site"), *sys.path])))
     yield
-    sys.modules.pop("my_sums", None)
+    for name in ("my_sums", "my_letters"):
+        sys.modules.pop(name, None)

@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from corerl.config import structure
 from corerl.config.load import load_config
 from corerl.data import Prompt
+from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout import Failure, Judged, start_user_coroutine
-from corerl_agents.script import Scripted, scripted
+from corerl_agents.script import Scripted, byte_tokenizer, scripted
 from corerl_verifiers.environment import load, rows, tasks_of
 from corerl_verifiers.sampler import Play, Serving
 from corerl_verifiers.spec import VerifiersConfig
@@ -66,6 +68,33 @@ def test_an_error_of_the_environment_costs_its_sample() -> None:
         assert "the judge is out" in outcome.message and "on prompt 2 ('What is 2 + 3?')" in outcome.message
 
 
+def test_an_episode_that_hangs_leaves_no_process() -> None:
+    """Its tool does not answer, while the harness and the tool's server run."""
+    options = structure({"environment": "my-sums", "args": {"task": {"tools": True}}}, VerifiersConfig)
+    env, row = load(options), rows(options)[2]
+    function = Play(name="my-sums", env=env, tasks=tasks_of(env, options), serving=(serving := Serving(env)))
+    before, prompt = (
+        {*psutil.Process().children(recursive=True)},
+        Prompt(index=2, text=row["prompt"], answer="5", fields=row),
+    )
+    with scripted(prompt, [CALL.replace("2", "-2")]) as script:
+
+        async def play() -> int:
+            playing = asyncio.create_task(function.play(script.episode))
+            while not script.requests:
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(1.0)
+            running = len({*psutil.Process().children(recursive=True)} - before)
+            playing.cancel()
+            await asyncio.wait([playing])
+            return running
+
+        assert asyncio.run(asyncio.wait_for(play(), paced(120))) >= 2
+    start_user_coroutine(serving.end()).result(paced(30))
+    _, alive = psutil.wait_procs({*psutil.Process().children(recursive=True)} - before, timeout=paced(30))
+    assert alive == []
+
+
 CONFIG = """
 run.steps = 2
 cluster.device = "cpu"
@@ -92,8 +121,6 @@ eos_token_id = 256
 
 
 def test_a_run_trains_on_the_episodes_of_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corerl_agents.script import byte_tokenizer
-
     monkeypatch.chdir(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "run.toml").write_text(CONFIG)
@@ -108,3 +135,24 @@ def test_a_run_trains_on_the_episodes_of_a_name(tmp_path: Path, monkeypatch: pyt
     for line in [line for line in metrics(tmp_path / "run") if "train/loss" in line]:
         assert {"reward/right", "reward/brief", "reward/characters"} <= line.keys()
         assert line["rollout/reward"] == pytest.approx(line["reward/right"] + line["reward/brief"], abs=1e-6)
+
+
+@pytest.mark.nightly
+def test_a_small_model_learns_what_an_environment_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From random weights, in episodes that each start a harness; by hand the reward is a quarter for each a."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_tokenizer(tokenizer="characters:abcdefgh?>", path="")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}>"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "run.toml").write_text(CONFIG)
+    sizes = ["run.steps=20", "rollout.prompts=4", "rollout.samples=4", "train.optimizer.lr=1e-2"]
+    model = ["model.config.vocab_size=14", "model.config.eos_token_id=2"]
+    own = ["samplers.verifiers.environment=my-letters", "samplers.verifiers.args={}", *sizes, *model]
+    every = 'extensions=[{name="jsonl",options={samples="all"}}]'
+    here = [*HERE, f"run.dir={tmp_path}/run", "checkpoint.every=0", every]
+    assert execute_here(load_config(tmp_path / "run.toml", [*here, *own])).steps_done == 20
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    by_hand = [each["response"].count("a") / 4 for each in shown]
+    assert [each["reward"] for each in shown] == pytest.approx(by_hand)
+    first, last = (sum(part) / len(part) for part in (by_hand[:80], by_hand[-80:]))
+    assert first < 0.35 and last > first + 0.3

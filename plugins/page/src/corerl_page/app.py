@@ -99,7 +99,7 @@ def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starle
         routes=[
             route("runs", lambda _: [each.state() for each in runs]),
             route(f"{run}/metrics", of_run(_metrics)),
-            route(f"{run}/findings", of_run(lambda run, _: [asdict(e) for e in findings(run.metrics(), run.config())])),
+            route(f"{run}/findings", of_run(_findings)),
             route(f"{run}/steps", of_run(lambda run, _: run.steps())),
             route(f"{run}/samples", of_run(_samples)),
             route(f"{run}/samples/{{id:int}}", of_run(_sample)),
@@ -114,13 +114,15 @@ def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starle
 
 
 def _metrics(run: Run, request: Request) -> dict[str, Any]:
-    metrics = run.metrics()
-    asked = [name for name in request.query_params.get("names", "").split(",") if name in metrics]
     series = {}
-    for name in asked:
-        points = sorted(metrics[name].items())
+    for name, values in run.metrics(request.query_params.get("names", "").split(",")).items():
+        points = sorted(values.items())
         series[name] = {"steps": [step for step, _ in points], "values": [value for _, value in points]}
-    return {"names": sorted(metrics), "series": series}
+    return {"names": run.names(), "series": series}
+
+
+def _findings(run: Run, request: Request) -> list[dict[str, Any]]:
+    return [asdict(each) for each in findings(run.metrics(run.names()), run.config())]
 
 
 def _samples(run: Run, request: Request) -> dict[str, Any]:

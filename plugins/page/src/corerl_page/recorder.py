@@ -57,7 +57,7 @@ class Recorder:
 
     def _read(self, config: Config) -> None:
         """What tokens mean in this run."""
-        from corerl.models.tokenizer import end_tokens, load_tokenizer
+        from corerl.models import end_tokens, load_tokenizer
 
         self._recomputed = config.algorithm.old_logprobs == "recompute"
         try:

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,16 @@ class Run:
     def state(self) -> dict[str, Any]:
         """`changed` differs once any file has grown."""
         sizes = {name: (self.path / name).stat().st_size for name in FILES if (self.path / name).exists()}
-        metrics, config = self.metrics(), self.config()
+        with self._lock:
+            self._update_metrics()
+            ended = self._metrics.get("time/step") or self._metrics.get("eval/reward") or {-1: None}
+            done = 1 + max(ended)
         return {
             "name": self.name,
             "path": str(self.path),
             "running": is_running(self.path),
-            "steps": config.get("run", {}).get("steps"),
-            "done": 1 + max(metrics.get("time/step", metrics.get("eval/reward", {-1: None}))),
+            "steps": self.config().get("run", {}).get("steps"),
+            "done": done,
             "changed": "-".join(map(str, sizes.values())),
             "files": sizes,
         }
@@ -177,18 +180,27 @@ class Run:
         except (OSError, ValueError):  # such as a directory that has metrics alone
             return {}
 
-    def metrics(self) -> dict[str, dict[int, float | None]]:
-        """By name, the value of each step; None where it was not finite."""
+    def names(self) -> list[str]:
+        """Of all metrics."""
         with self._lock:
-            void, lines = self._metrics_tail.new()
-            if void:
-                self._metrics = {}
-            for _, line in lines:
-                record = json.loads(line)
-                step = record.pop("step")
-                for name, value in record.items():
-                    self._metrics.setdefault(name, {})[step] = value
-            return {name: dict(values) for name, values in self._metrics.items()}
+            self._update_metrics()
+            return sorted(self._metrics)
+
+    def metrics(self, names: Collection[str]) -> dict[str, dict[int, float | None]]:
+        """The value of each step of these metrics; None where it was not finite."""
+        with self._lock:
+            self._update_metrics()
+            return {name: dict(self._metrics[name]) for name in names if name in self._metrics}
+
+    def _update_metrics(self) -> None:
+        void, lines = self._metrics_tail.new()
+        if void:
+            self._metrics = {}
+        for _, line in lines:
+            record = json.loads(line)
+            step = record.pop("step")
+            for name, value in record.items():
+                self._metrics.setdefault(name, {})[step] = value
 
     def samples(self, step: int | None = None) -> Samples:
         """The file that has most to say of the step: rollouts.jsonl, or samples.jsonl where that has more samples."""

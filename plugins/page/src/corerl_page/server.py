@@ -23,7 +23,7 @@ class Server:
     def __init__(
         self, run_dirs: Sequence[Path], *, address: str = LOOPBACK, port: int = 0, hosts: Collection[str] = ()
     ) -> None:
-        key = secrets.token_urlsafe(24)
+        key, self.runs = secrets.token_urlsafe(24), runs_of(list(run_dirs))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             self._socket = socket.create_server((address, port), family=family)
@@ -31,12 +31,13 @@ class Server:
             raise ConfigError(
                 f"cannot listen on {address} port {port}: {error.strerror}; choose another port, or 0"
             ) from error
-        host = f"[{address}]" if ":" in address else address
+        own = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(address, address)
+        host = f"[{own}]" if ":" in own else own
         # What follows # stays in the browser: neither logs nor other sites get the key.
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/#key={key}"
         self._http = uvicorn.Server(
             uvicorn.Config(
-                app(runs_of(list(run_dirs)), key=key, hosts=hosts),
+                app(self.runs, key=key, hosts=hosts),
                 lifespan="off",
                 ws="none",
                 log_config=None,

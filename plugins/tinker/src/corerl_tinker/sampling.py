@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-from attrs import define, evolve, frozen
+from attrs import define, evolve
 
 from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
@@ -32,12 +32,12 @@ ATTEMPTS = 3  # to sample a row whose engines die or are replaced meanwhile; a r
 Samples = concurrent.futures.Future[Generation]
 
 
-@frozen(kw_only=True)
+@define(kw_only=True, eq=False)
 class Sampler:
     """What a client samples from."""
 
     number: int  # of the sampler, the same each time a client does the same
-    weights: int | None  # their number; None: those that were published last, whatever these are
+    weights: int | None  # their number; None: those that were published last, while this model is trained
     name: str  # for messages
 
 
@@ -74,7 +74,8 @@ class Samplers:
         self._most = engines.config.versions if engines.separate_adapters else 1  # versions that engines hold at once
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
-        # Version of the engines -> the number of the weights; the one that was sampled from last at the end.
+        # Version of the engines -> the number of the weights; the one that was sampled from last at the end. Another
+        # dict with each change: it is read without the lock.
         self._numbers: dict[int, int] = {}
         self._published = START  # the number of the weights that were pushed last as they were, and not from a copy
         self._going: tuple[int, ...] = ()  # versions that engines are about to lose, from which no sample begins
@@ -183,6 +184,12 @@ class Samplers:
         self._samplers[key] = Sampler(number=len(self._samplers), weights=number, name=name)
         return key
 
+    def model_ends(self) -> None:
+        """Inflight samplers stay at what their model has published last: others are published from now on."""
+        for each in self._samplers.values():
+            if each.weights is None:
+                each.weights = self._published
+
     async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
         sampler = self._samplers.get(wanted.sampler)
@@ -233,7 +240,8 @@ class Samplers:
             if version is None or version in self._going:
                 return None
             self._in_flight[version] += 1
-            self._numbers[version] = self._numbers.pop(version)
+            others = {each: number for each, number in self._numbers.items() if each != version}
+            self._numbers = {**others, version: self._numbers[version]}
         try:
             work = self._engines.begin(evolve(asked.request, version=version))
         except BaseException:
@@ -253,23 +261,24 @@ class Samplers:
         with self._changing:
             self._asked.setdefault(wanted, []).append(asked)
 
-        def begin() -> Samples:
+        def begin() -> Samples | None:
             if asked.begun is None:
                 self.push(asked.sampler)
                 with self._changing:
                     waiting = self._asked.pop(wanted, [asked])
                 for each in waiting:
                     each.begun = self._begin(each)
-            if asked.begun is None:
-                raise EngineFailed("all engines died as soon as they had the weights")
             return asked.begun
 
         try:
-            return await in_turn(begin)
+            begun = await in_turn(begin)
         finally:
             with self._changing:
                 if asked in (left := self._asked.get(wanted, [])):  # refused, or whoever asked has gone
                     left.remove(asked)
+        if begun is None:  # an error of this request alone: what fails in turn is the end of the model
+            raise EngineFailed("all engines died as soon as they had the weights")
+        return begun
 
     def _number(self, sampler: Sampler) -> int:
         """Of the weights that a sampler is asked for now."""

@@ -96,7 +96,7 @@ class ServedPolicy:
             self._checkpoints.begin(model_id, made, wanted.user_metadata)
         except OSError as error:
             raise Refused(f"a model needs its directory in serve.directory: {error}") from error
-        self.discard()
+        self.release()
         if self._step or self._samplers.now != START:
             self._stale = True  # not yet: a checkpoint may be loaded next
         self._training = model_id
@@ -104,6 +104,7 @@ class ServedPolicy:
 
     def release(self) -> None:
         self.discard()
+        self._samplers.model_ends()
         self._training = ""
 
     def _require_served(self, base_model: str) -> None:

@@ -82,7 +82,7 @@ function switchTheme() {
 
 const KEYS = [
   ["1 … 6", "a view"], ["j  k", "next and previous step with samples"], ["↓  ↑", "next and previous sample, in the list"],
-  ["/", "search samples, metrics or notices"], ["+  −", "zoom the timeline, in Time"], ["←  →", "move the timeline"],
+  ["/", "search samples, metrics or notices"], ["+  −", "zoom the timeline, in Time"], ["←  →", "the numbers of each token, in Samples; move the timeline, in Time"],
   ["r", "next run"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close, or leave a field"],
 ];
 const help = document.getElementById("keys");

@@ -24,6 +24,6 @@ export async function show(page) {
     h("dl", { class: "facts" }, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
     rows.length
       ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, heads.map((each) => h("th", { scope: "col" }, each)))), h("tbody", {}, rows)))
-      : h("p", { class: "quiet" }, "What each process did is in the trace. List the extension trace in the run's config: ", h("code", {}, '{ name = "trace" }')),
+      : h("p", { class: "quiet" }, run.files["trace.json"] ? "No call has ended yet." : ["What each process did is in the trace. List the extension trace in the run's config: ", h("code", {}, '{ name = "trace" }')]),
   ];
 }

@@ -17,11 +17,14 @@ let list = null; // of the shown step, so that a newer step does not move what i
 
 export async function show(page, { again, current }) {
   const run = page.run(), steps = await get(`runs/${run.id}/steps`);
+  if (!steps.length && run.running && (run.files["rollouts.jsonl"] ?? run.files["samples.jsonl"]) != null) {
+    return h("p", { class: "quiet" }, "No step has ended yet.");
+  }
   if (!steps.length) {
     return h("p", { class: "quiet" }, "No samples are recorded. List the extension page (or jsonl) in the run's config: ",
       h("code", {}, 'extensions = [{ name = "console" }, { name = "jsonl" }, { name = "page" }]'));
   }
-  const last = steps.at(-1).step, step = Math.min(state.number("step", last), last);
+  const last = steps.at(-1).step, step = Math.min(state.number("step", newest(steps)), last);
   const place = closest(steps, step), kinds = steps[place].kinds;
   const kind = state.get("kind") in kinds ? state.get("kind") : "sampled" in kinds ? "sampled" : Object.keys(kinds)[0];
   const query = { step: steps[place].step, kind, sort: state.get("sort"), q: state.get("q") };
@@ -75,10 +78,13 @@ function counts({ total, cut_off, far }) {
 const closest = (steps, wanted) => steps.reduce((best, each, at) =>
   (Math.abs(each.step - wanted) < Math.abs(steps[best].step - wanted) ? at : best), 0);
 
+// The last step that has sampled: held-out samples are also of the weights after it.
+const newest = (steps) => (steps.findLast((each) => "sampled" in each.kinds) ?? steps.at(-1)).step;
+
 export async function move(page, by) {
   const steps = await get(`runs/${page.run().id}/steps`);
   if (!steps.length) return;
-  const place = closest(steps, state.number("step", steps.at(-1).step)) + by;
+  const place = closest(steps, state.number("step", newest(steps))) + by;
   if (place >= 0 && place < steps.length) state.set({ view: "samples", step: steps[place].step, sample: "" });
 }
 
@@ -149,8 +155,19 @@ async function makeList(address) {
 }
 
 export function onKey(event) {
+  if (event.key === "ArrowLeft" || event.key === "ArrowRight") return moveToken(event.key === "ArrowRight" ? 1 : -1);
   if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return false;
   list?.move(event.key === "ArrowDown" ? 1 : -1);
+  return true;
+}
+
+function moveToken(by) {
+  const tokens = [...document.querySelectorAll(".token")], at = tokens.findIndex((each) => each.classList.contains("at"));
+  const next = tokens[Math.min(tokens.length - 1, Math.max(0, at + by))];
+  tokens[at]?.classList.remove("at");
+  next?.classList.add("at");
+  next?.scrollIntoView({ block: "nearest" });
+  next?.dispatchEvent(new Event("pointerenter"));
   return true;
 }
 
@@ -181,14 +198,14 @@ async function drawSample(place, run, step, id) {
     h("dl", { class: "facts" }, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])), h("p", {}, flags),
     ...(sample.rows ? conversations(sample.rows) : [
       block("prompt", h("pre", {}, sample.prompt)), block("response", h("pre", {}, sample.response || "∅")),
-      h("p", { class: "quiet" }, "Only its texts are recorded. The extension page keeps tokens with their log-probs and versions."),
+      h("p", { class: "quiet" }, "Only its texts are recorded: the extension page keeps tokens, log-probs and versions of sampled ones."),
     ]));
 }
 
 function conversations(rows) {
   const has = { diff: rows.some((row) => row.trainer), engine: true, advantages: rows.some((row) => row.advantages), version: true };
   const chosen = has[state.get("paint")] ? state.get("paint") : has.diff ? "diff" : "engine";
-  const readout = h("output", { class: "readout" }, "Point at a token for its numbers.");
+  const readout = h("output", { class: "readout" }, "Point at a token for its numbers, or press → and ←.");
   const body = h("div", {});
   const draw = (paint) => body.replaceChildren(...rows.flatMap((row, at) => conversation(rows, row, at, paint, readout)));
   draw(chosen);

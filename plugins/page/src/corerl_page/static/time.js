@@ -81,7 +81,7 @@ function timeline(run) {
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     if (!tracks.length) {
-      hint.textContent = "No trace is recorded. List the extension trace in the run's config: { name = \"trace\" }";
+      hint.textContent = run.files["trace.json"] ? "No call has ended yet." : "No trace is recorded. List the extension trace in the run's config: { name = \"trace\" }";
       return;
     }
     const x = (time) => LABELS + ((time - from) / (to - from)) * (width - LABELS);
