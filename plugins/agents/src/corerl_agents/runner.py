@@ -241,6 +241,7 @@ class EpisodeRunner:
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason="length" if generation.truncated[0] else "tool_calls" if answer.calls else "stop",
+            stopped=self._renderer.stopped(generation.tokens, chat.stop),
             prompt_token_ids=turn.request.tokens,
             token_ids=generation.tokens,
             tokens=self._texts(generation.tokens) if chat.logprobs else (),

@@ -78,6 +78,25 @@ def test_a_stream_says_what_an_answer_says() -> None:
     assert {**streamed.to_dict(), "id": ""} == {**whole.to_dict(), "id": ""}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
+    with scripted(PROMPT, ["I add. ### It"] * 3) as script, client(script.episode.anthropic_url) as ours:
+        ended = []
+        for texts in (["!", "###", "add. ##"], ["###"], ["It is"]):
+            asked: dict[str, Any] = {"model": "any", "max_tokens": 99, "messages": [USER], "stop_sequences": texts}
+            if stream:
+                with ours.messages.stream(**asked) as events:
+                    ended.append(events.get_final_message())
+            else:
+                ended.append(ours.messages.create(**asked))
+    assert [(each.stop_reason, each.stop_sequence) for each in ended] == [
+        ("stop_sequence", "add. ##"),
+        ("stop_sequence", "###"),
+        ("end_turn", None),
+    ]
+    assert [each.content[0].text for each in ended] == ["I ", "I add. ", "I add. ### It"]
+
+
 def test_an_answer_that_is_cut_has_used_up_its_tokens() -> None:
     with scripted(PROMPT, ["It is 5"]) as script, client(script.episode.anthropic_url) as ours:
         cut = ours.messages.create(model="any", max_tokens=3, messages=[USER])
