@@ -156,7 +156,8 @@ class Engines:
     @property
     def held(self) -> tuple[int, ...]:
         """The versions that engines can sample from, the newest last: it alone, unless `weights.versions` says more.
-        Whatever takes the weights from engines leaves them no earlier version: `turn`, and that one is replaced."""
+        Whatever takes the weights from engines leaves them no earlier version: `turn`, a `push` on shared devices, and
+        that one is replaced."""
         return self.fleet.held
 
     def push(self, *, weights: str = "", forget: int | None = None) -> int:
