@@ -198,7 +198,8 @@ class Engines:
     def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]:
         """Like `generate`, from any thread and without waiting; `asyncio.wrap_future` lets a task await it, and
         cancelling it ends the sampling. Where engines have no weights, rows wait for the next `push`, which also starts
-        others in the place of dead ones. Where all have died, the result is EngineFailed."""
+        others in the place of dead ones. Where all have died, the result is EngineFailed; where a request's version is
+        gone, VersionGone."""
         return self.fleet.loop.begin(self._sampled(request))
 
     async def _sampled(self, request: GenerateRequest) -> Generation:

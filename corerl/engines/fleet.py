@@ -209,11 +209,12 @@ class EngineFleet:
         on_progress: OnProgress | None,
         on_tokens: Callable[[Generation], None] | None,
     ) -> Generation:
-        while not self._serving.is_set():  # what set it may be over when this task's turn comes
+        # What set it may be over when this task's turn comes. Engines that come get later versions, never this one.
+        while request.version is None and not self._serving.is_set():
             await self._serving.wait()
         able = [each for each in self._routed if request.version in (None, *each.held)]
         if not able:
-            held = ", ".join(map(str, self.held))
+            held = ", ".join(map(str, self.held)) or "none"
             raise VersionGone(
                 f"no engine holds weights version {request.version} any more, but {held}: raise weights.versions, or "
                 "push the weights again, as another version"
