@@ -181,6 +181,9 @@ class StepReports:
         metrics |= idle_seconds(waits, engines=len(engines))
         for line in self.notices.of(scored):
             self.progress.notice(line)
+        samples = scored.rollout.batch
+        if batch and np.array_equal(batch.samples.tokens, samples.tokens):  # not of a postprocess that drops rows
+            samples = batch.samples
         self.progress.emit(
             StepFinished(
                 step=scored.step,
@@ -190,5 +193,6 @@ class StepReports:
                 idle=[
                     evolve(each, started=self._epoch + each.started, ended=self._epoch + each.ended) for each in waits
                 ],
+                batch=samples,
             )
         )

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from corerl.engines.base import SamplingParams as SamplingParams
     from corerl.engines.base import ignore as ignore
     from corerl.engines.batching import settle as settle
+    from corerl.engines.continuation import append as append
+    from corerl.engines.continuation import continued as continued
     from corerl.engines.continuation import split as split
     from corerl.engines.lifecycle import EngineLifecycle as EngineLifecycle
     from corerl.engines.lifecycle import Receiving as Receiving

@@ -81,6 +81,10 @@ def plan_rollout(
     with problems.stage():
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
         params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
+    with problems.stage():
+        make_sampler = plan_sampler(config, sampler)
+    if sampler.spec.prompts is not None:
+        problems.raise_all()  # of options that cannot be used there are no prompts
     with problems.stage("data.source"):
         given = None if names_prompts(data) else _rows_of(sampler, config)
         prompts = load_prompts(data, seed=config.run.seed, notify=note, given=given, pictures=pictures)
@@ -88,8 +92,6 @@ def plan_rollout(
     with problems.stage("reward.name"):
         reward = reward_of(config.reward)
         _require_part(config, reward, config.algorithm.dynamic_sampling_on, "algorithm.dynamic_sampling_on")
-    with problems.stage():
-        make_sampler = plan_sampler(config, sampler)
     if rollout.postprocess:
         with problems.stage():
             postprocess = imported(rollout.postprocess, setting="rollout.postprocess")

@@ -57,6 +57,7 @@ from corerl.plan.resolve import (
     resolve_tables,
     settle_algorithm,
     settle_extensions,
+    settle_reward,
     with_extensions,
 )
 from corerl.plan.resume import Start, changed_settings, find_start
@@ -246,7 +247,7 @@ def resolve_config(config: Config, against: Callable[[Config], list[str]]) -> tu
     plugins = plugins_of(config)
     require_met(distributions_of(config))
     problems = Problems()
-    config = settle_adapters(settle_algorithm(config), problems)
+    config = settle_reward(settle_adapters(settle_algorithm(config), problems), plugins.sampler)
     problems.add(*against(config), *against_algorithm(config, plugins))
     with problems.stage():
         config = resolve_tables(config)

@@ -12,7 +12,7 @@ from attrs import evolve, fields, frozen
 
 from corerl.algorithms.base import REFERENCE
 from corerl.config.problems import Problems
-from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RolesConfig
+from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RewardConfig, RolesConfig
 from corerl.config.structuring import structure
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
@@ -161,6 +161,13 @@ def settle_algorithm(config: Config) -> Config:
         if not config.run.has_engines or not spec.compares or config.algorithm.kl_in == "reward":
             defaults.pop("dynamic_sampling", None)  # where it has no use, a default gives way
     return evolve(config, algorithm=config.algorithm.settled(defaults, max_tokens=config.rollout.max_tokens))
+
+
+def settle_reward(config: Config, sampler: Loaded) -> Config:
+    """The same config with the sampler's own reward, if it has one and `[reward]` names none."""
+    unnamed = config.reward.name == fields(RewardConfig).name.default and not config.reward.functions
+    own: str = sampler.spec.reward
+    return evolve(config, reward=evolve(config.reward, name=own)) if own and unnamed else config
 
 
 def settle_extensions(config: Config) -> Config:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attrs import asdict, field, frozen
+
+if TYPE_CHECKING:
+    from corerl.types import SampleBatch
 
 
 @frozen(kw_only=True)
@@ -21,10 +24,11 @@ class SampleShown:
     source: str = ""  # of the prompt, if several are mixed; of a set of held-out prompts, its name
     # The names of the prompt's pictures: of shown held-out prompts, RUN_DIR/pictures/NAME.png is there.
     pictures: tuple[str, ...] = field(default=(), converter=tuple[str, ...])
+    parts: Mapping[str, float] = field(factory=dict)  # of the reward, by name
 
     def record(self) -> dict[str, Any]:
-        """For JSON; without `pictures` if there are none."""
-        return asdict(self, filter=lambda _, value: value != ())
+        """For JSON; without `pictures` and `parts` if there are none."""
+        return asdict(self, filter=lambda _, value: value not in ((), {}))
 
 
 @frozen(kw_only=True)
@@ -91,6 +95,9 @@ class StepFinished:
     shown: Sequence[SampleShown] = field(factory=tuple)  # a few of the samples
     samples: Sequence[SampleShown] = field(factory=tuple)  # all; samples of one prompt are adjacent
     idle: Sequence[Idle] = field(factory=tuple)  # since the last step's end
+    # The rows of `samples`, those of one sample adjacent, with the columns that the losses read if the step trained;
+    # sample number n is row `batch.episodes[0][n]`. Shared with the run: do not change it, nor keep it for long.
+    batch: SampleBatch | None = field(default=None, eq=False, repr=False)
 
 
 @frozen(kw_only=True)

@@ -80,7 +80,12 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     for kind, extras in {
         Kind.BACKENDS: {"deepspeed": "deepspeed", "fsdp": "fsdp", "megatron": "megatron", "testing": "plain"},
         Kind.ENGINES: {"sglang": "sglang"},
-        Kind.SAMPLERS: {"agents": "episodes", "vision": "count-shapes"},
+        Kind.SAMPLERS: {
+            "agents": "episodes",
+            "reasoning-gym": "reasoning-gym",
+            "verifiers": "verifiers",
+            "vision": "count-shapes",
+        },
         Kind.EXTENSIONS: {
             "observe": "curves memory nan-guard profiler tensorboard trace",
             "elastic": "elastic",

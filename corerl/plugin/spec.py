@@ -241,6 +241,8 @@ class SamplerSpec(Spec):
     # The rows that a run has prompts from whose `[data]` names no source, as those of a data file: objects with the
     # fields of `data.prompt_key`, `data.answer_key` and any others, as many as `len` says, each the same in every run.
     prompts: Callable[[Any], Sequence[Mapping[str, Any]]] | None = None  # (options)
+    # The reward of a run whose `[reward]` names none, as `reward.name` names one: "module:function". Empty: core's.
+    reward: str = ""
     # Whether a sample may have another number of rows than one, or none of the policy's tokens.
     episodes: bool = False
 

@@ -92,9 +92,9 @@ async def evaluate(sampler: Sampler, eval_set: EvalSet, reward: AsyncScorer, *, 
     asked = [rollout.prompts[each] for each in rollout.batch.row_columns["group"][first]]
     return Evaluation(
         metrics=metrics,
-        shown=shown(rollout, scores.rewards, first),
+        shown=shown(rollout, scores.rewards, first, values=scores.values),
         pictures=tuple(each for prompt in asked for each in prompt.pictures),
-        samples=shown(rollout, scores.rewards),
+        samples=shown(rollout, scores.rewards, values=scores.values),
         failures=scores.failures,
         first_failure=scores.first or unread,
     )

@@ -19,7 +19,7 @@ from corerl.errors import RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import ScoredRollout, exact_share
-from corerl.rollout.scoring import AsyncScorer, Scores, add_parts
+from corerl.rollout.scoring import AsyncScorer, Scores, add_parts, joined_values
 from corerl.rollout.source import Source
 from corerl.types import BoolArray, FloatArray, OnProgress
 
@@ -42,6 +42,7 @@ class PromptTask:
     failed: BoolArray = field(init=False)  # [B] True where scoring failed
     useful: BoolArray = field(init=False)  # [P] False where dynamic sampling wants another prompt
     first_failure: str = ""  # of the call that scored it
+    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part of the reward; NaN without it
 
     def on_tokens(self, generation: Generation) -> None:
         if len(generation.tokens):
@@ -177,8 +178,10 @@ class SampledRollouts(Source):
             deciding = scores.rewards if self.refill is None else self.refill.deciding(scores)
             ends = np.cumsum([len(task.rollout.batch) for task in tasks])[:-1]
             split = (np.split(each, ends) for each in (scores.rewards, scores.failed, deciding))
+            values = {name: iter(np.split(each, ends)) for name, each in scores.values.items()}
             for task, rewards, failed, decides in zip(tasks, *split, strict=True):
                 task.rewards, task.failed, task.first_failure = rewards, failed, scores.first
+                task.values = {name: next(each) for name, each in values.items()}
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
                     task.useful = self.refill.useful(decides, task.rollout.batch.row_columns["group"])
@@ -219,6 +222,7 @@ class SampledRollouts(Source):
             first_failure=first,
             counts=counts,
             parts=add_parts(*(scores.parts for scores in self._scores)),
+            values=joined_values([(task.values, len(task.rewards)) for task in tasks]),
         )
         for task in tasks:
             self._in_flight.pop(task.number, None)

@@ -32,19 +32,23 @@ class ScoredRollout:
     first_failure: str = ""  # as one line
     counts: Mapping[str, int] = field(factory=dict)  # of other samples generated for this step, by name
     parts: PartSums = field(factory=dict)  # of rewards that have several, over all samples scored for this step
+    values: Mapping[str, FloatArray] = field(factory=dict)  # [B] of each part; NaN for samples that lack it
 
     def shown(self, count: int = 3) -> tuple[SampleShown, ...]:
         """The first sample of each of the first `count` prompts, for display."""
-        return shown(self.rollout, self.rewards, first_samples(self.rollout, count))
+        return shown(self.rollout, self.rewards, first_samples(self.rollout, count), values=self.values)
 
     def samples(self) -> tuple[SampleShown, ...]:
         """All samples as texts; of an episode, its last answer."""
-        return shown(self.rollout, self.rewards)
+        return shown(self.rollout, self.rewards, values=self.values)
 
     def take_prompts(self, groups: IntArray) -> ScoredRollout:
         """Only the samples of these prompts [n]."""
-        rollout, rewards = self.rollout.take_prompts(groups), self.rewards[self.rollout.prompt_rows(groups)]
-        return evolve(self, rollout=rollout, rewards=rewards, exact_match=exact_share(rollout))
+        rollout, rows = self.rollout.take_prompts(groups), self.rollout.prompt_rows(groups)
+        values = {name: each[rows] for name, each in self.values.items()}
+        return evolve(
+            self, rollout=rollout, rewards=self.rewards[rows], exact_match=exact_share(rollout), values=values
+        )
 
 
 def exact_share(rollout: Rollout) -> float | None:
@@ -62,9 +66,15 @@ def first_samples(rollout: Rollout, count: int) -> IntArray:
     return rows[rollout.batch.row_columns["sample"][rows] == 0][:count]
 
 
-def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -> tuple[SampleShown, ...]:
+def shown(
+    rollout: Rollout,
+    rewards: FloatArray,
+    rows: IntArray | None = None,
+    *,
+    values: Mapping[str, FloatArray] | None = None,
+) -> tuple[SampleShown, ...]:
     """The samples in these rows as texts, by default all; of an episode, its last answer. The prompt of a chat is all
-    that the model was given, including the config's system message."""
+    that the model was given, including the config's system message. `values` are [B] of each part of the rewards."""
     rows = rollout.batch.episodes[0] if rows is None else rows
     groups = rollout.batch.row_columns["group"][rows].tolist()
     prompts = {group: rollout.prompts[group] for group in groups}
@@ -78,6 +88,7 @@ def shown(rollout: Rollout, rewards: FloatArray, rows: IntArray | None = None) -
             sample=int(rollout.batch.row_columns["sample"][row]),
             source=prompts[group].source,
             pictures=[name_of(each) for each in prompts[group].pictures],
+            parts={name: float(each[row]) for name, each in (values or {}).items() if not np.isnan(each[row])},
         )
         for row, group, reward in zip(rows.tolist(), groups, rewards[rows].tolist(), strict=True)
     )
@@ -121,4 +132,5 @@ def postprocessed(scored: ScoredRollout, function: Callable[[ScoredRollout], Any
             flaw = "in which rows of an episode have different rewards; give each its episode's (`batch.episodes`)"
     if flaw:
         raise DataError(f"rollout.postprocess={name!r} returned a batch {flaw}")
-    return evolve(result, rewards=rewards)
+    values = {name: each for name, each in result.values.items() if len(each) == len(rewards)}  # else rows are gone
+    return evolve(result, rewards=rewards, values=values)

@@ -34,6 +34,15 @@ def add_parts(*sums: PartSums) -> PartSums:
     return total
 
 
+def joined_values(batches: Sequence[tuple[Mapping[str, FloatArray], int]]) -> dict[str, FloatArray]:
+    """[B] each part of several batches in a row, each with its number of rows; NaN where a batch lacks the part."""
+    names = dict.fromkeys(name for values, _ in batches for name in values)
+    return {
+        name: np.concatenate([values.get(name, np.full(rows, np.nan, np.float32)) for values, rows in batches])
+        for name in names
+    }
+
+
 @frozen(kw_only=True)
 class Scores:
     """The rewards of a rollout's samples, and which of them failed."""

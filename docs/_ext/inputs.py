@@ -16,7 +16,6 @@ from corerl.models.build import NOISE
 from corerl.models.lora import HARMLESS, READ
 from corerl.models.tokenizer import SHAPING
 from corerl.plan.models import FURTHER, TERMS
-from corerl_agents.chat_requests import FIELDS, REFUSED
 
 
 class Rule(NamedTuple):
@@ -75,10 +74,6 @@ GENERATION = (
         "ignored",
         "kept for the export",
     ),
-)
-REQUEST = (
-    Rule(f"^({'|'.join((*FIELDS, 'temperature', 'top_p', 'top_k'))})$", "used", "some with one value alone"),
-    Rule(f"^({'|'.join(REFUSED)})$", "refused", "the error says what to do instead"),
 )
 TOKENIZER = (
     Rule("^chat_template$", "used", "writes prompts; without one, a prompt is its text"),
@@ -154,7 +149,6 @@ def inputs_reference() -> str:
         "A tokenizer's tokenizer_config.json": (TOKENIZER, ()),
         "A row of the data": (ROW, ()),
         "A message, of a row or a request": (MESSAGE, ()),
-        "A chat request of an agent": (REQUEST, ()),
         "A checkpoint's checkpoint.json, its `state`, and the index of a rank": (CHECKPOINT, ()),
         "PEFT's adapter_config.json": (ADAPTERS, ()),
     }

@@ -44,6 +44,8 @@ from corerl.plugin.hooks import Context
 from corerl.plugin.registry import INSTALL_HINTS, Kind, installed_names, load, scan
 from corerl.plugin.spec import PlanAnswer, Process
 from corerl.types import MemoryKind
+from corerl_agents.dialects import DIALECTS
+from corerl_agents.fields import fields_table
 from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
 from corerl_testing.matrix import Status
@@ -301,6 +303,14 @@ def inputs_reference() -> str:
     return str(importlib.import_module("inputs").inputs_reference())
 
 
+def requests_reference() -> str:
+    """The fields of each dialect in which agents ask."""
+    made = []
+    for dialect in DIALECTS:
+        made += [f"## {dialect.name}", "", f"`POST base_url/{dialect.path}`", "", fields_table(dialect.fields)]
+    return "\n".join(made)
+
+
 REFERENCES = {
     "config": config_reference,
     "plugins": plugins_reference,
@@ -317,4 +327,5 @@ REFERENCES = {
     "testers": partial(public_reference, "testers"),
     "wheels": partial(public_reference, "wheels"),
     "inputs": inputs_reference,
+    "requests": requests_reference,
 }

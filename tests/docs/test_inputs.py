@@ -12,7 +12,6 @@ import attrs
 import pytest
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from openai.types import chat
-from openai.types.chat import completion_create_params
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -68,7 +67,6 @@ def fields_of_checkpoints() -> set[str]:
     [
         ("MODEL", fields_of_models, 500),
         ("GENERATION", lambda: set(vars(GenerationConfig())), 40),
-        ("REQUEST", lambda: set(completion_create_params.CompletionCreateParamsBase.__annotations__), 20),
         ("TOKENIZER", fields_of_tokenizers, 40),
         ("MESSAGE", fields_of_messages, 6),
         ("CHECKPOINT", fields_of_checkpoints, 7),
@@ -97,7 +95,6 @@ def test_every_setting_of_a_rows_fields_has_its_place(inputs: ModuleType) -> Non
         ("MODEL", "rope_theta", "used"),
         ("MODEL", "quantization_config", "refused"),
         ("GENERATION", "repetition_penalty", "noted"),
-        ("REQUEST", "reasoning_effort", "refused"),
         ("ADAPTERS", "lora_dropout", "ignored"),
         ("ADAPTERS", "eva_config", "ignored"),
         ("ADAPTERS", "use_dora", "refused"),

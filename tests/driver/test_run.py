@@ -181,6 +181,20 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
+def test_observers_get_the_columns_that_a_step_trained_on(make_run: Callable[..., Run]) -> None:
+    ears = Ears()
+    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears, rollout_step=5)
+    run.actor.next_optimizer_step = 30
+    result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
+    trained = batch().with_columns(advantages=np.arange(5.0))
+    for samples in (trained, trained.take_rows(np.array([1]))):  # the second as a postprocess leaves rows out
+        run.report(scored(), TrainBatch(samples=samples, metrics={}), {"actor": [result]})
+    run.report(scored(), None, {})
+    whole, *others = (event.batch for event in ears.steps)
+    assert whole is trained
+    assert all(each.tokens.tolist() == [0, 1, 2, 3, 4] and "advantages" not in each.columns for each in others)
+
+
 def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
     ears = Ears()
     run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)

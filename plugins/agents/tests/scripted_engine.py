@@ -40,10 +40,11 @@ class ScriptedEngine(TransformersEngine):
     @torch.inference_mode()
     def _generate(self, request: GenerateRequest, version: int, on_finished: OnFinished, *encoded: Any) -> Generation:
         tokens, logprobs, truncated = [], [], []
-        rows = zip(request.by_row(), request.noise_keys.tolist(), request.left.tolist(), strict=True)
-        for row, key, left in rows:
-            text = reply(self._tokenizer.decode(row), key)
-            said = np.array([*self._tokenizer.encode(text), request.params.stop_tokens[0]])
+        begun = request.answered.tolist()  # tokens of answers that are sampled in parts
+        rows = zip(request.by_row(), request.noise_keys.tolist(), request.left.tolist(), begun, strict=True)
+        for row, key, left, answered in rows:
+            text = reply(self._tokenizer.decode(row[: len(row) - answered]), key)
+            said = np.array([*self._tokenizer.encode(text), request.params.stop_tokens[0]])[answered:]
             truncated.append(len(said) > left)
             said = said[:left]
             logits = self._model(torch.tensor([[*row, *said]])).logits[0, len(row) - 1 : -1]

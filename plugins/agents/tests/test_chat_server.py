@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from corerl.rollout import EventLoop, in_thread
-from corerl_agents.chat_requests import ChatRequest
-from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece
+from corerl_agents.chat_server import ChatServer
 from corerl_agents.refused import Refused
 from tests.machine import paced
 
@@ -39,7 +39,7 @@ class Desk:
         self.threads: set[str] = set()
         self.refuses = False
 
-    async def __call__(self, request: ChatRequest) -> ChatAnswer:
+    async def __call__(self, request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
         self.requests.append(request)
         self.threads.add(threading.current_thread().name)
         if self.refuses:
@@ -186,7 +186,7 @@ def test_an_error_has_openais_shape(front: ChatServer) -> None:
 def test_a_broken_answer_is_reported_to_client_and_user(
     front: ChatServer, capfd: pytest.CaptureFixture[str], error: BaseException, told: str
 ) -> None:
-    async def breaks(request: ChatRequest) -> ChatAnswer:
+    async def breaks(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
         raise error
 
     status, answer = post(front.open(breaks) + "/chat/completions", {"messages": [USER]})
@@ -209,10 +209,10 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     asked, answer = threading.Event(), threading.Event()
 
-    async def slow(request: ChatRequest) -> ChatAnswer:
+    async def slow(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
         asked.set()
         await in_thread(answer.wait, name="slow")
-        return await Desk()(request)
+        return await Desk()(request, on_piece)
 
     slow_url = made.open(slow)
     gone = connected(slow_url)
@@ -244,14 +244,14 @@ def test_it_serves_this_machine_alone_until_closed(loop: EventLoop, capfd: pytes
 def test_a_client_that_leaves_cancels_its_answer_alone(front: ChatServer) -> None:
     begun, gone = threading.Event(), threading.Event()
 
-    async def answering(request: ChatRequest) -> ChatAnswer:
+    async def answering(request: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
         begun.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             gone.set()
             raise
-        return await Desk()(request)
+        return await Desk()(request, on_piece)
 
     url = front.open(answering)
     connection = connected(url)

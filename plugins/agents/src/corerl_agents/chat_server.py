@@ -1,54 +1,36 @@
-"""An OpenAI-compatible server in the driver: serves chat requests, with one base URL per episode."""
+"""The server in the driver that clients ask, in any of the dialects, with one base URL per episode."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
-import copy
 import itertools
 import json
 import secrets
 import socket
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 
 from corerl.messages import one_line
 from corerl.rollout import EventLoop
-from corerl.types import IntArray
-from corerl_agents.chat_requests import ChatRequest, read_request
+from corerl_agents.chat_requests import Answering, OnPiece, Piece
+from corerl_agents.dialects import DIALECTS, Dialect
+from corerl_agents.dialects.base import MODEL
+from corerl_agents.dialects.chat import CHAT
 from corerl_agents.refused import Refused
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-MODEL = "policy"  # the model's name in answers; requests may use any name
 API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
 CLOSED = 499  # the status for a client that has gone, which nobody reads
 WAITING = 1024  # connections that may wait: many episodes may start and connect at the same moment
 IDLE = 24 * 3600  # seconds; a server that closes a connection earlier may do so as a client sends its next request
 
-
-@frozen(kw_only=True, eq=False)
-class ChatAnswer:
-    """The answer to a `ChatRequest`."""
-
-    text: str
-    reasoning: str = ""  # where it is not in the text
-    tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
-    finish_reason: str  # stop, tool_calls or length
-    prompt_token_ids: IntArray  # [n] before the answer
-    token_ids: IntArray = field(factory=lambda: np.zeros(0, np.int64))  # [m]
-    tokens: Sequence[str] = ()  # [m] as texts, if log-probs were asked for
-    logprobs: Sequence[float] = ()  # [m] likewise
-
-
-Answering = Callable[[ChatRequest], Awaitable[ChatAnswer]]  # awaited in the server's loop; raises Refused
 Refusing = Callable[[str], None]  # called with the message of each refused request
 
 
@@ -56,7 +38,7 @@ Refusing = Callable[[str], None]  # called with the message of each refused requ
 class _Reply:
     status: int  # of HTTP
     content: dict[str, Any]
-    request: ChatRequest | None = None  # the one that is answered; None where it is not
+    events: bytes = b""  # with which a stream ends
 
 
 class ChatServer:
@@ -105,7 +87,7 @@ class ChatServer:
         return self._loop.begin(self._answered(_name(base_url), json.dumps(body)))
 
     async def _answered(self, name: str, body: str) -> dict[str, Any]:
-        return (await self.reply(name, body)).content
+        return (await self.reply(name, body, CHAT)).content
 
     def close(self) -> None:
         """Serve no longer. Idempotent. In the loop's own thread, returns before the port is closed."""
@@ -131,38 +113,58 @@ class ChatServer:
     def lost(self, method: str, path: str, status: int) -> _Reply:
         """Answer a request to a path that does not exist, or not with this method."""
         name = path.removeprefix("/").partition("/")[0]
-        known = f"no such path; this server has POST /{name}/v1/chat/completions and GET /{name}/v1/models"
+        posts = ", ".join(f"POST /{name}/v1/{dialect.path}" for dialect in DIALECTS)
+        known = f"no such path; this server has {posts} and GET /{name}/v1/models"
         _, refusing = self._open.get(name, (None, None))
         why = _NOBODY if refusing is None else known
-        return _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing)
+        return _refusal(Refused(f"{method} {path}: {why}", status=status, code="not_found"), refusing, CHAT)
 
-    async def reply(self, name: str, body: str | bytes) -> _Reply:
-        """Answer a POST to its chat path."""
+    async def reply(
+        self, name: str, body: str | bytes, dialect: Dialect, sending: Callable[[bytes], None] | None = None
+    ) -> _Reply:
+        """Answer a POST to the path of this dialect; `sending` gets a stream as far as it comes before its end."""
         answering, refusing = self._open.get(name, (None, None))
         try:
             if answering is None:
-                raise Refused(f"POST /{name}/v1/chat/completions: {_NOBODY}", status=404, code="not_found")
-            request = read_request(body, self._sampling)
-            content = _completion(await answering(request), request, number=next(self._numbers))
-            return _Reply(status=200, content=content, request=request)
+                raise Refused(f"POST /{name}/v1/{dialect.path}: {_NOBODY}", status=404, code="not_found")
+            request = dialect.read(body, self._sampling)
+            number = next(self._numbers)
+            if not request.stream or dialect.stream is None or sending is None:
+                answer = await answering(request, _unheard)
+                return _Reply(status=200, content=dialect.written(answer, request, number))
+            stream = dialect.stream(request, number)
+            answer = await answering(request, _sender(stream.piece, sending))
+            return _Reply(status=200, content={}, events=stream.end(answer))
         except Refused as refused:
-            return _refusal(refused, refusing)
+            return _refusal(refused, refusing, dialect)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # say, of a chat template: its text goes to the client; SystemExit too
             traceback.print_exception(error)  # the traceback is for whoever runs this
-            said = {"message": one_line(error), "type": "server_error", "param": None, "code": "failed"}
-            return _Reply(status=500, content={"error": said})
+            content = dialect.refusal(one_line(error), "failed", 500)
+            return _Reply(status=500, content=content, events=dialect.broken(content))
 
 
 _NOBODY = "no running episode has this URL; send requests to an episode's base_url + '/chat/completions'"
 
 
-def _refusal(refused: Refused, refusing: Refusing | None) -> _Reply:
+def _unheard(piece: Piece) -> None:
+    """Of an answer that is sent whole."""
+
+
+def _sender(written: Callable[[Piece], bytes], sending: Callable[[bytes], None]) -> OnPiece:
+    def send(piece: Piece) -> None:
+        if events := written(piece):
+            sending(events)
+
+    return send
+
+
+def _refusal(refused: Refused, refusing: Refusing | None, dialect: Dialect) -> _Reply:
     if refusing is not None:
         refusing(refused.message)
-    said = {"message": refused.message, "type": "invalid_request_error", "param": None, "code": refused.code}
-    return _Reply(status=refused.status, content={"error": said})
+    content = dialect.refusal(refused.message, refused.code, refused.status)
+    return _Reply(status=refused.status, content=content, events=dialect.broken(content))
 
 
 def _app(server: ChatServer) -> Starlette:
@@ -170,21 +172,40 @@ def _app(server: ChatServer) -> Starlette:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
 
     def response(reply: _Reply) -> Response:
-        if reply.request is not None and reply.request.stream:
-            events = _events(reply.content, usage=reply.request.stream_usage)
-            return Response(events, reply.status, media_type="text/event-stream")
+        if reply.status == 200 and reply.events:
+            return Response(reply.events, media_type="text/event-stream")
         return Response(json.dumps(reply.content), reply.status, media_type="application/json")
 
-    async def chat(request: Request) -> Response:
-        answering = asyncio.create_task(server.reply(request.path_params["name"], await request.body()))
+    async def post(dialect: Dialect, request: Request) -> Response:
+        parts: asyncio.Queue[bytes] = asyncio.Queue()
+        name, body = request.path_params["name"], await request.body()
+        answering = asyncio.create_task(server.reply(name, body, dialect, parts.put_nowait))
         gone = asyncio.create_task(closed(request))
+        streamed = False
         try:
-            await asyncio.wait([answering, gone], return_when=asyncio.FIRST_COMPLETED)
+            if part := await _next(parts, answering, gone):
+                streamed = True
+                return StreamingResponse(following(part, parts, answering, gone), media_type="text/event-stream")
             return response(answering.result()) if answering.done() else Response(status_code=CLOSED)
+        finally:
+            if not streamed:
+                answering.cancel()
+                gone.cancel()
+
+    async def following(
+        part: bytes, parts: asyncio.Queue[bytes], answering: asyncio.Task[_Reply], gone: asyncio.Task[None]
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream from this part on, until the client has gone."""
+        try:
+            yield part
+            while part := await _next(parts, answering, gone):
+                yield part
+            if answering.done():
+                yield answering.result().events
         finally:
             answering.cancel()
             gone.cancel()
@@ -201,61 +222,27 @@ def _app(server: ChatServer) -> Starlette:
         assert isinstance(error, HTTPException)
         return response(server.lost(request.method, request.url.path, error.status_code))
 
+    def route(dialect: Dialect) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await post(dialect, request)
+
+        return Route(f"/{{name}}/v1/{dialect.path}", endpoint, methods=["POST"])
+
     return Starlette(
-        routes=[
-            Route("/{name}/v1/chat/completions", chat, methods=["POST"]),
-            Route("/{name}/v1/models", models, methods=["GET"]),
-        ],
+        routes=[*map(route, DIALECTS), Route("/{name}/v1/models", models, methods=["GET"])],
         exception_handlers={404: lost, 405: lost},
     )
 
 
+async def _next(parts: asyncio.Queue[bytes], answering: asyncio.Task[_Reply], gone: asyncio.Task[None]) -> bytes:
+    """The next part of a stream; b"" if its end has come, or its client has gone."""
+    part = asyncio.ensure_future(parts.get())
+    try:
+        await asyncio.wait([part, answering, gone], return_when=asyncio.FIRST_COMPLETED)
+        return part.result() if part.done() else b""
+    finally:
+        part.cancel()
+
+
 def _name(base_url: str) -> str:
     return base_url.split("/")[3]  # http://host:port/name/v1
-
-
-def _completion(answer: ChatAnswer, request: ChatRequest, *, number: int) -> dict[str, Any]:
-    """Format the answer as OpenAI's `chat.completion`; token ids are where vLLM has them."""
-    before, said = len(answer.prompt_token_ids), len(answer.token_ids)
-    calls = {"tool_calls": copy.deepcopy(list(answer.tool_calls))} if answer.tool_calls else {}  # the client's own
-    reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-    message = {"role": "assistant", "content": answer.text or (None if calls else ""), **reasoning, **calls}
-    return {
-        "id": f"chatcmpl-{number}",
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "finish_reason": answer.finish_reason,
-                "logprobs": {"content": _logprobs(answer)} if request.logprobs else None,
-                **({"token_ids": answer.token_ids.tolist()} if request.token_ids else {}),
-            }
-        ],
-        "usage": {"prompt_tokens": before, "completion_tokens": said, "total_tokens": before + said},
-        **({"prompt_token_ids": answer.prompt_token_ids.tolist()} if request.token_ids else {}),
-    }
-
-
-def _logprobs(answer: ChatAnswer) -> list[dict[str, Any]]:
-    return [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True)
-    ]
-
-
-def _events(completion: Mapping[str, Any], *, usage: bool) -> bytes:
-    """The completion as server-sent events: one chunk with all of it, and one with the usage if that is asked for."""
-    (choice,) = completion["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(delta["tool_calls"])]
-    streamed = {key: value for key, value in choice.items() if key != "message"}
-    head = {key: completion[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    ids = {key: value for key, value in completion.items() if key == "prompt_token_ids"}
-    chunks = [{**head, "choices": [{**streamed, "delta": delta}], **ids}]
-    if usage:
-        chunks = [{**chunks[0], "usage": None}, {**head, "choices": [], "usage": completion["usage"]}]
-    return b"".join(b"data: %s\n\n" % said for said in (*(json.dumps(each).encode() for each in chunks), b"[DONE]"))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from corerl.config import above, between, finite, option
+from corerl.config import above, at_least, between, finite, option
 from corerl.errors import ConfigError
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
 
@@ -43,6 +43,12 @@ class EpisodesConfig:
         "where an answer's message has the reasoning: in content, with its tags, or in reasoning_content, as from a "
         "server with a reasoning parser",
         default="content",
+    )
+    stream_tokens: int = option(
+        "tokens of a streamed answer that are sampled before they are sent, and an eighth of a longer one; 0: it is "
+        "sampled whole, and sent at its end. Each part is a call of the engines, which read all that is before it",
+        default=64,
+        validator=at_least(0),
     )
     timeout: float = option(
         "time limit for one episode, in seconds; one that exceeds it gets reward.failed_value",

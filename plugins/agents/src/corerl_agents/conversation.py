@@ -23,6 +23,7 @@ from corerl.pictures import Picture, PictureReader
 from corerl.rollout import Openings, Rejected, encode_texts, expand, left_open, render, wrong_option
 from corerl.types import Array, BoolArray, FloatArray, IntArray, all_shown
 from corerl_agents.pictures import ids_in
+from corerl_agents.pieces import UNFINISHED, known, shared
 from corerl_agents.refused import Diverges, Refused
 from corerl_agents.texts import FollowingTexts, split
 from corerl_agents.tool_calls import Answered, Reader, as_sent, normalized
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 SHOWN = 60  # characters of a value that a refusal shows
+HEADERS = ("<|channel|>", "<|start|>assistant")  # with which gpt-oss begins a message; they are no text
 TEXTS = ("content", "reasoning_content", "reasoning")  # fields of an answer; servers have both names of the latter
 
 
@@ -133,6 +135,7 @@ class Conversation:
     answers: Mapping[int, tuple[str, str]] = field(factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()  # shown by the first request
     options: Mapping[str, Any] = field(factory=dict)  # of the last request, for the chat template
+    by_tokens: bool = False  # the last request had tokens in place of messages: only tokens can go on from there
     exchanges: tuple[Exchange, ...] = ()
 
     @property
@@ -195,9 +198,10 @@ class Conversation:
             pictures=asked.pictures,
         )
         return Conversation(
-            messages=(*asked.messages, answer.message),
+            messages=() if asked.by_tokens else (*asked.messages, answer.message),
             text=answer.text,
-            answers={**self.answers, len(asked.messages): answer.parts},
+            answers={} if asked.by_tokens else {**self.answers, len(asked.messages): answer.parts},
+            by_tokens=asked.by_tokens,
             tools=asked.tools,
             options=asked.options,
             exchanges=(*self.exchanges, exchange),
@@ -275,6 +279,7 @@ class RenderedRequest:
     messages: tuple[Message, ...]  # the conversation's own first, then the new ones
     tools: tuple[Mapping[str, Any], ...]
     tokens: IntArray  # [n] to append to the conversation's
+    by_tokens: bool = False  # it has tokens in place of messages
     most_calls: int | None = None  # calls of tools that are read from the answer; None: all
     options: Mapping[str, Any] = field(factory=dict)
     written: str = ""  # what the chat template writes for it
@@ -462,6 +467,22 @@ class Renderer:
         except Rejected as rejected:
             raise Refused(f"messages: {rejected}") from rejected
 
+    def _reader(self, asked: RenderedRequest) -> Reader | None:
+        """What reads tool calls from the answer; None if nothing does."""
+        return self._calls if asked.tools and asked.most_calls != 0 else None
+
+    def known(self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams) -> tuple[str, str]:
+        """Reasoning and content of the answer that begins with these tokens, as far as they are known: whatever tokens
+        follow, those of `answer` begin with them, but for white space at their beginning."""
+        stops, reader = self._stops(params.stop), self._reader(asked)
+        content = stops.text(tokens.tolist(), special_tokens=False)
+        whole = stops.text(tokens.tolist(), special_tokens=True).rstrip(UNFINISHED)
+        marks = [*params.stop, *HEADERS, *(() if reader is None else reader.begins)]
+        found = known(whole, asked.opened, marks, apart=self._separate_reasoning)
+        reasoning, text = (self._special.sub("", part).rstrip() for part in found)
+        # Of an answer without calls the content is decoded without special tokens, not rid of them.
+        return reasoning, text if reasoning else shared(text, content.rstrip(UNFINISHED))
+
     def answer(self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
         tool calls are read from it; malformed ones stay text."""
@@ -476,8 +497,9 @@ class Renderer:
             text = self._openings.seen(asked.opened, special_tokens=self._special_tokens) + text
         # Delimiters of calls and of reasoning are special tokens in some tokenizers.
         found = Answered(content=whole)
-        if self._calls is not None and asked.tools and asked.most_calls != 0 and ended:
-            found = self._calls.read(whole, asked.tools, opened=asked.opened, prompt=asked.written)
+        calls_read = self._reader(asked)
+        if calls_read is not None and ended:
+            found = calls_read.read(whole, asked.tools, opened=asked.opened, prompt=asked.written)
         calls = tuple(as_sent(found.calls[: asked.most_calls], number=len(asked.messages)))
         parts = split(found.content, asked.opened) if found.reasoning is None else (found.reasoning, found.content)
         reasoning, rest = (self._special.sub("", part).strip() for part in parts)

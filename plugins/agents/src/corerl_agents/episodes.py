@@ -27,7 +27,8 @@ from corerl.rollout import (
     short,
     start_user_coroutine,
 )
-from corerl_agents.chat_server import API_KEY, MODEL, ChatServer
+from corerl_agents.chat_server import API_KEY, ChatServer
+from corerl_agents.dialects.base import MODEL
 from corerl_agents.pictures import picture_part
 
 
@@ -40,6 +41,11 @@ class Episode:
     api_key: str = API_KEY
     model: str = MODEL
     _server: ChatServer  # the one at base_url
+
+    @property
+    def anthropic_url(self) -> str:
+        """`base_url` as Anthropic's clients take it, which add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -8,11 +8,13 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from attrs import define, field
 
 from corerl.engines import GenerateRequest, Generation
 from corerl.ops import hash_key
-from corerl_agents.chat_requests import ChatRequest
+from corerl.types import IntArray
+from corerl_agents.chat_requests import ChatRequest, OnPiece
 from corerl_agents.conversation import Answer, Conversation, Difference, Message, RenderedRequest, Row
 
 
@@ -34,6 +36,7 @@ class Turn:
     request: GenerateRequest  # one row
     answer: asyncio.Task[tuple[Answer, Generation]]
     after: History | None = None  # with the answer, once that has come
+    on_piece: OnPiece | None = None  # for its client, if that wants a stream
     abandoned: bool = False  # its client closed the connection before the answer came, and has not asked again
 
     def asked_again(self, since: int) -> None:
@@ -80,7 +83,7 @@ class History:
         found, nearest = [self], None
         for history in found:
             since = len(history.conversation.messages)
-            for after in history.following:
+            for after in (each for each in history.following if not each.conversation.by_tokens):
                 difference = after.conversation.difference(messages, since=since)
                 if difference is None:
                     found.append(after)
@@ -92,9 +95,20 @@ class History:
             nearest = None
         return known[:-1], nearest
 
+    def continued_by_tokens(self, tokens: IntArray) -> History:
+        """The longest history behind this one, or else this one, that tokens [n] continue."""
+        found = [self]
+        for history in found:
+            for after in history.following:
+                had = after.conversation.tokens
+                if len(had) < len(tokens) and np.array_equal(had, tokens[: len(had)]):
+                    found.append(after)
+        return max(found, key=lambda history: (len(history.conversation.tokens), not history.live_turns))
+
     def place(self, asked: RenderedRequest, chat: ChatRequest) -> Place:
         """That of another request which continues this history."""
-        content = _content(asked.messages[len(self.conversation.messages) :], asked, chat)
+        new = asked.tokens if asked.by_tokens else asked.messages[len(self.conversation.messages) :]
+        content = _content(new, asked, chat)
         before = [turn for turn in self.turns if turn.place.content == content]
         # The noise of another answer may be known by now: for what depends on that, it would be no noise.
         others = any(turn.after is not None for turn in self.turns if turn.place.content != content)
@@ -163,8 +177,9 @@ class History:
         return sum(max(len(history.live_turns) - 1, 0) for history in self) + bool(self.live_turns)
 
 
-def _content(messages: Sequence[Message], asked: RenderedRequest, chat: ChatRequest) -> int:
-    """An int64 that is equal for requests that say the same."""
-    content = [messages, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
+def _content(messages: Sequence[Message] | IntArray, asked: RenderedRequest, chat: ChatRequest) -> int:
+    """An int64 that is equal for requests that say the same: the same new messages, or the same new tokens."""
+    new = messages.tolist() if isinstance(messages, np.ndarray) else messages
+    content = [new, asked.tools, asked.most_calls, asked.options, chat.max_tokens, chat.stop]
     digest = hashlib.blake2b(json.dumps(content, sort_keys=True, default=str).encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

@@ -11,13 +11,13 @@ import numpy as np
 from attrs import define, evolve, field
 
 from corerl.data import Prompt
-from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, stops_of
+from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, append, continued, stops_of
 from corerl.messages import note
 from corerl.pictures import Picture, PictureReader
 from corerl.rollout import Failure, Judged, Outcome
 from corerl.types import IntArray, all_shown
-from corerl_agents.chat_requests import ChatRequest
-from corerl_agents.chat_server import ChatAnswer, ChatServer
+from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
+from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
 from corerl_agents.episodes import Episode, EpisodeFunction
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+GROWTH = 8  # tokens of a streamed answer for one more that is sampled before it is sent
 Generate = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
 
 
@@ -112,6 +113,7 @@ class EpisodeRunner:
         self._params = params
         self._function = function
         self._timeout = config.timeout
+        self._part = config.stream_tokens
         self._places = asyncio.Semaphore(config.concurrency)
         self._starting = asyncio.Lock()  # those that are asked for first
         self._longest_prompt = longest_prompt
@@ -214,9 +216,11 @@ class EpisodeRunner:
 
     # ---- the requests of one episode --------------------------------------------------------------------------------
 
-    async def _answer(self, state: EpisodeState, generate: Generate, chat: ChatRequest) -> ChatAnswer:
+    async def _answer(
+        self, state: EpisodeState, generate: Generate, chat: ChatRequest, on_piece: OnPiece
+    ) -> ChatAnswer:
         own = state.prompt.pictures
-        if self._pictures is None:
+        if self._pictures is None or chat.prompt_tokens:
             shown = Shown(messages=chat.messages, pictures={})
         else:  # in a thread: decoding may take long
             shown = await asyncio.to_thread(with_pictures, chat.messages, self._pictures, own)
@@ -224,12 +228,13 @@ class EpisodeRunner:
         if isinstance(turn, ChatAnswer):
             return turn
         turn.abandoned = False
+        turn.on_piece = on_piece if chat.stream else None
         try:
             answer, generation = await asyncio.shield(turn.answer)
         except asyncio.CancelledError:
             if turn.answer.cancelled():
                 raise _over() from None
-            turn.abandoned = True  # the client has gone
+            turn.abandoned, turn.on_piece = True, None  # the client has gone
             raise
         return ChatAnswer(
             text=answer.content,
@@ -240,6 +245,8 @@ class EpisodeRunner:
             token_ids=generation.tokens,
             tokens=self._texts(generation.tokens) if chat.logprobs else (),
             logprobs=generation.logprobs.tolist() if chat.logprobs else (),
+            versions=generation.versions,
+            routed_experts=generation.routed_experts,
         )
 
     def _texts(self, tokens: IntArray) -> list[str]:
@@ -254,7 +261,10 @@ class EpisodeRunner:
             raise _over()
         if of_row := state.prompt.template_options:
             chat = evolve(chat, template_options={**of_row, **chat.template_options})
-        history, asked, difference = self._continued(state.root, chat, pictures)
+        if chat.prompt_tokens:
+            (history, asked), difference = self._continued_by_tokens(state.root, chat), None
+        else:
+            history, asked, difference = self._continued(state.root, chat, pictures)
         conversation, place = history.conversation, history.place(asked, chat)
         if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
@@ -292,6 +302,18 @@ class EpisodeRunner:
             except Diverges as diverges:
                 difference = difference or Difference(number=0, changed=False, text=diverges.message)
         return root, self._asked(root, messages, chat, pictures), difference
+
+    def _continued_by_tokens(self, root: History, chat: ChatRequest) -> tuple[History, RenderedRequest]:
+        """The longest history that the tokens of a request continue, and what they add to it."""
+        known = len(self._tokenizer)
+        if (largest := max(chat.prompt_tokens)) >= known:
+            raise Refused(f"token_ids: got {largest}, but the tokenizer has {known} tokens, from 0 to {known - 1}")
+        if self._pictures is not None and self._pictures.placeholder in chat.prompt_tokens:
+            raise Refused("token_ids: have a token that stands for a picture; send messages to show pictures")
+        tokens = np.array(chat.prompt_tokens, dtype=np.int64)
+        history = root.continued_by_tokens(tokens)
+        new = tokens[len(history.conversation.tokens) :]
+        return history, RenderedRequest(messages=(), tools=(), tokens=new, by_tokens=True)
 
     def _asked(
         self, history: History, messages: Sequence[Message], chat: ChatRequest, pictures: Mapping[str, Picture]
@@ -336,7 +358,7 @@ class EpisodeRunner:
         """Have the turn sampled: then its history may be continued."""
         (turn,) = (turn for turn in history.turns if turn.request is request)
         try:
-            generation = await generate(request)
+            generation = await self._sampled(generate, asked, turn)
         except Refused:
             history.turns.remove(turn)
             raise
@@ -354,6 +376,26 @@ class EpisodeRunner:
         state.answered += 1
         state.refusal = ""
         return answer, generation
+
+    async def _sampled(self, generate: Generate, asked: RenderedRequest, turn: Turn) -> Generation:
+        """The turn's answer. A streamed one is sampled in parts: what is sampled does not depend on that, as noise
+        belongs to a token's place."""
+        request, done = turn.request, Generation.nothing(turn.request)
+        if not turn.chat.stream or not self._part:
+            return await generate(request)
+        while True:
+            rest = continued(request, done)
+            part = rest.response_lengths + max(self._part, int(rest.answered[0]) // GROWTH)
+            generated = await generate(evolve(rest, limits=np.minimum(rest.limits, part)))
+            goes_on = generated.truncated & (np.diff(generated.offsets) < rest.left)
+            generated = evolve(generated, truncated=generated.truncated & ~goes_on, unfinished=goes_on)
+            done = append(request, done, generated)
+            if not goes_on.any():
+                return done
+            if turn.on_piece is not None:
+                reasoning, text = self._renderer.known(asked, done.tokens, request.params)
+                before, said = len(request.tokens), len(done.tokens)
+                turn.on_piece(Piece(text=text, reasoning=reasoning, prompt_tokens=before, tokens=said))
 
     def _request(
         self,
@@ -391,13 +433,14 @@ class EpisodeRunner:
 
     def _no_room(self, state: EpisodeState, history: History, asked: RenderedRequest, prompt: IntArray) -> ChatAnswer:
         """An empty answer, cut before its first token; Refused if the function goes on after it."""
-        if 0 < history.full < len(asked.messages):
+        said = len(prompt) if asked.by_tokens else len(asked.messages)
+        if 0 < history.full < said:
             raise Refused(
                 f"the row has used up its rollout.max_tokens={self._params.max_tokens}; end it when an answer has "
                 "finish_reason='length', or begin another with shorter messages",
                 code="context_length_exceeded",
             )
-        history.full = len(asked.messages)
+        history.full = said
         state.empty.append((state.answered, history))
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
 

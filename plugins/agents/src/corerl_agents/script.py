@@ -25,6 +25,7 @@ from corerl_agents.chat_requests import ChatRequest
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.histories import Turn
 from corerl_agents.refused import Refused
 from corerl_agents.runner import EpisodeRunner, EpisodeState
 from corerl_agents.texts import FollowingTexts
@@ -107,12 +108,16 @@ def scripted(
 
     state = EpisodeState(number=0, prompt=prompt, key=0)
     requests: list[ChatRequest] = []
+    begun: list[Turn] = []
 
     async def policy(request: GenerateRequest) -> Generation:
-        requests.extend(turn.chat for turn in state.turns if turn.request is request)
-        if len(requests) > len(answers):
+        turn = next(turn for turn in state.turns if _is_of(request, turn))
+        if turn not in begun:
+            begun.append(turn)
+            requests.append(turn.chat)
+        if len(begun) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
-        return _generated(answers[len(requests) - 1], request, tokenizer)
+        return _generated(answers[begun.index(turn)], request, tokenizer)
 
     async def run() -> None:
         runner = EpisodeRunner(
@@ -144,12 +149,19 @@ def _positions(model: ModelConfig | None) -> int:
     return context_length(hf_config(model)) or 0
 
 
+def _is_of(request: GenerateRequest, turn: Turn) -> bool:
+    """Whether this requests the turn's answer, or a part of it."""
+    asked = turn.request
+    before = request.tokens[: len(request.tokens) - int(request.answered[0])]
+    return bool(request.noise_keys[0] == asked.noise_keys[0]) and np.array_equal(before, asked.tokens)
+
+
 def _generated(text: str, request: GenerateRequest, tokenizer: PreTrainedTokenizerBase) -> Generation:
-    """The text and an end token, as an engine would sample them for this request of one row."""
+    """The text and an end token, or what is left of them, as an engine would sample them for this request of a row."""
     ends = request.params.stop_tokens
     tokens = [*FollowingTexts(tokenizer).encode(text), ends[0]]
     tokens = tokens[: 1 + next(at for at, token in enumerate(tokens) if token in ends)]
-    tokens = tokens[: Stops(tokenizer, request.params.stop).end(tokens)]
+    tokens = tokens[int(request.answered[0]) : Stops(tokenizer, request.params.stop).end(tokens)]
     left = int(request.left[0])
     cut = np.array(tokens[:left], dtype=np.int64)
     return Generation(

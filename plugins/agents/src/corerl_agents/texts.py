@@ -17,7 +17,7 @@ CLOSING = re.compile("|".join(re.escape(tag) for tag in TAGS.values() if "/" in 
 ANCHORS = ("\n", ".", "a", "0")  # put before a text, to see how it is encoded behind another
 
 
-def _bounds(text: str, opened: str) -> tuple[int, int, int]:
+def bounds(text: str, opened: str) -> tuple[int, int, int]:
     """Where the reasoning that begins an answer begins and ends, without its tags, and where the rest begins."""
     again = OPENING.match(text, len(text) - len(text.lstrip()))
     if (begins := OPENING.match(opened) or again) is None:
@@ -30,12 +30,12 @@ def _bounds(text: str, opened: str) -> tuple[int, int, int]:
 def end_of_reasoning(text: str, opened: str = "") -> int:
     """Where the reasoning that begins an answer ends, with its closing tag: 0 if none begins it, and the whole length
     if it is not closed. `opened`: as `left_open` of what stands before the answer."""
-    return _bounds(text, opened)[2]
+    return bounds(text, opened)[2]
 
 
 def split(text: str, opened: str = "") -> tuple[str, str]:
     """The reasoning that begins an answer, without its tags, and the rest, both stripped."""
-    begin, end, rest = _bounds(text, opened)
+    begin, end, rest = bounds(text, opened)
     return text[begin:end].strip(), text[rest:].strip()
 
 

@@ -47,6 +47,10 @@ class Answered:
 class Reader(Protocol):
     """Reads answers of one model family."""
 
+    @property
+    def begins(self) -> Sequence[str]:
+        """Texts without which no call begins. With "", nothing is known of an answer before its end."""
+
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         """`text`: an answer with its special tokens, but without the one that ended it. `opened`: the reasoning tag
         that is open before it. `prompt`: what stands before it."""
@@ -73,6 +77,7 @@ class ToolFormat:
     # key, or a list of these.
     argument: re.Pattern[str] | None = field(default=None, converter=optional(_compiled))
     key: str = "arguments"
+    begins: tuple[str, ...]  # texts without which no opening is found
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         outside, calls, malformed = [0], list[Mapping[str, str]](), 0  # edges of the text outside calls
@@ -137,9 +142,10 @@ def _call(name: Any, arguments: Any) -> dict[str, str]:
     return {"name": name, "arguments": written}
 
 
-def _invoke(tag: str, calls: str) -> dict[str, str]:
+def _invoke(tag: str, calls: str, begins: tuple[str, ...]) -> dict[str, Any]:
     """Calls as elements `invoke` with elements `parameter`, in one element `calls`; `tag` begins all their names."""
     return {
+        "begins": begins,
         "opening": rf'(?:<{tag}{calls}>|(?<=</{tag}invoke>))\s*<{tag}invoke name="(?P<name>[^"]+)">\s*',
         "argument": rf'<{tag}parameter name="(?P<key>[^"]+)"(?: string="(?P<string>true|false)")?[^>]*>'
         rf"(?P<value>(?:(?!<{tag}parameter ).)*?)"
@@ -152,6 +158,7 @@ def _invoke(tag: str, calls: str) -> dict[str, str]:
 FORMATS: Mapping[str, ToolFormat] = {
     "qwen-xml": ToolFormat(  # Qwen3-Coder, Qwen 3.5, Seed-OSS
         taught=r"<(?:seed:)?tool_call>(?:\\n|\s)*<function=",
+        begins=("<tool_call>", "<seed:tool_call>", "<function="),
         # Qwen3-Coder leaves out the element around a call now and then.
         opening=r"(?:<(?:seed:)?tool_call>\s*)?<function=(?P<name>[^>\s]+)>\s*",
         argument=r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>\s*"
@@ -160,18 +167,21 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
     "glm": ToolFormat(  # GLM 4.5 to 5
         taught=r"<arg_key>",
+        begins=("<tool_call>",),
         opening=r"<tool_call>\s*(?P<name>[^\s<{]+)\s*",
         argument=r"<arg_key>\s*(?P<key>[^<]+?)\s*</arg_key>\s*<arg_value>(?P<value>(?:(?!<arg_key>).)*?)</arg_value>\s*"
         r"(?=<arg_key>|</tool_call>)",
         closing=r"</tool_call>",
     ),
     # MiniMax M2
-    "minimax": ToolFormat(taught=r"<minimax:tool_call>", **_invoke("", "minimax:tool_call")),
+    "minimax": ToolFormat(taught=r"<minimax:tool_call>", **_invoke("", "minimax:tool_call", ("<minimax:tool_call>",))),
     "deepseek-dsml": ToolFormat(  # DeepSeek V3.2 and later
-        taught="｜DSML｜", **_invoke("｜DSML｜", "(?:function|tool)_calls")
+        taught="｜DSML｜",
+        **_invoke("｜DSML｜", "(?:function|tool)_calls", ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")),
     ),
     "deepseek": ToolFormat(  # DeepSeek R1, V3 and V3.1
         taught=r"<｜tool▁call▁begin｜>",
+        begins=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
         # R1 and V3 write a type before the name, and the arguments as a block of code.
         opening=r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?=[^\n<]+\n```))?"
         r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json)\s*",
@@ -179,28 +189,33 @@ FORMATS: Mapping[str, ToolFormat] = {
     ),
     "kimi": ToolFormat(  # Kimi K2
         taught=r"<\|tool_call_begin\|>",
+        begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
         opening=r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*",
         closing=r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
     "gpt-oss": ToolFormat(  # gpt-oss
         taught=r"to=functions\.",
+        begins=("<|start|>", "<|channel|>", "to=functions."),
         opening=r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w+)? ?\bto=functions\.(?P<name>[\w.-]+)\s*"
         r"(?:<\|channel\|>\w+)?\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*",
         closing=r"\s*(?:<\|call\|>|\Z)",
     ),
     "mistral": ToolFormat(  # Mistral, Magistral, Devstral
         taught=r"\[TOOL_CALLS\]",
+        begins=("[TOOL_CALLS]",),
         opening=r"\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*)?(?=[\[{])",
         closing=r"",
     ),
     "hermes": ToolFormat(  # Qwen 2.5, Qwen 3, Hermes 2 Pro and 3
         taught=r'<tool_call>(?:\\n|\s)*\{\\?"name',
+        begins=("<tool_call>",),
         opening=r"<tool_call>\s*(?=\{)",
         closing=r"\s*</tool_call>",
     ),
     "llama-json": ToolFormat(  # Llama 3.1 to 3.3
         taught=r'"parameters\\?": dictionary of argument name',
+        begins=("{", "<|python_tag|>"),
         # An answer behind its reasoning is either text or calls.
         opening=rf"(?:\A|{BEHIND}|(?<=\}})\s*;)\s*(?:<\|python_tag\|>\s*)?(?=\{{)",
         closing=r"(?=\s*(?:;|\Z))",
@@ -217,6 +232,7 @@ class UserFormat:
 
     name: str
     function: Function
+    begins = ("",)
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         end = end_of_reasoning(text, opened)
@@ -245,6 +261,7 @@ class Shipped:
     """The response template that a tokenizer ships, read by transformers."""
 
     tokenizer: PreTrainedTokenizerBase
+    begins = ("",)
 
     def read(self, text: str, tools: Tools, *, opened: str = "", prompt: str = "") -> Answered:
         try:

@@ -1,51 +1,24 @@
-"""Bodies as clients send them, and the table of them in the documentation."""
+"""Bodies of Chat Completions as clients send them."""
 
 from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import completion_create_params
 
-from corerl_agents.chat_requests import FIELDS, REFUSED, ChatRequest, read_request
+from corerl_agents.chat_requests import ChatRequest
+from corerl_agents.dialects.chat import read_request
 from corerl_agents.refused import Refused
 
 USER = {"role": "user", "content": "hello"}
-RUN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}  # also what docs/agents.md has as examples
-PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+RUN = {"temperature": 0.7, "top_p": 1.0, "top_k": 0}
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 def read(**fields: Any) -> ChatRequest:
     return read_request(json.dumps({"messages": [USER], **fields}).encode(), RUN)
-
-
-def rows() -> list[list[str]]:
-    """The cells of the page's table of fields: names, values that are taken, values that are refused, what happens."""
-    section = PAGE.read_text().partition("\n## What a request may ask for\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| `")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
-
-
-def quoted(cell: str) -> list[str]:
-    return re.findall("`([^`]+)`", cell)
-
-
-def test_the_documentation_says_of_every_field_what_happens() -> None:
-    names = [name for row in rows() for name in quoted(row[0])]
-    assert sorted(names) == sorted([*FIELDS, *RUN])
-    for fields, taken, refused, _ in rows():
-        for name in quoted(fields):
-            for value in map(json.loads, quoted(taken)):
-                read(**{name: value})
-            read(**({name: None} if name != "messages" else {}))
-            assert quoted(refused), name
-            for value in map(json.loads, quoted(refused)):
-                with pytest.raises(Refused, match=f"^{name}: "):
-                    read(**{name: value})
 
 
 def test_fields_with_two_names_are_read_by_both() -> None:
@@ -116,13 +89,3 @@ def test_an_error_says_what_was_sent_and_what_is_wanted(name: str, value: Any, t
     with pytest.raises(Refused, match=f"{told}$") as refused:
         read(**{name: value})
     assert "\n" not in refused.value.message
-
-
-def test_every_field_of_openais_requests_is_known() -> None:
-    known = {
-        *completion_create_params.CompletionCreateParamsBase.__annotations__,
-        *completion_create_params.CompletionCreateParamsStreaming.__annotations__,
-    }
-    assert known - FIELDS.keys() - RUN.keys() - REFUSED.keys() == set()
-    text = PAGE.read_text()
-    assert [name for name in REFUSED if f"`{name}`" not in text] == []

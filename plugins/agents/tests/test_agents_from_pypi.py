@@ -1,4 +1,4 @@
-"""An agent of openai-agents, as it comes from PyPI, is trained with a model that writes calls of tools in XML."""
+"""Agents as they come from PyPI, one for each dialect, are trained with a model that writes calls of tools in XML."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai import AsyncOpenAI
 
 from corerl.models import load_tokenizer
 from corerl_agents import Episode
@@ -48,32 +49,77 @@ value_1
 {% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 <think>
 {% endif %}"""
+PARTS: list[int] = []  # of the texts of an episode
 PLAYED: list[tuple[str, list[Any], str]] = []  # question, arguments of the calls, answer
 
 
-@agents.function_tool  # type: ignore[untyped-decorator]
-def add(a: int, b: int) -> int:
+def plus(a: int, b: int) -> int:
     """Add two numbers."""
     assert isinstance(a, int) and isinstance(b, int)
     return a + b
 
 
-async def play(episode: Episode) -> dict[str, float]:
-    from openai import AsyncOpenAI
+add = agents.function_tool(plus, name_override="add")
 
-    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
-        model = agents.OpenAIChatCompletionsModel(model=episode.model, openai_client=client)
-        agent = agents.Agent(name="adder", tools=[add], model=model)
-        untraced = agents.RunConfig(tracing_disabled=True)
+
+def played(episode: Episode, calls: list[Any], answer: str) -> dict[str, float]:
+    PLAYED.append((episode.prompt.text, calls, answer))
+    return {"right": float(f"It is {episode.prompt.answer}." in answer), "calls": 0.0 * len(calls)}
+
+
+async def of_openai(episode: Episode, model: Any, *, stream: bool = False) -> dict[str, float]:
+    agent = agents.Agent(name="adder", tools=[add], model=model)
+    untraced = agents.RunConfig(tracing_disabled=True)
+    if stream:
+        result: Any = agents.Runner.run_streamed(agent, episode.prompt.text, run_config=untraced)
+        deltas = [each.data for each in [each async for each in result.stream_events()] if each.type.startswith("raw")]
+        PARTS.append(sum(each.type == "response.output_text.delta" for each in deltas))
+    else:
         result = await agents.Runner.run(agent, episode.prompt.text, run_config=untraced)
     calls = [json.loads(each.raw_item.arguments) for each in result.new_items if each.type == "tool_call_item"]
-    PLAYED.append((episode.prompt.text, calls, str(result.final_output)))
-    return {"right": float(f"It is {episode.prompt.answer}." in result.final_output), "calls": 0.0 * len(calls)}
+    return played(episode, calls, str(result.final_output))
 
 
-@pytest.mark.parametrize(("reasoning", "steps"), [("content", 3), ("separate", 1)])
-def test_an_agent_with_xml_tools_trains_on_its_samples(reasoning: str, steps: int, tmp_path: Path) -> None:
+async def chat(episode: Episode) -> dict[str, float]:
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+        return await of_openai(episode, agents.OpenAIChatCompletionsModel(episode.model, openai_client=client))
+
+
+async def responses(episode: Episode, *, stream: bool = False) -> dict[str, float]:
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key, max_retries=0) as client:
+        model = agents.OpenAIProvider(openai_client=client).get_model(episode.model)
+        return await of_openai(episode, model, stream=stream)
+
+
+async def streamed(episode: Episode) -> dict[str, float]:
+    return await responses(episode, stream=True)
+
+
+async def messages(episode: Episode) -> dict[str, float]:
+    """With Pydantic AI, which has no model of a server's own, but takes a client of Anthropic's."""
+    from anthropic import AsyncAnthropic
+    from pydantic_ai import Agent, Tool
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    async with AsyncAnthropic(base_url=episode.anthropic_url, api_key=episode.api_key, max_retries=0) as client:
+        model = AnthropicModel(episode.model, provider=AnthropicProvider(anthropic_client=client))
+        result = await Agent(model, tools=[Tool(plus, name="add")]).run(episode.prompt.text)
+    calls = [each.args_as_dict() for said in result.all_messages() for each in getattr(said, "tool_calls", ())]
+    return played(episode, calls, result.output)
+
+
+@pytest.mark.parametrize(
+    ("agent", "reasoning", "steps"),
+    [("chat", "content", 3), ("chat", "separate", 1)]
+    + [("streamed", "content", 1)]
+    + [(agent, reasoning, 1) for agent in ("messages", "responses") for reasoning in ("content", "separate")],
+)
+def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: str, steps: int, tmp_path: Path) -> None:
+    if agent == "messages":
+        pytest.importorskip("pydantic_ai.models.anthropic", reason="wants pydantic-ai-slim[anthropic]")
     PLAYED.clear()
+    PARTS.clear()
     ours = byte_tokenizer()
     ours.chat_template = TEMPLATE
     ours.save_pretrained(tmp_path / "tokenizer")
@@ -92,8 +138,9 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(reasoning: str, steps: in
             "data.held_out=0",
             f"rollout.engine={NAME}",
             "rollout.sampler=episodes",
-            f"samplers.episodes.function={__name__}:play",
+            f"samplers.episodes.function={__name__}:{agent}",
             f"samplers.episodes.reasoning={reasoning}",
+            "samplers.episodes.stream_tokens=8",
             "rollout.max_tokens=512",
             "rollout.prompts=2",
             "rollout.samples=4",
@@ -107,6 +154,7 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(reasoning: str, steps: in
         )
     )
     assert summary.steps_done == steps and len(PLAYED) == 8 * steps
+    assert len(PARTS) == (8 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:
         (call,) = calls
         assert (

@@ -1,0 +1,196 @@
+"""HTTP for the page: its files, and what runs' directories hold as JSON. It only reads; every route is a GET.
+
+    /                                     the page and its files, for whoever asks
+    /api/runs                             [{name, path, running, steps, done, changed, files}]
+    /api/runs/R/metrics?names=A,B         {names: [...], series: {A: {steps: [...], values: [number or null, ...]}}}
+    /api/runs/R/findings                  [{level, what, why, fix, metric, view}]
+    /api/runs/R/steps                     [{step, kinds: {sampled: 64}}]
+    /api/runs/R/samples?step=&kind=&offset=&limit=&sort=&q=     {total, cut_off, far, samples: [summary]}
+    /api/runs/R/samples/ID                a line of rollouts.jsonl or samples.jsonl; ?step= says of which file
+    /api/runs/R/timeline?from=&to=&width= {from, to, of, tracks: [{process, track, slices}]}, in microseconds
+    /api/runs/R/processes                 [{process, state, last, ended, calls, busy, idle, errors}]
+    /api/runs/R/notices                   [{step, text}]
+    /api/runs/R/config                    config.toml
+
+R is a run's number. Everything under /api wants the key of the address that was printed, in the header X-Key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from attrs import asdict
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from corerl.messages import one_line, shorten
+from corerl_page.findings import findings
+from corerl_page.runs import Run, summaries
+
+STATIC = Path(__file__).parent / "static"
+MOST = 500  # samples of one answer
+FAR = 0.1  # mean |trainer - engine| above which a sample counts as far; rounding makes 1e-7 to 0.06
+ORDERS = ("", "reward", "-reward", "-tokens", "-diff", "-truncated")
+# Nothing is loaded from elsewhere, and nothing of what a model wrote is run.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Refused(Exception):
+    def __init__(self, sentence: str, *, status: int = 400) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starlette:
+    """Answers under the names `hosts`, localhost or an IP address."""
+    names = {"localhost", *(host.lower() for host in hosts)}
+
+    def of_run(answer: Callable[[Run, Request], Any]) -> Callable[[Request], Any]:
+        def found(request: Request) -> Any:
+            number = request.path_params["run"]
+            if number >= len(runs):
+                raise Refused(f"there is no run {number}; the page shows {len(runs)}", status=404)
+            return answer(runs[number], request)
+
+        return found
+
+    def route(path: str, answer: Callable[[Request], Any]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            try:
+                _check_host(request, names)
+                _check_key(request, key)
+                return JSONResponse(await run_in_threadpool(answer, request), headers=HEADERS)
+            except Refused as refused:
+                return JSONResponse({"error": str(refused)}, refused.status, headers=HEADERS)
+            except (OSError, ValueError) as error:  # a file of the run that cannot be read
+                return JSONResponse({"error": f"cannot read the run: {one_line(error)}"}, 500, headers=HEADERS)
+
+        return Route(f"/api/{path}", endpoint)
+
+    async def page(request: Request) -> Response:
+        try:
+            _check_host(request, names)
+        except Refused as refused:
+            return JSONResponse({"error": str(refused)}, refused.status, headers=HEADERS)
+        file = STATIC / (request.path_params.get("file") or "index.html")
+        if file not in STATIC.iterdir():
+            return JSONResponse({"error": f"{shorten(request.url.path, 200)} is not served here"}, 404, headers=HEADERS)
+        return FileResponse(file, headers=HEADERS)
+
+    run = "runs/{run:int}"
+    return Starlette(
+        routes=[
+            route("runs", lambda _: [each.state() for each in runs]),
+            route(f"{run}/metrics", of_run(_metrics)),
+            route(f"{run}/findings", of_run(_findings)),
+            route(f"{run}/steps", of_run(lambda run, _: run.steps())),
+            route(f"{run}/samples", of_run(_samples)),
+            route(f"{run}/samples/{{id:int}}", of_run(_sample)),
+            route(f"{run}/timeline", of_run(_timeline)),
+            route(f"{run}/processes", of_run(lambda run, _: run.timeline.processes())),
+            route(f"{run}/notices", of_run(lambda run, _: run.notices())),
+            route(f"{run}/config", of_run(lambda run, _: run.config())),
+            Route("/", page),
+            Route("/{file}", page),
+        ]
+    )
+
+
+def _metrics(run: Run, request: Request) -> dict[str, Any]:
+    series = {}
+    for name, values in run.metrics(request.query_params.get("names", "").split(",")).items():
+        points = sorted(values.items())
+        series[name] = {"steps": [step for step, _ in points], "values": [value for _, value in points]}
+    return {"names": run.names(), "series": series}
+
+
+def _findings(run: Run, request: Request) -> list[dict[str, Any]]:
+    return [asdict(each) for each in findings(run.metrics(run.names()), run.config())]
+
+
+def _samples(run: Run, request: Request) -> dict[str, Any]:
+    step, kind = _number(request, "step"), request.query_params.get("kind", "sampled")
+    offset, limit = _number(request, "offset", 0), min(_number(request, "limit", 100), MOST)
+    order, text = request.query_params.get("sort", ""), request.query_params.get("q", "")
+    if order not in ORDERS:
+        raise Refused(f"sort={shorten(order, 40)!r}, expected one of {', '.join(ORDERS[1:])}")
+    samples = run.samples(step)
+    found = list(samples.steps.get(step, {}).get(kind, ()))
+    if text:
+        found = samples.matching(found, text)
+    if name := order.lstrip("-"):
+        sign = -1 if order.startswith("-") else 1
+        # Those without the number come last.
+        found.sort(key=lambda each: (getattr(each, name) is None, sign * (getattr(each, name) or 0)))
+    return {
+        "total": len(found),
+        "cut_off": sum(bool(each.truncated) for each in found),
+        "far": sum((each.diff or 0) > FAR for each in found),
+        "samples": summaries(found[offset : offset + limit]),
+    }
+
+
+def _sample(run: Run, request: Request) -> dict[str, Any]:
+    try:
+        return run.samples(_number(request, "step")).record(request.path_params["id"])
+    except KeyError:
+        raise Refused("there is no such sample; the run may have replaced its step", status=404) from None
+
+
+def _timeline(run: Run, request: Request) -> dict[str, Any]:
+    first, last = request.query_params.get("from"), request.query_params.get("to")
+    return run.timeline.window(
+        None if first is None else _number(request, "from"),
+        None if last is None else _number(request, "to"),
+        width=max(1, min(_number(request, "width", 1200), 10_000)),
+    )
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    text = request.query_params.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise Refused(f"{name}={shorten(str(text), 40)!r}, expected a whole number that is at least 0")
+    return int(text)
+
+
+def _check_host(request: Request, names: Collection[str]) -> None:
+    # A web page whose name is made to lead here has that name as host: no such name is an IP address.
+    try:
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:  # brackets without an address
+        host = ""
+    if host not in names and not _is_address(host):
+        raise Refused(f"this page is not called {shorten(host, 200)!r}; name it with --host-name", status=403)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_key(request: Request, key: str) -> None:
+    given = request.headers.get("x-key", "").encode("latin-1")
+    if not hmac.compare_digest(given, key.encode()):
+        raise Refused("the key is missing or another one; open the address that `corerl view` printed", status=401)

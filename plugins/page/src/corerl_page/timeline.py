@@ -1,0 +1,199 @@
+"""trace.json of the extension `trace`, in a window of time: what each process did, and when its memory slept."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, field
+
+if TYPE_CHECKING:
+    from corerl_page.runs import Tail
+
+TRACE_FILE = "trace.json"
+IDLE = "idle"  # the process whose tracks say what others waited for
+MEMORY = "memory"  # the track of when a process's memory slept
+
+
+@define(eq=False)
+class Track:
+    """Slices in order of their starts, in microseconds."""
+
+    process: str
+    name: str
+    starts: list[int] = field(factory=list)
+    ends: list[int] = field(factory=list)
+    names: list[str] = field(factory=list)
+    details: list[str] = field(factory=list)  # the call with its details, and its error
+    longest: int = 0
+
+    def add(self, start: int, end: int, name: str, detail: str = "") -> None:
+        at = len(self.starts)
+        while at and self.starts[at - 1] > start:  # calls are written as they end
+            at -= 1
+        self.starts.insert(at, start)
+        self.ends.insert(at, end)
+        self.names.insert(at, name)
+        self.details.insert(at, detail)
+        self.longest = max(self.longest, end - start)
+
+    def window(self, first: int, last: int, finest: int) -> list[dict[str, Any]]:
+        """The slices that reach into [first, last]. Neighbors shorter than `finest` are one, named by their number."""
+        found: list[dict[str, Any]] = []
+        for at in range(bisect_left(self.starts, first - self.longest), len(self.starts)):
+            start, end = self.starts[at], self.ends[at]
+            if start > last:
+                break
+            if end < first:
+                continue
+            before = found[-1] if found else None
+            if before and end - start < finest and before["fine"] and start - before["end"] < finest:
+                before["end"], before["count"] = max(before["end"], end), before["count"] + 1
+                before["name"] = before["name"] if before["name"] == self.names[at] else "several"
+                continue
+            detail = self.details[at]
+            found.append(
+                {
+                    "start": start,
+                    "end": end,
+                    "name": self.names[at],
+                    "detail": detail,
+                    "count": 1,
+                    "fine": end - start < finest,
+                }
+            )
+        return found
+
+
+@define(eq=False)
+class Timeline:
+    _tail: Tail
+    _lock: threading.RLock
+    _processes: dict[int, str] = field(factory=dict, init=False)
+    _tracks: dict[int, Track] = field(factory=dict, init=False)  # by tid, which no two processes share
+    _begun: dict[int, tuple[int, str]] = field(factory=dict, init=False)  # by tid, the open phase
+    _asleep: dict[str, int] = field(factory=dict, init=False)  # by process, since when
+    _memory: dict[str, Track] = field(factory=dict, init=False)
+    _bounds: tuple[int, int] | None = field(default=None, init=False)
+
+    def window(self, first: int | None, last: int | None, *, width: int) -> dict[str, Any]:
+        """All tracks between two times of the trace's clock, in microseconds since its first slice."""
+        with self._lock:
+            self._update()
+            if self._bounds is None:
+                return {"from": 0, "to": 0, "of": 0, "tracks": []}
+            origin, end = self._bounds
+            begin, until = origin + (first or 0), end if last is None else origin + last
+            finest = max(1, (until - begin) // width)
+            tracks = []
+            for track in [*self._ordered(), *self._memory.values()]:
+                slices = track.window(begin, until, finest)
+                for each in slices:
+                    each["start"], each["end"] = each["start"] - origin, each["end"] - origin
+                tracks.append({"process": track.process, "track": track.name, "slices": slices})
+            return {"from": begin - origin, "to": until - origin, "of": end - origin, "tracks": tracks}
+
+    def processes(self) -> list[dict[str, Any]]:
+        """What each rank and engine did last, how much of its time it worked, and what it waited for."""
+        with self._lock:
+            self._update()
+            if self._bounds is None:
+                return []
+            origin, end = self._bounds
+            waits = {track.name: track for track in self._tracks.values() if track.process == IDLE}
+            found = []
+            for track in self._ordered():
+                if track.process in ("driver", IDLE) or track.name != "calls" or not track.starts:
+                    continue
+                idle = waits.get(track.process, waits.get("ranks") if " rank " in track.process else None)
+                causes: dict[str, float] = {}
+                for name, start, stop in zip(idle.names, idle.starts, idle.ends, strict=True) if idle else ():
+                    causes[name] = causes.get(name, 0.0) + (stop - start) / 1e6
+                errors = [each for each in track.details if " error: " in each]
+                since = max(end - track.starts[0], 1)
+                found.append(
+                    {
+                        "process": track.process,
+                        "state": self._state(track),
+                        "last": track.details[-1] or track.names[-1],
+                        "ended": (track.ends[-1] - origin) / 1e6,
+                        "calls": len(track.starts),
+                        "busy": _covered(track) / since,
+                        "idle": causes,
+                        "errors": errors[-5:],
+                    }
+                )
+            return sorted(found, key=lambda each: _natural(each["process"]))
+
+    def _state(self, track: Track) -> str:
+        if " error: " in track.details[-1]:
+            return "failed"
+        if track.names[-1] in ("shutdown", "close"):
+            return "ended"
+        return "asleep" if track.process in self._asleep else "awake"
+
+    def _ordered(self) -> Iterator[Track]:
+        """The driver first, then idle time, then ranks and engines as they appeared."""
+        place = {name: at for at, name in enumerate(["driver", IDLE, *self._processes.values()])}
+        return iter(sorted(self._tracks.values(), key=lambda track: place[track.process]))
+
+    def _update(self) -> None:
+        void, lines = self._tail.new()
+        if void:
+            for known in (self._processes, self._tracks, self._begun, self._asleep, self._memory):
+                known.clear()
+            self._bounds = None
+        for _, line in lines:
+            text = line.strip().rstrip(b",")
+            if text not in (b"[", b"]", b""):
+                self._take(json.loads(text))
+
+    def _take(self, record: dict[str, Any]) -> None:
+        pid, tid, kind = record["pid"], record.get("tid", 0), record["ph"]
+        if kind == "M":
+            if record["name"] == "process_name":
+                self._processes[pid] = record["args"]["name"]
+            elif record["name"] == "thread_name":
+                self._tracks[tid] = Track(self._processes[pid], record["args"]["name"])
+        elif kind == "X" and record.get("cat") != "ask":
+            arguments = record.get("args", {})
+            detail = arguments.get("call", "") + (f" error: {arguments['error']}" if "error" in arguments else "")
+            self._add(tid, record["ts"], record["ts"] + record["dur"], record["name"], detail, record.get("cat", ""))
+        elif kind == "B":
+            step = record.get("args", {}).get("step")
+            self._begun[tid] = record["ts"], f"step {step}" if step is not None else ""
+        elif kind == "E" and tid in self._begun:
+            start, detail = self._begun.pop(tid)
+            self._add(tid, start, record["ts"], record["name"], detail, "phase")
+
+    def _add(self, tid: int, start: int, end: int, name: str, detail: str, kind: str) -> None:
+        track = self._tracks[tid]
+        # Spans lie within calls: on a track of their own neither hides the other.
+        if kind == "span":
+            track = self._tracks.setdefault(-tid, Track(track.process, f"{track.name}, parts"))
+        track.add(start, end, name, detail)
+        first, last = self._bounds or (start, end)
+        self._bounds = min(first, start), max(last, end)
+        if kind == "call" and name == "sleep":
+            self._asleep.setdefault(track.process, end)
+        elif kind == "call" and name == "wake_up" and track.process in self._asleep:
+            asleep = self._memory.setdefault(track.process, Track(track.process, MEMORY))
+            asleep.add(self._asleep.pop(track.process), end, "asleep")
+
+
+def _natural(name: str) -> list[tuple[str, int]]:
+    """engine-2 before engine-10."""
+    return [(text, int(digits or 0)) for text, digits in re.findall(r"(\D+)(\d*)", name)]
+
+
+def _covered(track: Track) -> int:
+    """Microseconds in which at least one slice was going on."""
+    covered, until = 0, 0
+    for start, end in zip(track.starts, track.ends, strict=True):
+        covered += max(0, end - max(start, until))
+        until = max(until, end)
+    return covered

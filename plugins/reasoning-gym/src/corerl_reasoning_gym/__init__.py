@@ -1,0 +1,1 @@
+"""Tasks of reasoning-gym as an environment of CoreRL."""

@@ -1,0 +1,1 @@
+"""Environments of verifiers as environments of CoreRL."""
