@@ -85,10 +85,6 @@ class Replica:
     def died(self, error: CorerlError) -> None:
         self.state, self.died_of = State.DEAD, error
 
-    def serves(self, version: int | None) -> bool:
-        """Whether it can sample from this version of the weights; None: from the newest."""
-        return self.state is State.SERVING and version in (None, *self.held)
-
 
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
@@ -266,7 +262,8 @@ class EngineFleet:
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
         pauses_ended = self._pauses_ended
         try:
-            if not replica.serves(request.version):  # lost while the request waited
+            # Lost while the request waited.
+            if replica.state is not State.SERVING or request.version not in (None, *replica.held):
                 return None
             with self._span(replica.name):
                 answers = await in_thread(ask, name=f"call of {replica.name}")
