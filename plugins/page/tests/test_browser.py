@@ -91,6 +91,8 @@ def test_keys_lead_everywhere(page: Any) -> None:
     page.locator(".card").first.wait_for()
     page.keyboard.press("3")
     page.locator(".sample .tokens").first.wait_for()
+    page.keyboard.press("ArrowRight")
+    playwright.expect(page.locator(".readout")).to_contain_text("engine")
     step = page.get_by_label("Step", exact=True)
     last = int(step.input_value())
     page.keyboard.press("k")
@@ -99,8 +101,6 @@ def test_keys_lead_everywhere(page: Any) -> None:
     playwright.expect(step).to_have_value(str(last))
     page.keyboard.press("ArrowDown")
     playwright.expect(page.locator(".line").nth(1)).to_have_attribute("aria-selected", "true")
-    page.keyboard.press("ArrowRight")
-    playwright.expect(page.locator(".readout")).to_contain_text("engine")
     page.keyboard.press("/")
     playwright.expect(page.get_by_label("Search samples")).to_be_focused()
     page.keyboard.press("Escape")
@@ -115,7 +115,7 @@ def test_keys_lead_everywhere(page: Any) -> None:
 def test_every_view_shows_its_run(page: Any) -> None:
     go(page, "view=curves&metrics=rollout/reward,train/entropy")
     playwright.expect(page.locator("figcaption")).to_have_text(["rollout/reward", "train/entropy"])
-    assert page.locator(".chart").first.locator("polyline").count() == 3
+    playwright.expect(page.locator(".chart").first.locator("polyline")).to_have_count(3)
     go(page, "view=time&run=0")
     page.locator(".timeline canvas").wait_for()
     playwright.expect(page.locator("caption")).to_have_text("Idle share of the whole run")
