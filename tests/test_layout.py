@@ -255,7 +255,7 @@ def test_extras_name_plugins_of_this_minor_version() -> None:
     extras = project["optional-dependencies"]
     for path in ROOT.glob("plugins/*/pyproject.toml"):
         name = path.parent.name
-        extra = "[server]" if name == "sglang" else ""
+        extra = {"sglang": "[server]", "verifiers": "[library]", "openenv": "[library]"}.get(name, "")
         assert extras[name][0] == f"corerl-{name}{extra}>={major}.{minor},<{major}.{minor + 1}"
     for backend in ("fsdp", "megatron", "deepspeed"):
         assert extras[backend][1:] == ["corerl[observe,doctor,forecast]"]

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.config import structure
-from corerl.config.load import load_config
-from corerl.config.schema import RewardConfig, RolloutConfig
+from corerl.config import RewardConfig, RolloutConfig, load_config, structure
 from corerl.data import Prompt
 from corerl.errors import ConfigError
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models import load_tokenizer
 from corerl.plugin import SamplerRun
 from corerl.rollout import Failure, Judged
 from corerl_agents.script import Scripted, scripted
