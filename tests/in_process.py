@@ -22,6 +22,7 @@ from corerl.driver import processes
 from corerl.driver.run import Summary
 from corerl.errors import CorerlError
 from corerl.loop import train
+from corerl.plan.make import Plan, make_plan
 from corerl.trainer import group
 from tests.end_to_end.command import write_small
 
@@ -145,6 +146,11 @@ def without_ray() -> Iterator[None]:
             assert not [thread.name for thread in left if thread.name in ("rollout", "engines")]
             if dist.is_initialized():  # by a rank of a run that failed: a process would have ended
                 dist.destroy_process_group()
+
+
+def planned(config: Config) -> Plan:
+    """What a run of this config would do."""
+    return make_plan(config)
 
 
 def execute_here(config: Config) -> Summary:

@@ -47,7 +47,12 @@ INSIDE, ITS_TESTS = ROOT / "plugins/testing/src", ROOT / "plugins/testing/tests"
 GUESTS = {"triton", "transformer_engine"}
 AS_NINESORBOARD = {"tensorboard"}  # imported by torch
 NINE = {"attrs", "numpy", "packaging", "ray", "safetensors", "tomli-w", "torch", "transformers", "xxhash"}
-DOORS = ["driver/engines.py:start", "loop.py:train", "trainer/group.py:start"]  # where users come in with a config
+DOORS = [
+    "driver/engines.py:start",
+    "driver/export.py:export",
+    "loop.py:train",
+    "trainer/group.py:start",
+]  # where users come in with a config
 HINTS = ("plugin/registry.py", "INSTALL_HINTS")  # the one table that tells how to install what is not there
 
 
@@ -250,7 +255,7 @@ def test_extras_name_plugins_of_this_minor_version() -> None:
     extras = project["optional-dependencies"]
     for path in ROOT.glob("plugins/*/pyproject.toml"):
         name = path.parent.name
-        extra = "[server]" if name == "sglang" else ""
+        extra = {"sglang": "[server]", "verifiers": "[library]", "openenv": "[library]"}.get(name, "")
         assert extras[name][0] == f"corerl-{name}{extra}>={major}.{minor},<{major}.{minor + 1}"
     for backend in ("fsdp", "megatron", "deepspeed"):
         assert extras[backend][1:] == ["corerl[observe,doctor,forecast]"]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from corerl.config.schema import LoraConfig as LoraConfig
     from corerl.config.schema import ModelConfig as ModelConfig
     from corerl.config.schema import OptimizerConfig as OptimizerConfig
+    from corerl.config.schema import RewardConfig as RewardConfig
     from corerl.config.schema import RoleConfig as RoleConfig
     from corerl.config.schema import RolloutConfig as RolloutConfig
     from corerl.config.schema import TrainConfig as TrainConfig

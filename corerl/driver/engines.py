@@ -156,7 +156,8 @@ class Engines:
     @property
     def held(self) -> tuple[int, ...]:
         """The versions that engines can sample from, the newest last: it alone, unless `weights.versions` says more.
-        Whatever takes the weights from engines leaves them no earlier version: `turn`, and that one is replaced."""
+        Whatever takes the weights from engines leaves them no earlier version: `turn`, a `push` on shared devices, and
+        that one is replaced."""
         return self.fleet.held
 
     def push(self, *, weights: str = "", forget: int | None = None) -> int:
@@ -197,7 +198,8 @@ class Engines:
     def begin(self, request: GenerateRequest) -> concurrent.futures.Future[Generation]:
         """Like `generate`, from any thread and without waiting; `asyncio.wrap_future` lets a task await it, and
         cancelling it ends the sampling. Where engines have no weights, rows wait for the next `push`, which also starts
-        others in the place of dead ones. Where all have died, the result is EngineFailed."""
+        others in the place of dead ones. Where all have died, the result is EngineFailed; where a request's version is
+        gone, VersionGone."""
         return self.fleet.loop.begin(self._sampled(request))
 
     async def _sampled(self, request: GenerateRequest) -> Generation:

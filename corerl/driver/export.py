@@ -19,6 +19,7 @@ from corerl.checkpoint.reader import CheckpointSource, read_extra
 from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.config.structuring import structure
+from corerl.config.toml_text import to_plain
 from corerl.errors import ModelError
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
@@ -70,18 +71,17 @@ def export(
     """
     if directory.exists() and not replace:
         raise ModelError(f"{directory} already exists; remove it, or choose another directory")
-    state: Mapping[str, Any] = {}
-    own = checkpoint
     if config is None:
-        state = read_state(checkpoint)
-        config = structure(state["config"], Config, path="")
-        if role not in (held := [each for each in config.chosen_roles if (checkpoint / each).is_dir()]):
-            raise ModelError(f"{checkpoint} has no role {role!r}; it has: {', '.join(held)}")
-        own = checkpoint / role
+        own, state = checkpoint / role, read_state(checkpoint)
+        if not own.is_dir():
+            roles = structure(state["config"], Config, path="").chosen_roles
+            held = ", ".join(each for each in roles if (checkpoint / each).is_dir())
+            raise ModelError(f"{checkpoint} has no role {role!r}; it has: {held}")
     else:
-        config = settle_adapters(config, problems := Problems())
+        settled = settle_adapters(config, problems := Problems())
         problems.raise_all()
-    saved = _Saved.of(own, role, config)
+        own, state = checkpoint, {"config": to_plain(settled)}
+    saved = _Saved.of(own, role, state["config"])
     if merge is not None and saved.lora is None:
         raise ModelError(
             f"the {role} of {checkpoint} was trained as a whole, without adapters; export it without either of "
@@ -122,7 +122,8 @@ class _Saved:
     shapes: Mapping[str, tuple[int, ...]]  # of the model's tensors that the checkpoint has
 
     @classmethod
-    def of(cls, directory: Path, role: str, config: Config) -> _Saved:
+    def of(cls, directory: Path, role: str, written: Mapping[str, Any]) -> _Saved:
+        config = structure(written, Config, path="")
         if role not in config.chosen_roles:
             raise ModelError(f"the config has no role {role!r}; it has: {', '.join(config.chosen_roles)}")
         model, lora = config.model_of(role), config.lora_of(role)

@@ -85,10 +85,6 @@ class Replica:
     def died(self, error: CorerlError) -> None:
         self.state, self.died_of = State.DEAD, error
 
-    def serves(self, version: int | None) -> bool:
-        """Whether it can sample from this version of the weights; None: from the newest."""
-        return self.state is State.SERVING and version in (None, *self.held)
-
 
 class EngineFleet:
     """Replicas `engine-0`, `engine-1`, ... A sample depends on its noise key, never on the replica that sampled it.
@@ -209,11 +205,12 @@ class EngineFleet:
         on_progress: OnProgress | None,
         on_tokens: Callable[[Generation], None] | None,
     ) -> Generation:
-        while not self._serving.is_set():  # what set it may be over when this task's turn comes
+        # What set it may be over when this task's turn comes. Engines that come get later versions, never this one.
+        while request.version is None and not self._serving.is_set():
             await self._serving.wait()
         able = [each for each in self._routed if request.version in (None, *each.held)]
         if not able:
-            held = ", ".join(map(str, self.held))
+            held = ", ".join(map(str, self.held)) or "none"
             raise VersionGone(
                 f"no engine holds weights version {request.version} any more, but {held}: raise weights.versions, or "
                 "push the weights again, as another version"
@@ -265,7 +262,8 @@ class EngineFleet:
         ask = functools.partial(self._ask, "generate", {replica: (request,)}, counts)
         pauses_ended = self._pauses_ended
         try:
-            if not replica.serves(request.version):  # lost while the request waited
+            # Lost while the request waited.
+            if replica.state is not State.SERVING or request.version not in (None, *replica.held):
                 return None
             with self._span(replica.name):
                 answers = await in_thread(ask, name=f"call of {replica.name}")

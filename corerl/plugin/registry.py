@@ -82,6 +82,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
         Kind.ENGINES: {"sglang": "sglang"},
         Kind.SAMPLERS: {
             "agents": "episodes",
+            "openenv": "openenv",
             "reasoning-gym": "reasoning-gym",
             "verifiers": "verifiers",
             "vision": "count-shapes",

@@ -199,7 +199,7 @@ class Worker:
         if replay or Output.ROUTED_EXPERTS in outputs:
             self._require_replay("forward")
         columns = [*samples.columns.keys() & {TARGETS}, *([Output.ROUTED_EXPERTS.value] if replay else [])]
-        with self._timed(self._pack("forward", samples, share, columns=columns), rest="results") as batch:
+        with self._timed(self._pack(samples, share, columns=columns), rest="results") as batch:
             return self.host.forward(batch=batch, outputs=outputs, weights=weights)
 
     def manifest(self, adapters: bool = False) -> Manifest:
@@ -280,11 +280,9 @@ class Worker:
         columns = [name for name in samples.columns if name != Output.ROUTED_EXPERTS or self._routes]
         if Output.ROUTED_EXPERTS in columns:
             self._require_replay(verb)
-        return self._pack(verb, samples, share, columns=columns)
+        return self._pack(samples, share, columns=columns)
 
-    def _pack(self, verb: str, samples: SampleBatch, share: StepShare, columns: Sequence[str]) -> PackedBatch:
-        if TARGETS in columns:
-            self.backend.require(Capability.TARGETS, f"{verb} with {TARGETS!r}")
+    def _pack(self, samples: SampleBatch, share: StepShare, columns: Sequence[str]) -> PackedBatch:
         return pack(samples, share, sequence_multiple=self.backend.layout.sequence_multiple, columns=columns)
 
     @contextlib.contextmanager

@@ -306,8 +306,10 @@ def inputs_reference() -> str:
 def requests_reference() -> str:
     """The fields of each dialect in which agents ask."""
     made = []
-    for dialect in DIALECTS:
-        made += [f"## {dialect.name}", "", f"`POST base_url/{dialect.path}`", "", fields_table(dialect.fields)]
+    for _, alike in groupby(DIALECTS, key=lambda dialect: id(dialect.fields)):
+        first, *others = alike
+        paths = ", ".join(f"`POST base_url/{each.path}`" for each in (first, *others))
+        made += [f"## {first.name}", "", paths, "", fields_table(first.fields)]
     return "\n".join(made)
 
 

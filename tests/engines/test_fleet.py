@@ -373,6 +373,14 @@ def test_rows_that_come_as_the_last_engine_dies_wait_for_another(loop: EventLoop
     assert work.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
+def test_rows_of_a_version_do_not_wait_once_no_engine_serves(loop: EventLoop) -> None:
+    fleet = fleet_of(Scripted(), loop, 1)
+    fleet.updated(fleet.names, {"engine-0": (4, 5)})
+    fleet.updated([])  # it sleeps
+    with pytest.raises(VersionGone, match="no engine holds weights version 5 any more, but none"):
+        loop.begin(fleet.generate(evolve(REQUEST, version=5))).result(1.0)
+
+
 def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
     sampling, scored = threading.Event(), evolve(REQUEST, params=evolve(REQUEST.params, scored=3, scored_top=2))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,29 @@ def test_a_client_reads_the_beginning_before_the_end_is_sampled(play: Play) -> N
 
     rollout = play(function, generate=engine, params=LONG, stream_tokens=2, samples=1, prompts=PROMPTS[:1])
     assert rollout.outcomes == [float(-(-rollout.batch.row_columns["response_length"][0] // 2))]
+
+
+def test_a_client_that_asks_again_gets_the_whole_stream(play: Play) -> None:
+    told, gone = list[str](), threading.Event()
+
+    def engine(request: GenerateRequest) -> Generation:
+        assert not request.answered[0] or gone.wait(paced(20))
+        return Oracle()(request)
+
+    def function(episode: Episode) -> None:
+        asked: dict[str, Any] = {"model": "any", "messages": episode.messages, "stream": True}
+        with client(episode) as ours:
+            stream = ours.chat.completions.create(**asked)
+            next(iter(stream))
+            stream.close()
+            time.sleep(paced(0.2))  # the server sees that
+            gone.set()
+            again = ours.chat.completions.create(**asked)
+            told.append("".join(part.choices[0].delta.content or "" for part in again))
+
+    rollout = play(function, generate=engine, params=LONG, stream_tokens=1, samples=1, prompts=PROMPTS[:1])
+    assert rollout.texts == told and told != [""]
+    assert rollout.batch.row_columns["turns"].tolist() == [1]
 
 
 def test_a_client_that_leaves_a_stream_costs_its_episode_alone(play: Play) -> None:

@@ -11,6 +11,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from corerl.errors import ConfigError
+from corerl_agents.pieces import before
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import (
     FORMATS,
@@ -179,6 +180,7 @@ def read(form: str, text: str, opened: str = "") -> tuple[str, list[dict[str, An
 )
 def test_calls_of_each_family_are_read_with_the_text_around(form: str, text: str, content: str, calls: Any) -> None:
     assert read(form, text) == (content, calls)
+    assert content.startswith(before(text, FORMATS[form].begins).strip())  # which a stream sends early
 
 
 @pytest.mark.parametrize(

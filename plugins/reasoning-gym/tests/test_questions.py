@@ -13,32 +13,30 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import SYSTEM_PROMPTS
 
-from corerl.data.digests import digest
 from corerl_reasoning_gym.questions import asked, entries_of, row_of, rows, shares_of, sizes_of, system_of
 from corerl_reasoning_gym.spec import ReasoningGymConfig, Task
 
-DIGESTS = """
+ROWS = """
 import json, sys
-from corerl.data.digests import digest
 from corerl_reasoning_gym.questions import rows
 from corerl_reasoning_gym.spec import ReasoningGymConfig
 found = rows(ReasoningGymConfig(tasks=tuple(json.loads(sys.argv[1])), questions=int(sys.argv[2])))
-print(json.dumps([digest(row, "prompt", "answer", "tools") for row in found]))
+print(json.dumps([json.dumps(row) for row in found]))
 """
 # Of these, questions or metadata differ between processes of reasoning-gym.
 UNSTEADY = ["ransom_note", "list_functions", "isomorphic_strings", "word_ladder", "polynomial_multiplication"]
 
 
-def digests_in_a_process(tasks: list[str], questions: int, *, hash_seed: str) -> list[int]:
-    """Of the rows that a process with this hash seed has."""
+def rows_in_a_process(tasks: list[str], questions: int, *, hash_seed: str) -> list[str]:
+    """The rows that a process with this hash seed has."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DIGESTS, json.dumps(tasks), str(questions)],
+        [sys.executable, "-W", "ignore", "-c", ROWS, json.dumps(tasks), str(questions)],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         check=True,
     )
-    found: list[int] = json.loads(done.stdout.splitlines()[-1])
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -77,12 +75,9 @@ def test_a_question_is_a_chat_or_a_text() -> None:
 
 @pytest.mark.processes
 def test_rows_are_the_same_in_every_process() -> None:
-    here = [
-        digest(row, "prompt", "answer", "tools")
-        for row in rows(ReasoningGymConfig(tasks=tuple(UNSTEADY), questions=20))
-    ]
+    here = [json.dumps(row) for row in rows(ReasoningGymConfig(tasks=tuple(UNSTEADY), questions=20))]
     assert len(set(here)) == 20
-    assert digests_in_a_process(UNSTEADY, 20, hash_seed="7") == here
+    assert rows_in_a_process(UNSTEADY, 20, hash_seed="7") == here
 
 
 @pytest.mark.nightly
@@ -90,5 +85,5 @@ def test_rows_are_the_same_in_every_process() -> None:
 def test_every_task_makes_the_same_rows_again() -> None:
     tasks = sorted(DATASETS.keys() - {"composite"})
     assert len(tasks) > 100
-    first, second = (digests_in_a_process(tasks, 3 * len(tasks), hash_seed=seed) for seed in "12")
+    first, second = (rows_in_a_process(tasks, 3 * len(tasks), hash_seed=seed) for seed in "12")
     assert first == second and len(first) > 2 * len(tasks)

@@ -9,11 +9,10 @@ import pytest
 import reasoning_gym
 from attrs import evolve
 
-from corerl.config.load import load_config
+from corerl.config import load_config
 from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
 from tests.end_to_end.command import ROOT, Command, metrics
-from tests.in_process import HERE, execute_here
+from tests.in_process import HERE, execute_here, planned
 
 EXAMPLE = ROOT / "examples" / "reasoning_gym.toml"
 TASKS = {"count_bits", "gcd"}
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.processes  # questions are made in one
 
 
 def test_a_config_names_tasks_and_nothing_else(tmp_path: Path) -> None:
-    plan = make_plan(load_config(EXAMPLE, [f"run.dir={tmp_path}/run"]))
+    plan = planned(load_config(EXAMPLE, [f"run.dir={tmp_path}/run"]))
     assert plan.rollout.reward.name == "corerl_reasoning_gym.tasks:score"
     assert plan.record["reward"]["name"] == "corerl_reasoning_gym.tasks:score"
     assert " on reasoning-gym: " in plan.title
@@ -33,20 +32,20 @@ def test_a_config_names_tasks_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_reward_that_the_config_names_takes_precedence(tmp_path: Path) -> None:
     given = load_config(EXAMPLE, [f"run.dir={tmp_path}/run", "reward.name=exact-match"])
-    assert make_plan(given).rollout.reward.name == "exact-match"
+    assert planned(given).rollout.reward.name == "exact-match"
 
 
 def test_every_task_that_cannot_be_asked_is_one_line(tmp_path: Path) -> None:
     given = load_config(EXAMPLE, [f"run.dir={tmp_path}/run"])
     tasks = ["count_bit", {"name": "gcd", "options": {"max_valu": 3}}]
     with pytest.raises(ConfigError) as caught:
-        make_plan(evolve(given, samplers={"reasoning-gym": {"tasks": tasks}}))
+        planned(evolve(given, samplers={"reasoning-gym": {"tasks": tasks}}))
     assert caught.value.message.splitlines() == [
         "samplers.reasoning-gym.tasks[0]: unknown task 'count_bit'; did you mean 'count_bits'?",
         "samplers.reasoning-gym.tasks[1].options.max_valu: no argument of 'gcd'; did you mean 'max_value'?",
     ]
     with pytest.raises(ConfigError, match="^samplers.reasoning-gym.tasks: empty; name tasks of reasoning-gym"):
-        make_plan(evolve(given, samplers={}))
+        planned(evolve(given, samplers={}))
 
 
 def test_a_runs_rewards_are_the_scorers_of_its_tasks(tmp_path: Path) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import reasoning_gym
 
-from corerl.config.schema import RewardConfig
+from corerl.config import RewardConfig
 from corerl.data import Prompt
 from corerl.rollout import Failure, Judged
-from corerl.rollout.reward_processes import RewardPool
-from corerl.rollout.rewards import reward_of
 from corerl_reasoning_gym.questions import entries_of, row_of, sizes_of
 from corerl_reasoning_gym.spec import SPEC, ReasoningGymConfig, Task
 from corerl_reasoning_gym.tasks import config, score, task_problem
+from tests.rollout.rewarding import outcomes_of
 
 
 @pytest.mark.parametrize(
@@ -84,8 +82,7 @@ def test_a_scorer_has_the_arguments_of_its_task() -> None:
 def test_a_scorer_that_never_ends_costs_its_sample() -> None:
     """That of `countdown` computes what the policy wrote."""
     prompt, config = prompt_of(tasks=("countdown",)), RewardConfig(name=SPEC.reward, processes=1, timeout=5.0)
-    with contextlib.closing(RewardPool(reward_of(config), config)) as pool:
-        said = [f"<answer>{text}</answer>" for text in (prompt.answer, "9**9**9**9", prompt.answer)]
-        right, late, after = pool.outcomes([(prompt, text, ()) for text in said])
+    said = [f"<answer>{text}</answer>" for text in (prompt.answer, "9**9**9**9", prompt.answer)]
+    right, late, after = outcomes_of(config, [(prompt, text, ()) for text in said])
     assert right == after == Judged(reward=1.0, parts={"countdown": 1.0})
     assert isinstance(late, Failure) and late.kind == "timeout"

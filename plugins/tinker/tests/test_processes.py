@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from attrs import evolve
 from transformers import AutoModelForCausalLM
 
 from corerl import Engines
-from corerl.cli.main import main
 from corerl.config import config_of
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Draw, Refused
@@ -38,7 +39,8 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         sampler = policy.sampler(saved.path, None)
         run = tmp_path / "a:train:0"
         state, model = str(run / "sampler_weights/two/state"), str(tmp_path / "model")
-        assert main(["export", state, model, "--config", str(run / "config.toml"), "--merge"]) == 0
+        words = ["export", state, model, "--config", str(run / "config.toml"), "--merge"]
+        subprocess.run([sys.executable, "-m", "corerl", *words], check=True)
         tokens = torch.tensor([[1, 2, 3]])
         logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
         exported = logits[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].detach()

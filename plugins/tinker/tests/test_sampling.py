@@ -410,6 +410,39 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
+def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = publish(served)
+    expected = served.draw(asked(sampler, seed=5))
+    train(served.policy, 1)
+    publish(served)
+    push, pushing, gone = Engines.push, threading.Event(), threading.Event()
+
+    def slowly(self: Engines, **settings: Any) -> int:
+        pushing.set()
+        gone.wait(60.0)
+        return push(self, **settings)
+
+    monkeypatch.setattr(Engines, "push", slowly)
+    turns: list[concurrent.futures.Future[Any]] = []
+
+    async def in_turn(work: Any) -> Any:
+        turns.append(thread.submit(work))
+        return await asyncio.wrap_future(turns[-1])
+
+    async def going() -> Drawn:
+        leaves = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
+        await asyncio.to_thread(pushing.wait, 60.0)
+        stays = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
+        leaves.cancel()
+        await asyncio.wait([leaves])
+        gone.set()
+        return await stays
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert same(asyncio.run(going()), expected)
+    assert [turn.exception() for turn in turns] == [None, None]  # one of which would be the end of the model
+
+
 def test_samples_may_begin_while_the_group_reads_what_engines_hold(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

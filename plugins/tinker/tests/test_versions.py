@@ -30,6 +30,7 @@ from plugins.tinker.tests.served import (
     serving,
     train,
 )
+from tests.driver.fakes import sharing
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,39 @@ def test_a_push_does_not_wait_for_samples_of_a_version_that_stays(
         assert not same(await served.policy.draw(asked(new, seed=5), at_once), expected)
 
     asyncio.run(sampling())
+
+
+def test_a_push_on_shared_devices_waits_for_samples_of_all_versions(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There engines sleep before weights arrive, and lose the earlier ones."""
+    engines = served.engines
+    shared: Any = {"actor": engines.group}
+    monkeypatch.setattr(engines, "residency", sharing(shared, passed=["actor"], fleet=engines.fleet))  # type: ignore[arg-type]
+    engines.fleet.sleep()
+    old = publish(served)
+    expected = served.draw(asked(old, seed=5))
+    train(served.policy, 1)
+    again = served.draw(asked(old, seed=5))
+    held: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    requests: list[Any] = []
+    begin = engines.begin
+    monkeypatch.setattr(type(engines), "begin", lambda self, request: requests.append(request) or held)
+
+    async def sampling() -> None:
+        first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
+        await asyncio.sleep(0)
+        pushing = asyncio.create_task(asyncio.to_thread(served.policy._samplers.push))
+        await asyncio.wait([pushing], timeout=0.3)
+        assert not pushing.done() and not first.done()
+        held.set_result(await asyncio.wrap_future(begin(requests[0])))
+        assert same(await first, expected) and same(again, expected)
+        await pushing
+
+    asyncio.run(sampling())
+    assert len(engines.held) == 1
+    engines.turn("train")  # ranks are awake for the other tests, and engines too
+    engines.fleet.wake_up()
 
 
 def test_samples_whose_version_goes_meanwhile_are_sampled_again(

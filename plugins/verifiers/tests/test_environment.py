@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from corerl.config import structure
-from corerl.config.schema import RewardConfig, RolloutConfig
+from corerl.config import RewardConfig, RolloutConfig, structure
 from corerl.plugin import SamplerRun
 from corerl_verifiers.environment import load, rows, tasks_of
 from corerl_verifiers.spec import SPEC, VerifiersConfig

@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from corerl.config import structure
-from corerl.config.load import load_config
+from corerl.config import load_config, structure
 from corerl.data import Prompt
-from corerl.models.tokenizer import load_tokenizer
+from corerl.models import load_tokenizer
 from corerl.rollout import Failure, Judged, start_user_coroutine
 from corerl_agents.script import Scripted, byte_tokenizer, scripted
 from corerl_verifiers.environment import load, rows, tasks_of

@@ -26,6 +26,7 @@ class ChatRequest:
     template_options: Mapping[str, Any] = field(factory=dict)  # besides the run's own
     max_tokens: int | None = None  # None: as many as the episode has left
     stop: Sequence[str] = ()
+    counts: bool = False  # asks only for the tokens before the answer
     logprobs: bool = False
     token_ids: bool = False
     stream: bool = False
@@ -40,6 +41,7 @@ class ChatAnswer:
     reasoning: str = ""  # where it is not in the text
     tool_calls: Sequence[Mapping[str, Any]] = ()  # in OpenAI's shape
     finish_reason: str  # stop, tool_calls or length
+    stopped: str = ""  # the text of the request's `stop` that has ended the answer
     prompt_token_ids: IntArray  # [n] before the answer
     token_ids: IntArray = field(factory=lambda: np.zeros(0, np.int64))  # [m]
     tokens: Sequence[str] = ()  # [m] as texts, if log-probs were asked for

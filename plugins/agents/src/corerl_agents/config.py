@@ -14,6 +14,7 @@ from corerl.plugin import Problem, SamplerRun, SamplerSpec
 MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
 
 MOST_WORKERS = 1024  # likewise
+PLAYERS = ("function", "command", "options", "workers")  # options that say who plays, which an environment does itself
 
 
 @frozen(kw_only=True)

@@ -482,6 +482,11 @@ class Renderer:
         # Of an answer without calls the content is decoded without special tokens, not rid of them.
         return reasoning, text if reasoning else shared(text, content.rstrip(UNFINISHED))
 
+    def stopped(self, tokens: IntArray, texts: Sequence[str]) -> str:
+        """Which of these stop texts has ended an answer; "" if none has."""
+        said = tokens.tolist()
+        return next((text for text in texts if self._stops((text,)).end(said) == len(said)), "")
+
     def answer(self, asked: RenderedRequest, tokens: IntArray, params: SamplingParams) -> Answer:
         """Decode an answer without its stop token or stop text. If the request has tools and the answer was not cut,
         tool calls are read from it; malformed ones stay text."""

@@ -250,6 +250,7 @@ class EpisodeRunner:
             reasoning=answer.reasoning,
             tool_calls=answer.calls,
             finish_reason="length" if generation.truncated[0] else "tool_calls" if answer.calls else "stop",
+            stopped=self._renderer.stopped(generation.tokens, chat.stop),
             prompt_token_ids=turn.request.tokens,
             token_ids=generation.tokens,
             tokens=self._texts(generation.tokens) if chat.logprobs else (),
@@ -275,6 +276,9 @@ class EpisodeRunner:
         else:
             history, asked, difference = self._continued(state.root, chat, pictures)
         conversation, place = history.conversation, history.place(asked, chat)
+        if chat.counts:
+            before = np.concatenate([conversation.tokens, asked.tokens])
+            return ChatAnswer(text="", finish_reason="stop", prompt_token_ids=before)
         if (turn := history.abandoned_turn(place)) is not None:
             self._require_row(state.root, history, difference)
             turn.asked_again(state.answered)
@@ -389,18 +393,20 @@ class EpisodeRunner:
     async def _sampled(self, generate: Generate, asked: RenderedRequest, turn: Turn) -> Generation:
         """The turn's answer. A streamed one is sampled in parts: what is sampled does not depend on that, as noise
         belongs to a token's place."""
-        request, done = turn.request, Generation.nothing(turn.request)
+        request = rest = turn.request
         if not turn.chat.stream or not self._part:
             return await generate(request)
+        done: Generation | None = None
         while True:
-            rest = continued(request, done)
             part = rest.response_lengths + max(self._part, int(rest.answered[0]) // GROWTH)
             generated = await generate(evolve(rest, limits=np.minimum(rest.limits, part)))
             goes_on = generated.truncated & (np.diff(generated.offsets) < rest.left)
-            generated = evolve(generated, truncated=generated.truncated & ~goes_on, unfinished=goes_on)
-            done = append(request, done, generated)
+            if goes_on.any():  # only the part has ended
+                generated = evolve(generated, truncated=generated.truncated & ~goes_on, unfinished=goes_on)
+            done = generated if done is None else append(request, done, generated)
             if not goes_on.any():
                 return done
+            rest = continued(request, done)
             if turn.on_piece is not None:
                 reasoning, text = self._renderer.known(asked, done.tokens, request.params)
                 before, said = len(request.tokens), len(done.tokens)

@@ -41,7 +41,10 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
     ):
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "system": "You add.", "tools": [ADD]}
+        shown = {name: asked[name] for name in ("model", "system", "tools")}
+        counted = ours.messages.count_tokens(messages=messages, **shown)
         first = ours.messages.create(messages=messages, **asked)
+        assert counted.input_tokens == first.usage.input_tokens
         assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
         thought, text, call = first.content
         assert thought.type == "thinking" and thought.thinking == "I add."
@@ -73,6 +76,25 @@ def test_a_stream_says_what_an_answer_says() -> None:
     assert texts == "I call."
     whole.stop_details = None  # as the client adds it to what it has put together
     assert {**streamed.to_dict(), "id": ""} == {**whole.to_dict(), "id": ""}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
+    with scripted(PROMPT, ["I add. ### It"] * 3) as script, client(script.episode.anthropic_url) as ours:
+        ended = []
+        for texts in (["!", "###", "add. ##"], ["###"], ["It is"]):
+            asked: dict[str, Any] = {"model": "any", "max_tokens": 99, "messages": [USER], "stop_sequences": texts}
+            if stream:
+                with ours.messages.stream(**asked) as events:
+                    ended.append(events.get_final_message())
+            else:
+                ended.append(ours.messages.create(**asked))
+    assert [(each.stop_reason, each.stop_sequence) for each in ended] == [
+        ("stop_sequence", "add. ##"),
+        ("stop_sequence", "###"),
+        ("end_turn", None),
+    ]
+    assert [each.content[0].text for each in ended] == ["I ", "I add. ", "I add. ### It"]
 
 
 def test_an_answer_that_is_cut_has_used_up_its_tokens() -> None:

@@ -71,7 +71,6 @@ class Samplers:
         self._last = START  # the highest number that was given
         self._samplers: dict[str, Sampler] = {}
         self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
-        self._most = engines.config.versions if engines.separate_adapters else 1  # versions that engines hold at once
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
         # Version of the engines -> the number of the weights; the one that was sampled from last at the end. Another
@@ -147,9 +146,11 @@ class Samplers:
 
     def _least_used(self) -> tuple[int, ...]:
         """The version in whose place another one comes, if one has to go: rather one without samples in flight."""
-        held = tuple(self._held.values())
+        held, engines = tuple(self._held.values()), self._engines
+        # On shared devices engines sleep before weights come, and keep none.
+        most = engines.config.versions if engines.separate_adapters and not engines.takes_turns else 1
         idle_first = sorted(held, key=lambda each: self._in_flight[each] > 0)
-        return tuple(idle_first[:1]) if len(held) >= self._most else ()
+        return tuple(idle_first[:1]) if len(held) >= most else ()
 
     @contextlib.contextmanager
     def _losing(self, versions: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

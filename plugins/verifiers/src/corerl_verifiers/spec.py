@@ -10,7 +10,7 @@ from attrs import frozen
 
 from corerl.config import at_least, option
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
-from corerl_agents.config import EpisodesConfig
+from corerl_agents.config import PLAYERS, EpisodesConfig
 
 
 @frozen(kw_only=True)
@@ -33,7 +33,7 @@ class VerifiersConfig:
         validator=at_least(0),
     )
     episodes: EpisodesConfig = option(
-        "as [samplers.episodes], but for function, command, options and workers", factory=EpisodesConfig
+        "as [samplers.episodes], but for what plays: function, command, options, workers", factory=EpisodesConfig
     )
 
 
@@ -44,7 +44,7 @@ def check(options: VerifiersConfig, run: SamplerRun) -> Iterator[Problem]:
         return
     from corerl_verifiers.environment import problems
 
-    for setting in ("function", "command", "options", "workers"):
+    for setting in PLAYERS:
         if getattr(options.episodes, setting):
             yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
     yield from (Problem(*each) for each in problems(options))

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from corerl.messages import short_repr
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, Piece
 from corerl_agents.dialects.base import LIMIT, MODEL, NOT_CONSTRAINED, OTHER_TOOLS, THINKS, Dialect, event, new
@@ -61,7 +63,7 @@ FIELDS: Mapping[str, Field] = {
         Values(
             wanted="a list of strings", fits=lambda value: is_list(value, str), taken=(["###"],), refused=("###", [3])
         ),
-        "texts that end the answer, in addition to `rollout.stop`; `stop_reason` is `end_turn` all the same",
+        "texts that end the answer, in addition to `rollout.stop`; `stop_sequence` says which has",
     ),
     "tools": honoured(
         OBJECTS, f"{OTHER_TOOLS}. Tools that Anthropic runs are refused by their `type`", taken=([TOOL],)
@@ -130,7 +132,7 @@ FIELDS: Mapping[str, Field] = {
 OF_TOOLS = {"type", "cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
 
 
-def read_request(body: str | bytes, sampling: Mapping[str, float]) -> ChatRequest:
+def read_request(body: str | bytes, sampling: Mapping[str, float], fields: Mapping[str, Field] = FIELDS) -> ChatRequest:
     """`sampling`: the run's values of temperature, top_p and top_k, which requests may repeat. Raises Refused."""
     wanted = "messages: missing or not a list; send a list of messages"
     asked = read_object(body, wanted)
@@ -238,14 +240,19 @@ def message(answer: ChatAnswer, request: ChatRequest, number: int) -> dict[str, 
     return {
         **_head(number),
         "content": list(_blocks(answer)),
-        "stop_reason": STOPPED[answer.finish_reason],
-        "stop_sequence": None,
+        **_stop(answer),
         "usage": _usage(len(answer.prompt_token_ids), len(answer.token_ids)),
     }
 
 
 def _head(number: int) -> dict[str, Any]:
     return {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": MODEL}
+
+
+def _stop(answer: ChatAnswer) -> dict[str, str | None]:
+    by_text = answer.finish_reason == "stop" and bool(answer.stopped)
+    reason = "stop_sequence" if by_text else STOPPED[answer.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped if by_text else None}
 
 
 def _usage(before: int, said: int) -> dict[str, int]:
@@ -281,9 +288,8 @@ class Events:
         begin = self._begin(len(answer.prompt_token_ids))
         texts = self._texts(answer.reasoning, answer.text)
         calls = [self._call(block) for block in _blocks(answer) if block["type"] == "tool_use"]
-        delta = {"stop_reason": STOPPED[answer.finish_reason], "stop_sequence": None}
         usage = _usage(len(answer.prompt_token_ids), len(answer.token_ids))
-        last = _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+        last = _event("message_delta", delta=_stop(answer), usage=usage) + _event("message_stop")
         return b"".join([begin, texts, *calls, self._stop(), last])
 
     def _begin(self, prompt_tokens: int) -> bytes:
@@ -347,4 +353,13 @@ MESSAGES = Dialect(
     stream=Events,
     refusal=refusal,
     broken=lambda content: event(content, "error"),
+)
+COUNT_TOKENS = Dialect(
+    name="Messages, counted",
+    path="messages/count_tokens",
+    fields=FIELDS,
+    read=lambda body, sampling: evolve(read_request(body, sampling), counts=True, stream=False),
+    written=lambda answer, request, number: {"input_tokens": len(answer.prompt_token_ids)},
+    refusal=refusal,
+    broken=MESSAGES.broken,
 )
