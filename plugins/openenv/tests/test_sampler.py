@@ -40,6 +40,7 @@ def options(**given: Any) -> OpenEnvConfig:
         ({"environment": ""}, "environment", "empty; name an installed package"),
         ({"environment": "nobodys-env"}, "environment", "no module 'nobodys_env' is installed"),
         ({"episodes": {"function": "a:b"}}, "episodes.function", "the environment plays the episodes"),
+        ({"episodes": {"workers": 2}}, "episodes.workers", "the environment plays the episodes"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(given: dict[str, Any], path: str, said: str) -> None:
