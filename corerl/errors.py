@@ -12,6 +12,7 @@
       SaveFailed                      a checkpoint could not be written
       ResizeFailed                    a group could not be given another size, and is as before
       EngineFailed                    a rollout engine raised or does not answer
+      VersionGone                     no engine holds the weights that rows are to be sampled from
       UserError                     something the user can fix              exit status 2
         ConfigError                     config file, override or combination of settings
         DataError                       prompts, rows, files of a data set

@@ -177,14 +177,14 @@ class SampleBatch:
         for name, column in self.columns.items():
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
+            ids = column.dtype in (np.int32, np.int64) and column.ndim <= 2 and 0 not in column.shape[1:]
+            if name == TARGETS and not ids:
+                raise ValueError(
+                    f"column {name!r} is {column.dtype} {list(column.shape)}, expected int32 or int64, [N] or [N, K]"
+                )
         mask = self.columns.get("loss_mask")
         if mask is not None and mask.dtype != np.bool_:  # with numbers, x[mask] would select elements 0 and 1
             raise ValueError(f"column 'loss_mask' is {mask.dtype}, expected bool; write mask.astype(bool)")
-        named = self.columns.get(TARGETS)
-        if named is not None and (named.dtype not in (np.int32, np.int64) or named.ndim > 2 or 0 in named.shape[1:]):
-            raise ValueError(
-                f"column {TARGETS!r} is {named.dtype} {list(named.shape)}, expected int32 or int64, [N] or [N, K]"
-            )
         for name, column in self.row_columns.items():
             if len(column) != len(self):
                 raise ValueError(f"row column {name!r} has {len(column)} entries for {len(self)} rows")
