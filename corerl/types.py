@@ -141,6 +141,10 @@ def all_shown(parts: Sequence[tuple[Array, Sequence[Picture]]]) -> tuple[Array, 
     return np.concatenate([np.zeros(0, np.int32), *columns]), tuple(every)
 
 
+def _are_targets(column: Array) -> bool:
+    return column.dtype in (np.int32, np.int64) and column.ndim <= 2 and 0 not in column.shape[1:]
+
+
 @frozen(kw_only=True)
 class SampleBatch:
     """The rows of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
@@ -177,8 +181,7 @@ class SampleBatch:
         for name, column in self.columns.items():
             if len(column) != len(self.tokens):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(self.tokens)} tokens")
-            ids = column.dtype in (np.int32, np.int64) and column.ndim <= 2 and 0 not in column.shape[1:]
-            if name == TARGETS and not ids:
+            if name == TARGETS and not _are_targets(column):
                 raise ValueError(
                     f"column {name!r} is {column.dtype} {list(column.shape)}, expected int32 or int64, [N] or [N, K]"
                 )

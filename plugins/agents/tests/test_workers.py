@@ -48,12 +48,18 @@ def wait_for(fits: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["two_turns", "side_by_side"])
-def test_workers_play_as_the_driver_does(play: Play, start: Start, name: str) -> None:
-    here = play(getattr(worker_functions, name))
-    there = play(start(name, 2))
+def test_workers_play_as_the_driver_does(play: Play, start: Start) -> None:
+    here = play(worker_functions.two_turns)
+    there = play(start("two_turns", 2))
     assert_equal(there, here)
     assert there.outcomes == here.outcomes and all(isinstance(each, float) for each in here.outcomes)
+
+
+def test_a_worker_asks_side_by_side(play: Play, start: Start) -> None:
+    """The noise of requests side by side depends on whether one is answered before another one comes."""
+    there = play(start("side_by_side", 2))
+    assert there.batch.row_columns["episode"].tolist() == [each for each in range(8) for _ in range(2)]
+    assert all(isinstance(each, float) for each in there.outcomes)
 
 
 def test_episodes_are_spread_over_all_workers(play: Play, start: Start) -> None:
