@@ -31,13 +31,13 @@ FETCH = "examples.two_turn_tool:fetch"
         (
             {"function": FETCH, "roles": ["white", "Black 1"]},
             "roles",
-            "got 'Black 1', wanted names of letters, digits ",
+            "got 'Black 1', wanted names of letters, ",
         ),
         ({"function": FETCH, "roles": ["white", "white"]}, "roles", "got 'white', wanted names of letters, digits "),
         (
             {"command": ["sh", "{base_url_wite}"], "roles": ["white"]},
             "command",
-            "unknown placeholder {base_url_wite} in ",
+            "unknown placeholder {base_url_wite}",
         ),
         ({"function": FETCH, "tool_calls": "hrmes"}, "tool_calls", "unknown format 'hrmes'; known: auto, none, "),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from corerl_agents.workers import PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.test_chat_server import post
+from tests.end_to_end.command import metrics
+from tests.in_process import execute_here, small
 from tests.rollout.samplers import prompt_sampler
 
 ROLES = ("white", "black")
@@ -216,3 +220,70 @@ def test_a_command_plays_roles(play: Play, line: str, outcomes: Any) -> None:
         assert isinstance(found[0], Failure) and outcomes in found[0].message
     else:
         assert [each.reward if isinstance(each, Judged) else each for each in found] == outcomes
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+def digit(text: str) -> float:
+    return int(text) / 9 if text.isdigit() else 0.5
+
+
+def opposed(episode: Episode) -> dict[str, float]:
+    """Two roles with the same question behind another digit: one earns by low digits, and always more than the other,
+    which earns by high ones."""
+    said = [
+        episode.role(name).chat([{"role": "user", "content": f"{first}{episode.prompt.text}"}])["message"]["content"]
+        for name, first in (("low", 3), ("high", 7))
+    ]
+    return {"low": 4.0 - digit(said[0]), "high": digit(said[1])}
+
+
+def run(directory: Path, *overrides: str) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    directory.mkdir(exist_ok=True)
+    common = ("rollout.prompts=4", "rollout.max_tokens=1", "data.held_out=0", "checkpoint.every=0")
+    execute_here(
+        small(
+            directory,
+            "rollout.sampler=episodes",
+            f"samplers.episodes.function={__name__}:opposed",
+            "samplers.episodes.roles=['low','high']",
+            "train.optimizer.lr=1e-2",
+            "train.schedule.warmup_steps=0",
+            "train.schedule.decay=constant",
+            "checkpoint.export=false",
+            *common,
+            *overrides,
+        )
+    )
+    return [line for line in metrics(directory / "run") if "train/loss" in line]
+
+
+def test_a_run_reports_roles_and_streams_them_alike(tmp_path: Path) -> None:
+    plain = run(
+        tmp_path / "plain", "run.steps=2", "rollout.save=true", "extensions=[{name='jsonl',options={samples='all'}}]"
+    )
+    streamed = run(tmp_path / "streamed", "run.steps=2", "rollout.source=streamed")
+    for one, other in zip(plain, streamed, strict=True):
+        assert one["rollout/reward"] == pytest.approx((one["reward/low"] + one["reward/high"]) / 2)
+        for name in ("reward/low", "reward/high", "train/grad_norm", "rollout/groups_without_spread"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4)
+    saved = np.load(tmp_path / "plain" / "run" / "rollouts" / "step-00000000.npz", allow_pickle=False)
+    assert saved["rows/role"].tolist() == ["low", "high"] * 16
+    lines = [json.loads(line) for line in (tmp_path / "plain" / "run" / "samples.jsonl").read_text().splitlines()]
+    assert [list(line["parts"]) for line in lines] == [["low"], ["high"]] * (len(lines) // 2)
+    for low, high in zip(lines[::2], lines[1::2], strict=True):
+        assert (low["prompt"], low["sample"], low["step"]) == (high["prompt"], high["sample"], high["step"])
+        assert low["reward"] == pytest.approx(4.0 - digit(low["response"]))
+        assert high["reward"] == pytest.approx(digit(high["response"]))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", ["synchronous", "asynchronous"])
+def test_opposed_rewards_of_two_roles_both_rise(source: str, tmp_path: Path) -> None:
+    """Compared across roles, neither rises in this many steps: 3.5 and 0.5 stay what they are."""
+    steps = run(tmp_path, "run.steps=20", "rollout.samples=8", f"rollout.source={source}")
+    for name in ("low", "high"):  # asynchronously, a step may begin before more was scored
+        rewards = [step[f"reward/{name}"] for step in steps if f"reward/{name}" in step]
+        assert np.mean(rewards[-4:]) - np.mean(rewards[:4]) > 0.15
