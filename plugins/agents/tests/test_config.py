@@ -33,7 +33,7 @@ FETCH = "examples.two_turn_tool:fetch"
             "roles",
             "got 'Black 1', wanted names of letters, ",
         ),
-        ({"function": FETCH, "roles": ["white", "white"]}, "roles", "got 'white', wanted names of letters, digits "),
+        ({"function": FETCH, "roles": ["white", "White"]}, "roles", "got 'white', wanted names of letters, digits "),
         (
             {"command": ["sh", "{base_url_wite}"], "roles": ["white"]},
             "command",

@@ -127,6 +127,15 @@ def test_wrong_rewards_of_roles_cost_one_episode(play: Play, value: Any, text: s
     assert isinstance(white, Judged) and isinstance(black, float)
 
 
+def test_an_episode_that_fails_has_no_rewards_of_turns(play: Play) -> None:
+    def one_too_many(episode: Episode) -> dict[str, list[float]]:
+        white_twice_black_once(episode)
+        return {"white": [1.0, 2.0], "black": [1.0, 2.0]}
+
+    rollout = play(one_too_many, roles=ROLES, samples=1)
+    assert {type(each) for each in rollout.outcomes} == {Failure} and not rollout.batch.columns[TURN_REWARDS].any()
+
+
 def test_an_episode_that_fails_keeps_the_rows_of_its_roles(play: Play) -> None:
     def fails(episode: Episode) -> Any:
         good = white_twice_black_once(episode)

@@ -91,8 +91,9 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
         yield Problem("function", both if options.command else empty)
         return
+    upper = [name.upper() for name in options.roles]  # as in the environment of a command
     for name in options.roles:
-        if not re.fullmatch(NAME, name) or options.roles.count(name) > 1:
+        if not re.fullmatch(NAME, name) or upper.count(name.upper()) > 1:
             yield Problem("roles", f"got {name!r}, wanted names of letters, digits and _, each of them once")
             break
     tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}

@@ -71,6 +71,10 @@ class EpisodeState:
     def ended(self) -> bool:
         return self._rows is not None
 
+    def forget_turn_rewards(self) -> None:
+        for history in self.root:
+            history.reward = 0.0
+
     def end(self) -> None:
         """Answer no more, and keep the rows alone: the garbage collector would look through all that the episodes of a
         batch have said, again and again."""
@@ -195,6 +199,8 @@ class EpisodeRunner:
             outcomes = self._outcomes(states, function)
             for state in states:
                 state.outcome = outcomes if isinstance(outcomes, Failure) else outcomes[state.role]
+                if isinstance(outcomes, Failure):
+                    state.forget_turn_rewards()  # those of a role that is right, where another one is not
         finally:
             for state in states:
                 state.end()

@@ -64,10 +64,8 @@ class EpisodeSampler(Sampler):
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
         await self._function.started()
-        episodes, on_progress = (
-            states_of(prompts, request, self.options.roles),
-            None if background else self.context.on_progress,
-        )
+        episodes = states_of(prompts, request, self.options.roles)
+        on_progress = None if background else self.context.on_progress
         await self._runner(request.params).play(
             episodes,
             functools.partial(self.context.generate, urgent=not background, on_tokens=on_tokens),
@@ -128,9 +126,8 @@ def played(prompts: Sequence[Prompt], request: GenerateRequest, episodes: Sequen
     """The rollout of these episodes, all of which have ended. A role that said nothing has no row, unless none did."""
     found = []  # (number of the episode, role's state, its rows)
     for number, states in enumerate(episodes):
-        unanswered = [Row.unanswered(request.take_rows(np.array([number])))]
         spoke = [(number, state, state.rows) for state in states if state.rows]
-        found += spoke or [(number, states[0], unanswered)]
+        found += spoke or [(number, states[0], [Row.unanswered(request.take_rows(np.array([number])))])]
     counts = [len(rows) for *_, rows in found]
     place = np.repeat([number for number, *_ in found], counts)
     group, sample = rows_of(len(prompts), len(episodes) // len(prompts))
