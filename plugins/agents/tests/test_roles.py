@@ -33,7 +33,7 @@ def by_role(rollout: Rollout, name: str) -> np.ndarray[Any, Any]:
     return np.flatnonzero(rollout.batch.row_columns["role"] == name)
 
 
-def test_each_role_has_rows_noise_and_a_reward_of_its_own(play: Play) -> None:
+def test_each_role_has_its_own_rows_noise_and_reward(play: Play) -> None:
     rollout = play(white_twice_black_once, roles=ROLES)
     rows, batch = rollout.batch.row_columns, rollout.batch
     assert rows["role"].tolist() == ["white", "black"] * 8
