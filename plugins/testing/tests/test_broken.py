@@ -21,16 +21,17 @@ pytestmark = pytest.mark.processes
 GIB = 3.0  # of memory that the suite and its ranks take
 PYTEST = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
-# All broken backends in one process: what plain trains, which each is compared with, is trained once.
+# Broken backends in one process: what plain trains, which each is compared with, is trained once.
 SUITE = """
+import os
+
 import pytest
 
 from corerl_testing import with_variants
-from corerl_testing.broken import BROKEN
 from corerl_testing.suite import *
 
 
-@pytest.fixture(scope="session", params=BROKEN)
+@pytest.fixture(scope="session", params=os.environ["BACKENDS"].split())
 def backend_name(request):
     return request.param
 
@@ -80,14 +81,16 @@ def pytest_collection_finish():
 """
 
 
-def run_suite(directory: Path, **environment: str) -> dict[str, list[dict[str, Any]]]:
-    """Name of a broken backend -> its checks in the report of levels 0 to 2."""
+def run_suite(request: pytest.FixtureRequest, directory: Path, **environment: str) -> dict[str, list[dict[str, Any]]]:
+    """Name of a broken backend that a test of this session names -> its checks in the report of levels 0 to 2."""
+    calls = [each.callspec.params for each in request.session.items if hasattr(each, "callspec")]
+    names = [name for name in BROKEN if any(call.get("name") == name for call in calls)]
     wait_for_memory(GIB, "the suite with broken backends")
     arguments = ["pytest", "-q", "--tb=line", "-p", "corerl_testing.plugin", "-c", "/dev/null", "--rootdir", "."]
     arguments += ["-p", "no:cacheprovider", "--corerl-level", "2", "--corerl-report", "report.json", "test_suite.py"]
     (directory / "test_suite.py").write_text(SUITE)
     (directory / "conftest.py").write_text(CONFTEST)
-    own = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "BACKENDS": " ".join(names), **environment}
     with (directory / "out.txt").open("w") as out:
         process = Forked(arguments, PYTEST, environment=own, directory=directory, stdout=out, stderr=out)
     assert process.wait() == pytest.ExitCode.TESTS_FAILED, (directory / "out.txt").read_text()
@@ -95,13 +98,15 @@ def run_suite(directory: Path, **environment: str) -> dict[str, list[dict[str, A
 
 
 @pytest.fixture(scope="session")
-def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return run_suite(tmp_path_factory.mktemp("broken"))
+def checks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return run_suite(request, tmp_path_factory.mktemp("broken"))
 
 
 @pytest.fixture(scope="session")
-def all_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return run_suite(tmp_path_factory.mktemp("broken"), ALL_CHECKS="1")
+def all_checks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[dict[str, Any]]]:
+    return run_suite(request, tmp_path_factory.mktemp("broken"), ALL_CHECKS="1")
 
 
 @pytest.mark.timeout(1200)  # the first one waits for all
