@@ -146,6 +146,15 @@ def backends(work: Work) -> Case:
     )
 
 
+def prefixes(what: str, fields: Mapping[str, Any], groups: int, prompt: int, answer: int, target: float) -> Case:
+    """Groups of 16 samples of one prompt, on one GPU: each sample by itself, and prompts once."""
+    lengths = (prompt + answer,) * 16 * groups
+    text = f"{what}, compiled, {groups} x 16 samples, {prompt} + {answer} tokens"
+    work = Work(what=text, fields=fields, lengths=lengths, group=16, prompt=prompt, tokens=16384, **compiled(True))
+    sides = {"each sample by itself": work, "prompts once": evolve(work, share_prefixes=True)}
+    return Case(sides=sides, target=target, apart=True)
+
+
 def attending(**extra: float) -> Case:
     """8 layers of the 0.6B shape, without and with sinks or capped scores."""
     sides = {"without": EIGHT, "with": EIGHT}
@@ -240,6 +249,9 @@ CASES: Mapping[str, Case] = {
         apart=True,
         same=False,
     ),
+    "prefixes": prefixes("0.6B shape", QWEN3_600M, groups=4, prompt=2048, answer=256, target=0.4),
+    "prefixes-8b": prefixes("8 layers of the 8B shape", SLICE, groups=4, prompt=2048, answer=256, target=0.4),
+    "prefixes-short": prefixes("0.6B shape", QWEN3_600M, groups=2, prompt=256, answer=2048, target=1.0),
     "sinks": attending(sink=0.0),  # the score of each head's
     "caps": attending(softcap=50.0),  # of scores, as Gemma 2 has it
     "gemma3": layouts("Gemma 3 1B", GEMMA3_1B),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, embedding_bag, pad, scaled_dot_product_attention
 
 from corerl.ops.packing import PackedSequences
 
@@ -57,9 +57,9 @@ def packed_attention(
     if fits and softcap is None and sinks is None:
         return _packed_kernel(q, k, v, packing, scale, window)
     if (shared := packing.prefixes) is not None:
-        q, k, v = (each.index_select(0, shared.place) for each in (q, k, v))
+        q, k, v = (_rows_at(shared.place, each) for each in (q, k, v))
         apart = packed_attention(q, k, v, shared.sequences, scale, window=window, softcap=softcap, sinks=sinks)
-        return apart.index_select(0, shared.token)
+        return _rows_at(shared.token, apart)
     if window is not None and window >= packing.longest:
         window = None
     if sinks is None:
@@ -70,6 +70,11 @@ def packed_attention(
     if q.is_meta:  # where torch would take the kernel that holds all scores
         return _packed_kernel(q, k, v, packing, scale, window)
     return _padded(q, k, v, packing, partial(_attend_with_sink, scale=scale, window=window))
+
+
+def _rows_at(index: Tensor, x: Tensor) -> Tensor:
+    """x[index], whose backward pass is many times as fast on CPUs as index_select's, and repeatable on GPUs."""
+    return embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
