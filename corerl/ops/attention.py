@@ -20,6 +20,7 @@ from corerl.ops.packing import PackedSequences
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes
 ALIGNED = 8  # kernels for half precision want head sizes that are multiples of this
 FULL = -1  # the `window` of a token that sees all before it
+KERNEL, KERNEL_BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 NAME = "corerl::packed_attention"
 PATHS = "Tensor? keys=None, Tensor? place=None, Tensor? copies=None, Tensor? first_copy=None"
 
@@ -185,7 +186,7 @@ def flash_attention(
     causality ends at the last token of both. Copies are made again in the backward pass, not kept for it."""
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
     k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = KERNEL(
         q, k, v, cu_seqlens, cu_seqlens if keys is None else keys, at_most, at_most, 0.0, left == FULL, False,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
@@ -219,7 +220,7 @@ def flash_attention_backward(
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
     keys = cu_seqlens if keys is None else keys
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+    dq, dk, dv = KERNEL_BACKWARD(
         grad, q, k, v, out, lse, cu_seqlens, keys, at_most, at_most, 0.0, left == FULL, state, unused,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
