@@ -72,7 +72,9 @@ class Work:
     lengths: tuple[int, ...] = ()  # of each sample, where they differ; `sequence` and `micro_batches` do not count then
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
-    group: int = 0  # samples with the same prompt, which is `prompt` tokens long then, and else an eighth of the shortest
+    group: int = (
+        0  # samples with the same prompt, which is `prompt` tokens long then, and else an eighth of the shortest
+    )
     prompt: int = 0
     share_prefixes: bool = False
     device: str = "cuda"

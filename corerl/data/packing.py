@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from attrs import frozen
 
-from corerl.data.prefixes import in_trees, shared_tokens
+from corerl.data.prefixes import Trees, groups_in_order, in_trees, shared_tokens
 from corerl.errors import ConfigError, DataError
 from corerl.pictures import Picture
 from corerl.types import (
@@ -165,9 +165,7 @@ def plan_part(
     scales[own > 0] = 1.0 / (own[own > 0] * unit)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
-    plan = StepPlan(
-        micro_batches=micro_batches, filler=filler, scales=scales, shares_prefixes=layout.shares_prefixes
-    )
+    plan = StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, shares_prefixes=layout.shares_prefixes)
     return plan, float(count)
 
 
@@ -233,8 +231,7 @@ def _share(
     """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
     bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
     if layout.shares_prefixes and "group" in batch.row_columns and PICTURE not in batch.columns:
-        trees = in_trees(batch, chosen, budget=budget, dp_size=layout.dp_size)
-        shares = _balance(trees.sizes, layout.dp_size)
+        trees, shares = _trees(batch, chosen, dp_size=layout.dp_size, budget=budget)
         packed = [
             [chosen[np.concatenate([trees.members[each] for each in share[members]])] for members in bins(size, budget)]
             for share, size in ((share, trees.sizes[share]) for share in shares)
@@ -285,6 +282,22 @@ def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[I
             return shares
         parts *= 2
     return alone
+
+
+def _trees(batch: SampleBatch, chosen: IntArray, *, dp_size: int, budget: int) -> tuple[Trees, list[IntArray]]:
+    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's share of these. Where whole groups
+    leave ranks unevenly loaded, they are cut into more trees, of which each computes what they share again."""
+    order, lengths, shared = groups_in_order(batch, chosen)
+    found: list[tuple[int, int, Trees, list[IntArray]]] = []
+    while not found or budget >= lengths.max():
+        trees = in_trees(order, lengths, shared, most=budget)
+        shares = _balance(trees.sizes, dp_size)
+        fullest = max(int(trees.sizes[share].sum()) for share in shares)
+        found.append((fullest, len(found), trees, shares))
+        if fullest * dp_size <= UNEVEN * trees.sizes.sum():
+            break
+        budget = budget * 3 // 4
+    return min(found)[2:]
 
 
 def _similar_lengths(sizes: IntArray, budget: int) -> list[IntArray]:

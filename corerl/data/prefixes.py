@@ -9,6 +9,9 @@ from attrs import frozen
 
 from corerl.types import TARGETS, IntArray, Output, SampleBatch
 
+# Attention reads copies of what rows share. With at most so many tokens of rows to one of a tree, the memory of a layer's
+# copies and of their gradients is small against that of all layers' activations.
+COPIES = 16
 READ = (TARGETS, Output.ROUTED_EXPERTS.value)  # columns that the model reads besides the tokens
 
 
@@ -17,7 +20,7 @@ class Trees:
     """Rows in trees: in the order of each, a row begins with tokens of the one before it."""
 
     members: tuple[IntArray, ...]  # of each tree, as indices of the chosen rows
-    sizes: IntArray  # [trees] tokens that go through the model
+    sizes: IntArray  # [trees] tokens that go through the model, or a COPIES-th of those of the rows if that is more
 
 
 def shared_tokens(batch: SampleBatch, rows: IntArray, *, columns: tuple[str, ...] = READ) -> IntArray:
@@ -36,32 +39,28 @@ def shared_tokens(batch: SampleBatch, rows: IntArray, *, columns: tuple[str, ...
     return shared
 
 
-def in_trees(batch: SampleBatch, chosen: IntArray, *, budget: int, dp_size: int) -> Trees:
-    """The `chosen` rows of a batch in trees of at most `budget` tokens, unless one row alone has more. Rows of a tree
-    are of one group. Where ranks would get unequal shares of whole groups, these are cut into more trees, of which each
-    computes the prefix again."""
+def groups_in_order(batch: SampleBatch, chosen: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The places [n] of the `chosen` rows in an order in which rows of a group follow each other, and each has as much in
+    common with the one before it as with any earlier one; and in that order their lengths, and `shared_tokens`, which
+    are 0 for the first of a group."""
     group = batch.row_columns["group"][chosen]
     keys = [batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tobytes() for row in chosen]
-    # In this order no other row has more in common with a row than the one before it.
     order = np.array(sorted(range(len(chosen)), key=lambda each: (group[each], keys[each])))
-    lengths = batch.lengths[chosen][order]
-    shared = shared_tokens(batch, chosen[order]) * (np.diff(group[order], prepend=group[order[0]]) == 0)
-    cuts = []
-    while not cuts or (dp_size > 1 and budget >= lengths.max()):
-        trees = _cut(order, lengths, shared, budget)
-        fullest = max(-(-int(trees.sizes.sum()) // dp_size), int(trees.sizes.max()))  # a bound that is nearly reached
-        cuts.append((fullest, len(cuts), trees))
-        budget //= 2
-    return min(cuts)[2]
+    same = np.diff(group[order], prepend=group[order[0]] - 1) == 0
+    return order, batch.lengths[chosen][order], shared_tokens(batch, chosen[order]) * same
 
 
-def _cut(order: IntArray, lengths: IntArray, shared: IntArray, most: int) -> Trees:
-    """Trees of at most `most` tokens, of rows in this order."""
-    begins, sizes = [], [0]
+def in_trees(order: IntArray, lengths: IntArray, shared: IntArray, *, most: int) -> Trees:
+    """Cut rows, as of `groups_in_order`, into trees of at most `most` tokens, or of one row that has more."""
+    begins, sizes = list[int](), list[int]()
+    copied = 0  # tokens of the tree's rows
     for place, (length, count) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
-        if not begins or not count or sizes[-1] + length - count > most:
+        copied += length
+        size = max(sizes[-1] + length - count, copied // COPIES) if count else 0
+        if count and size <= most:
+            sizes[-1] = size
+        else:
             begins.append(place)
             sizes.append(length)
-        else:
-            sizes[-1] += length - count
-    return Trees(members=tuple(np.split(order, begins[1:])), sizes=np.array(sizes[1:]))
+            copied = length
+    return Trees(members=tuple(np.split(order, begins[1:])), sizes=np.array(sizes))

@@ -226,7 +226,9 @@ def flash_attention_backward(
     )  # fmt: skip
     if copies is not None and first_copy is not None:
         # Sums of the copies' gradients, each in float32 and in the same order every time, as index_add's are not.
-        dk, dv = (embedding_bag(copies, x.flatten(1), first_copy, mode="sum").unflatten(1, k.shape[1:]) for x in (dk, dv))
+        dk, dv = (
+            embedding_bag(copies, x.flatten(1), first_copy, mode="sum").unflatten(1, k.shape[1:]) for x in (dk, dv)
+        )
     return dq, dk, dv
 
 

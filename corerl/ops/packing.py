@@ -98,7 +98,11 @@ class PackedSequences:
         Raises ValueError if a sequence shares more tokens than it or the one before it has.
         """
         device, lengths = self.cu_seqlens.device, np.diff(self.bounds)
-        if len(shared) != len(lengths) or (shared < 0).any() or (shared > np.minimum(lengths, [0, *lengths[:-1]])).any():
+        if (
+            len(shared) != len(lengths)
+            or (shared < 0).any()
+            or (shared > np.minimum(lengths, [0, *lengths[:-1]])).any()
+        ):
             raise ValueError(
                 f"sequences of {lengths.tolist()} tokens share {shared.tolist()} with the ones before them, expected at "
                 "most as many as both have"

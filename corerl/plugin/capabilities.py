@@ -40,7 +40,9 @@ class Capability(StrEnum):
     AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
     PICTURES = "pictures"  # passes a batch's pictures through the model's tower, and trains it if asked
     TARGETS = "targets"  # gives log-probs of the tokens in a batch's column `targets` where it has one
-    SHARED_PREFIXES = "shared-prefixes"  # computes what sequences begin with in common once, as `MicroBatch.shared` says
+    SHARED_PREFIXES = (
+        "shared-prefixes"  # computes what sequences begin with in common once, as `MicroBatch.shared` says
+    )
     ADAM = "adam"  # takes a step with the settings of Adam and of clipping that `Step.adam` has
 
 
