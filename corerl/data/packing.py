@@ -289,14 +289,15 @@ def _trees(batch: SampleBatch, chosen: IntArray, *, dp_size: int, budget: int) -
     leave ranks unevenly loaded, they are cut into more trees, of which each computes what they share again."""
     order, lengths, shared = groups_in_order(batch, chosen)
     found: list[tuple[int, int, Trees, list[IntArray]]] = []
-    while not found or budget >= lengths.max():
-        trees = in_trees(order, lengths, shared, most=budget)
+    rows = len(chosen)
+    while rows:
+        trees = in_trees(order, lengths, shared, tokens=budget, rows=rows)
         shares = _balance(trees.sizes, dp_size)
         fullest = max(int(trees.sizes[share].sum()) for share in shares)
         found.append((fullest, len(found), trees, shares))
         if fullest * dp_size <= UNEVEN * trees.sizes.sum():
             break
-        budget = budget * 3 // 4
+        rows = max(map(len, trees.members)) // 2
     return min(found)[2:]
 
 

@@ -50,17 +50,17 @@ def groups_in_order(batch: SampleBatch, chosen: IntArray) -> tuple[IntArray, Int
     return order, batch.lengths[chosen][order], shared_tokens(batch, chosen[order]) * same
 
 
-def in_trees(order: IntArray, lengths: IntArray, shared: IntArray, *, most: int) -> Trees:
-    """Cut rows, as of `groups_in_order`, into trees of at most `most` tokens, or of one row that has more."""
+def in_trees(order: IntArray, lengths: IntArray, shared: IntArray, *, tokens: int, rows: int) -> Trees:
+    """Cut rows, as of `groups_in_order`, into trees of at most so many tokens and rows, or of one row that has more."""
     begins, sizes = list[int](), list[int]()
-    copied = 0  # tokens of the tree's rows
+    copied = members = 0  # tokens of the tree's rows, and their number
     for place, (length, count) in enumerate(zip(lengths.tolist(), shared.tolist(), strict=True)):
-        copied += length
+        copied, members = copied + length, members + 1
         size = max(sizes[-1] + length - count, copied // COPIES) if count else 0
-        if count and size <= most:
+        if count and size <= tokens and members <= rows:
             sizes[-1] = size
         else:
             begins.append(place)
             sizes.append(length)
-            copied = length
+            copied, members = length, 1
     return Trees(members=tuple(np.split(order, begins[1:])), sizes=np.array(sizes))
