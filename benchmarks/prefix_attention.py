@@ -1,5 +1,5 @@
-"""Measure attention of one layer over samples that begin alike: CoreRL's kernel call on copies of keys and values against
-FlexAttention with a block mask, and against each sample by itself.
+"""Measure attention of one layer over samples that begin alike: CoreRL's kernel call on copies of keys and values,
+against FlexAttention with a block mask, and against each sample by itself.
 
 python -m benchmarks.prefix_attention --output found/prefix_attention.json
 python -m benchmarks.prefix_attention --tiny
@@ -107,7 +107,7 @@ def measure(prompt: int, answer: int, *, rounds: int, device: torch.device) -> R
         size=f"{HEADS} heads of {SIZE}, {KEYS} of keys, {dtype}",
         comparisons=comparisons,
         numbers=[Number(what=f"{what}: tokens that go through", values=[packing.tokens], unit="")],
-        note=f"{what}: largest difference of output, dq, dk, dv from float32, of the largest number: {'; '.join(notes)}.",
+        note=f"{what}: output, dq, dk, dv differ from float32, by so much of the largest number: {'; '.join(notes)}.",
         versions={"torch": torch.__version__},
     )
 

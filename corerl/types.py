@@ -378,6 +378,14 @@ class ParallelLayout:
     # tokens in common once. Not together with `rectangular` or a `sequence_multiple`.
     shares_prefixes: bool = False
 
+    def __attrs_post_init__(self) -> None:
+        if self.shares_prefixes and (self.rectangular or self.sequence_multiple != 1):
+            raise ContractError(
+                f"a layout has shares_prefixes together with rectangular={self.rectangular} and sequence_multiple="
+                f"{self.sequence_multiple}, expected False and 1: sequences that share tokens are not padded; declare "
+                "'shared-prefixes' as missing, or refuse train.share_prefixes for such models"
+            )
+
     @classmethod
     def data_parallel(
         cls, *, rank: int, world_size: int, rectangular: bool = False, shares_prefixes: bool = False

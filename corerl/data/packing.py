@@ -285,8 +285,8 @@ def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[I
 
 
 def _trees(batch: SampleBatch, chosen: IntArray, *, dp_size: int, budget: int) -> tuple[Trees, list[IntArray]]:
-    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's share of these. Where whole groups
-    leave ranks unevenly loaded, they are cut into more trees, of which each computes what they share again."""
+    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's share of these. Where whole
+    groups leave ranks unevenly loaded, they are cut into more trees, each of which computes what they share again."""
     order, lengths, shared = groups_in_order(batch, chosen)
     found: list[tuple[int, int, Trees, list[IntArray]]] = []
     rows = len(chosen)
@@ -432,7 +432,7 @@ class LazyMicroBatches:
             columns["loss_mask"] = mask
         columns["weights"] = np.repeat(self.share.scales[chosen], padded) * mask
         shared = None
-        if self.share.shares_prefixes and PICTURE not in columns and self.sequence_multiple == 1:
+        if self.share.shares_prefixes and PICTURE not in columns:
             shared = shared_tokens(self.batch, rows, columns=self.columns)
             shared *= shared.sum() >= WORTH * lengths.sum()
         return MicroBatch(

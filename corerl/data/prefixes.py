@@ -1,4 +1,4 @@
-"""Find rows that begin with the same tokens, and cut groups of them into trees whose tokens in common are counted once."""
+"""Find rows that begin with the same tokens, and cut groups of them into trees that count tokens in common once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from attrs import frozen
 
 from corerl.types import TARGETS, IntArray, Output, SampleBatch
 
-# Attention reads copies of what rows share. With at most so many tokens of rows to one of a tree, the memory of a layer's
-# copies and of their gradients is small against that of all layers' activations.
+# Attention reads copies of what rows share. With at most so many tokens of rows to one of a tree, the memory of a
+# layer's copies and of their gradients is small against that of all layers' activations.
 COPIES = 16
 READ = (TARGETS, Output.ROUTED_EXPERTS.value)  # columns that the model reads besides the tokens
 
@@ -40,9 +40,9 @@ def shared_tokens(batch: SampleBatch, rows: IntArray, *, columns: tuple[str, ...
 
 
 def groups_in_order(batch: SampleBatch, chosen: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The places [n] of the `chosen` rows in an order in which rows of a group follow each other, and each has as much in
-    common with the one before it as with any earlier one; and in that order their lengths, and `shared_tokens`, which
-    are 0 for the first of a group."""
+    """The places [n] of the `chosen` rows in an order in which rows of a group follow each other, and each has as much
+    in common with the one before it as with any earlier one; and in that order their lengths, and `shared_tokens`,
+    which are 0 for the first of a group."""
     group = batch.row_columns["group"][chosen]
     keys = [batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tobytes() for row in chosen]
     order = np.array(sorted(range(len(chosen)), key=lambda each: (group[each], keys[each])))

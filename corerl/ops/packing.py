@@ -58,7 +58,7 @@ def rectangles(cu_seqlens: IntArray, *, fill: float = FILL) -> Rectangles:
 @frozen(eq=False)
 class PackedSequences:
     """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer. With `prefixes`
-    it is that of the N tokens that go through a model, of which sequence s has those that it shares with none before."""
+    it is that of the N tokens that go through a model: of each sequence those that it shares with none before it."""
 
     tokens: int  # T, or N
     longest: int  # tokens of the longest sequence, with its prefix
@@ -98,14 +98,11 @@ class PackedSequences:
         Raises ValueError if a sequence shares more tokens than it or the one before it has.
         """
         device, lengths = self.cu_seqlens.device, np.diff(self.bounds)
-        if (
-            len(shared) != len(lengths)
-            or (shared < 0).any()
-            or (shared > np.minimum(lengths, [0, *lengths[:-1]])).any()
-        ):
+        most = np.minimum(lengths, [0, *lengths[:-1]])
+        if len(shared) != len(lengths) or (shared < 0).any() or (shared > most).any():
             raise ValueError(
-                f"sequences of {lengths.tolist()} tokens share {shared.tolist()} with the ones before them, expected at "
-                "most as many as both have"
+                f"sequences of {lengths.tolist()} tokens share {shared.tolist()} with those before them, expected at "
+                f"most {most.tolist()}"
             )
         kept = offsets_of(lengths - shared)
         place = np.empty(self.tokens, np.int64)

@@ -30,8 +30,8 @@ from corerl.types import (
     Array,
     FloatArray,
     ForwardResult,
-    IntArray,
     InitResult,
+    IntArray,
     LossSpec,
     Output,
     PackedBatch,
@@ -156,9 +156,9 @@ def make_samples(
 
 
 def make_branches(seed: int, *, groups: int = 3) -> SampleBatch:
-    """Samples that begin alike, in groups of five, with the columns of `make_samples`: answers to one prompt, two of
-    which go on from the same tokens, of which one is the beginning of the other, and one that is another once more. What
-    several have in common after the prompt is trained in each, with other advantages. Their order is random."""
+    """Samples that begin alike, in groups of five, with the columns of `make_samples`: answers to one prompt, three of
+    which go on with the same tokens, one with nothing after them, and two that are equal. What several have in common
+    after the prompt is trained in each, with other advantages. Their order is random."""
     rng = np.random.default_rng(seed)
     rows, prompts = list[IntArray](), list[int]()
     for size in rng.integers(5, 12, groups):

@@ -76,8 +76,8 @@ class PlainBackend(Backend):
         hf = hf_config(config.model)
         if config.train.share_prefixes and getattr(hf.get_text_config(), "sliding_window", None):
             raise Unsupported(
-                "train.share_prefixes=true with sliding windows is not supported by the plain backend, whose masks have "
-                "none; set it to false, or use another backend"
+                "train.share_prefixes=true with sliding windows is not supported by the plain backend, whose masks "
+                "have none; set it to false, or use another backend"
             )
         # Refuses what every backend does.
         choose_layout(meta_model(hf, value_head=config.value_head), config.train.layout)

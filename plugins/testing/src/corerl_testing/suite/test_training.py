@@ -24,7 +24,7 @@ from corerl_testing.compare import (
     together,
     whole,
 )
-from corerl_testing.harness import LONG, Setup, make_samples, samples_at
+from corerl_testing.harness import LONG, Setup, make_branches, make_samples, samples_at
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal, require_near
@@ -223,8 +223,8 @@ def test_samples_that_begin_alike_train_as_they_do_apart(subject: Subject, kind:
         passed, tokens = (sum(results[0].tokens for results in each.results) for each in (found, apart))
         require(
             passed < tokens,
-            f"{passed} tokens went through the model, as many as without train.share_prefixes: prefixes are not shared, or "
-            "GradientResult.tokens counts tokens that were not computed",
+            f"{passed} tokens went through the model, as many as without train.share_prefixes: prefixes are not "
+            "shared, or GradientResult.tokens counts tokens that were not computed",
         )
 
 
