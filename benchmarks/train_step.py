@@ -324,8 +324,9 @@ class Running:
                 self._batch = packed_batch(work, dp_rank=dist.get_rank(), dp_size=dist.get_world_size())
         lengths = work.samples(self.loop.layout.dp_size if work.loop == "plugin" else dist.get_world_size())
         self.found.tokens = int(lengths.sum())
-        # The formula does not know windows, nor layers with a state.
-        self.found.flops = 0.0 if "layer_types" in work.fields else flops(work.fields, lengths)
+        # The formula does not know windows, nor layers with a state, nor tokens that pass once for several samples.
+        unknown = work.share_prefixes or "layer_types" in work.fields
+        self.found.flops = 0.0 if unknown else flops(work.fields, lengths)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
