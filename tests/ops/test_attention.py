@@ -9,6 +9,7 @@ import torch
 from corerl.ops import attention
 from corerl.ops.attention import packed_attention
 from corerl.ops.packing import PackedSequences
+from tests.ops.flash import as_the_kernel, back_from_the_kernel, scored
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 LAYOUTS = {
@@ -112,42 +113,6 @@ def on_paths(packing: PackedSequences, window: int | None) -> torch.Tensor:
         for depth in range(len(path)):
             seen[path[depth], path[max(0, depth + 1 - (window or len(path))) : depth + 1]] = True
     return seen
-
-
-def scored(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("thd,uhd->htu", q, k) * scale
-    return torch.einsum("htu,uhd->thd", scores.masked_fill(~seen.to(q.device), -torch.inf).softmax(-1), v)
-
-
-def seen_by_the_kernel(q: torch.Tensor, k: torch.Tensor, *bounds: torch.Tensor, window_size_left: int) -> torch.Tensor:
-    """As of FlashAttention: the last query of a sequence sees its last key, and each one before it a key less."""
-    to_end, sequence = [], []
-    for ends, tokens in zip(bounds, (len(q), len(k)), strict=True):
-        sequence.append(torch.searchsorted(ends.long(), torch.arange(tokens), right=True))
-        to_end.append(ends[sequence[-1]] - torch.arange(tokens))
-    back = to_end[1] - to_end[0][:, None]
-    seen = (sequence[0][:, None] == sequence[1]) & (back >= 0)
-    return seen & (back <= window_size_left) if window_size_left >= 0 else seen
-
-
-def as_the_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, key_ends: torch.Tensor, *_: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    seen = seen_by_the_kernel(q, k, ends, key_ends, window_size_left=named["window_size_left"])
-    return scored(q, k, v, seen, named["scale"]), torch.zeros(q.shape[1], len(q))
-
-
-def back_from_the_kernel(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Any, __: Any, *bounds: Any, **named: Any
-) -> tuple[torch.Tensor, ...]:
-    seen = seen_by_the_kernel(q, k, *bounds[:2], window_size_left=named["window_size_left"])
-    every_k, every_v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    p = (torch.einsum("thd,uhd->htu", q, every_k) * named["scale"]).masked_fill(~seen, -torch.inf).softmax(-1)
-    dp = torch.einsum("thd,uhd->htu", grad, every_v)
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * named["scale"]
-    dk, dv = torch.einsum("htu,thd->uhd", ds, q), torch.einsum("htu,thd->uhd", p, grad)
-    return torch.einsum("htu,uhd->thd", ds, every_k), *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "the kernel's reference"])
