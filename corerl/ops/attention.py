@@ -218,16 +218,18 @@ def flash_attention_backward(
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
     # Of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
+    read = [each if place is None else each.index_select(0, place) for each in (k, v)]
     keys = cu_seqlens if keys is None else keys
     dq, dk, dv = KERNEL_BACKWARD(
-        grad, q, k, v, out, lse, cu_seqlens, keys, at_most, at_most, 0.0, left == FULL, state, unused,
+        grad, q, *read, out, lse, cu_seqlens, keys, at_most, at_most, 0.0, left == FULL, state, unused,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
     if copies is not None and first_copy is not None:
-        # Sums of the copies' gradients, each in float32 and in the same order every time, as index_add's are not.
+        # Sums over copies, each in float32 and in the same order every time, as index_add's are not; with the strides
+        # that compiled layers expect.
         dk, dv = (
-            embedding_bag(copies, x.flatten(1), first_copy, mode="sum").unflatten(1, k.shape[1:]) for x in (dk, dv)
+            torch.empty_like(of).copy_(embedding_bag(copies, x.flatten(1), first_copy, mode="sum").view(of.shape))
+            for of, x in ((k, dk), (v, dv))
         )
     return dq, dk, dv
 

@@ -29,7 +29,8 @@ def as_the_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, key_ends: torch.Tensor, *_: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     seen = seen_by_the_kernel(q, k, ends, key_ends, window_size_left=named["window_size_left"])
-    return scored(q, k, v, seen, named["scale"]), torch.zeros(q.shape[1], len(q))
+    out = scored(q, k, v, seen, named["scale"])
+    return torch.empty_like(q).copy_(out), torch.zeros(q.shape[1], len(q))
 
 
 def back_from_the_kernel(
@@ -40,5 +41,8 @@ def back_from_the_kernel(
     p = (torch.einsum("thd,uhd->htu", q, every_k) * named["scale"]).masked_fill(~seen, -torch.inf).softmax(-1)
     dp = torch.einsum("thd,uhd->htu", grad, every_v)
     ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * named["scale"]
-    dk, dv = torch.einsum("htu,thd->uhd", ds, q), torch.einsum("htu,thd->uhd", p, grad)
-    return torch.einsum("htu,uhd->thd", ds, every_k), *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+    dq = torch.einsum("htu,uhd->thd", ds, every_k)
+    dk, dv = (
+        torch.einsum("htu,thd->uhd", of, x).unflatten(1, (k.shape[1], -1)).sum(2) for of, x in ((ds, q), (p, grad))
+    )
+    return tuple(torch.empty_like(of).copy_(x) for of, x in ((q, dq), (k, dk), (v, dv)))
