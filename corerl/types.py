@@ -387,18 +387,10 @@ class ParallelLayout:
             )
 
     @classmethod
-    def data_parallel(
-        cls, *, rank: int, world_size: int, rectangular: bool = False, shares_prefixes: bool = False
-    ) -> ParallelLayout:
-        """The layout of plain data parallelism: every rank gets its own samples."""
-        return cls(
-            rank=rank,
-            world_size=world_size,
-            dp_rank=rank,
-            dp_size=world_size,
-            rectangular=rectangular,
-            shares_prefixes=shares_prefixes,
-        )
+    def data_parallel(cls, *, rank: int, world_size: int, **more: bool) -> ParallelLayout:
+        """The layout of plain data parallelism: every rank gets its own samples. `more` are fields such as
+        `rectangular`."""
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size, **more)
 
 
 @frozen(kw_only=True)
