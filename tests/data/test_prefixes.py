@@ -51,7 +51,7 @@ def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
     assert trees.sizes.tolist() == [nodes(batch, each) for each in trees.members]
 
 
-def test_a_tree_that_does_not_fit_is_cut_and_pays_its_prefix_again() -> None:
+def test_a_tree_that_does_not_fit_is_cut() -> None:
     batch = rows(*([1, 2, 3, 4, 10 + each] for each in range(5)))
     trees = in_trees(*groups_in_order(batch, np.arange(5)), tokens=6, rows=99)
     assert [each.tolist() for each in trees.members] == [[0, 1], [2, 3], [4]]

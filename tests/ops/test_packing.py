@@ -86,7 +86,7 @@ def test_the_host_does_not_wait_for_what_the_device_has_to_do_before() -> None:
     assert float(there.sum()) == 2**20
 
 
-def test_shared_tokens_have_the_place_of_the_first_that_is_equal() -> None:
+def test_shared_tokens_have_the_place_of_the_first() -> None:
     packing = PackedSequences.of(np.array([0, 5, 9, 12, 14]), "cpu").sharing(np.array([0, 2, 3, 0]))
     # Sequences abcde, abfg, abf and hi become abcde fg - hi.
     prefixes = packing.prefixes

@@ -92,7 +92,7 @@ def test_without_a_mark_each_of_two_lengths_would_be_compiled(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("one_kernel")
-def test_one_graph_trains_trees_of_samples_with_the_numbers_of_samples_apart() -> None:
+def test_one_graph_trains_trees_as_samples_apart() -> None:
     found: dict[bool, list[float]] = {}
     for share in (True, False):
         setup = Setup(backend="fsdp", model="", fields=FIELDS, options={"compile": share})

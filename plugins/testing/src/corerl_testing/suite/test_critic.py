@@ -51,7 +51,7 @@ def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch)
 
 
 @check("C82", level=1, needs=[Capability.CRITIC, Capability.SHARED_PREFIXES], builds_on=["C53"])
-def test_a_critic_of_samples_that_begin_alike_trains_as_of_them_apart(subject: Subject) -> None:
+def test_a_critic_trains_on_samples_that_begin_alike(subject: Subject) -> None:
     steps = (None,) * 2
     found = together(subject.run(training.train_with, critic(subject, "qwen3").sharing, steps, make_branches))
     plain = evolve(subject.runs.setup(PLAIN, "qwen3"), value_head=True)
