@@ -6,7 +6,7 @@ python -m benchmarks.prefix_attention --tiny
 
 All sides compute the same outputs and gradients, of 16 samples of one prompt unless `--shape` says otherwise; what each
 is apart from float32 is in the notes. Samples by themselves are gathered from the same tokens, in the time that is
-measured. FlexAttention is compiled, and its mask is made once, outside of it, as a pass over many layers would. One GPU.
+measured. FlexAttention is compiled, and its mask is made once, outside of it, as for a pass over layers. One GPU.
 """
 
 from __future__ import annotations
