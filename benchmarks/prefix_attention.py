@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +40,8 @@ def sides(packing: PackedSequences, device: torch.device) -> Mapping[str, Attent
     assert shared is not None
 
     def apart(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (each.index_select(0, shared.place) for each in (q, k, v))
-        return packed_attention(*rows, shared.sequences).index_select(0, shared.token)
+        q, k, v = (each.index_select(0, shared.place) for each in (q, k, v))
+        return packed_attention(q, k, v, shared.sequences).index_select(0, shared.token)
 
     # A token is seen by those that come after it in the order of the tree, up to the end of what its sequence begins.
     ends = torch.full((packing.tokens,), packing.tokens, device=device)
@@ -55,13 +56,17 @@ def sides(packing: PackedSequences, device: torch.device) -> Mapping[str, Attent
         return (key <= query) & (query < ends[key])
 
     mask = create_block_mask(seen, None, None, packing.tokens, packing.tokens, device=device)
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads = (each.transpose(0, 1)[None] for each in (q, k, v))
-        return compiled(*heads, block_mask=mask, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        out: Tensor = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
-    found = {"CoreRL": partial(packed_attention, packing=packing), "each sample by itself": apart}
+    found: dict[str, Attention] = {
+        "CoreRL": partial(packed_attention, packing=packing),
+        "each sample by itself": apart,
+    }
     return {**found, "FlexAttention": flex} if device.type == "cuda" else found  # it has no backward pass on CPUs
 
 

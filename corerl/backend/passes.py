@@ -141,10 +141,10 @@ def _replayed(
 def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    given, shared = (inputs.tokens, inputs.positions, inputs.columns.get(TARGETS)), inputs.passed.prefixes
-    if shared is not None:
-        given = tuple(None if each is None else each.index_select(0, shared.token) for each in given)
-    tokens, positions, targets = given
+    tokens, positions, targets = inputs.tokens, inputs.positions, inputs.columns.get(TARGETS)
+    if (shared := inputs.passed.prefixes) is not None:
+        tokens, positions = (each.index_select(0, shared.token) for each in (tokens, positions))
+        targets = None if targets is None else targets.index_select(0, shared.token)
     more = (seen, targets) if targets is not None else () if seen is None else (seen,)
     outputs = model(tokens, inputs.passed, positions, temperature, wanted, *more)
     return outputs if shared is None else {name: x.index_select(0, shared.place) for name, x in outputs.items()}
