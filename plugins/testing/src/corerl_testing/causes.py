@@ -110,8 +110,7 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "the column is not passed to the rank, or to the pipeline stage, that has the logits",
     ),
     "C82": (
-        "tokens of one branch see those of another: a token sees its own path alone",
-        "positions count the tokens of the micro-batch, not those of the path",
+        "tokens of a branch see those of another, or positions are not those of the path",
         "the first token of a branch is predicted from the token that is packed before it, not from its prefix's last",
         "gradients of the copies of a prefix are not summed",
     ),
