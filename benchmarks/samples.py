@@ -10,8 +10,9 @@ from corerl.types import IntArray, ParallelLayout, SampleBatch, offsets_of
 GROUP = 8  # samples of one prompt
 
 
-def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> SampleBatch:
-    """Samples of `lengths` tokens, the first `prompt` of each its prompt; nothing temporary is as large as a column."""
+def make_batch(lengths: IntArray, *, prompt: int, vocab: int, group: int = 0, seed: int = 0) -> SampleBatch:
+    """Samples of `lengths` tokens, the first `prompt` of each its prompt; nothing temporary is as large as a column.
+    With a `group`, so many samples have the same prompt; otherwise no two have."""
     rng = np.random.default_rng(seed)
     offsets = offsets_of(lengths)
     total = int(offsets[-1])
@@ -23,8 +24,12 @@ def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> 
     logprobs *= mask
     advantages = np.repeat(rng.standard_normal(len(lengths), dtype=np.float32), lengths)
     advantages *= mask
+    tokens = rng.integers(3, vocab, total)
+    for sample in range(len(lengths)) if group else ():
+        first = offsets[sample // group * group]
+        tokens[offsets[sample] : offsets[sample] + prompt] = tokens[first : first + prompt]
     return SampleBatch(
-        tokens=rng.integers(3, vocab, total),
+        tokens=tokens,
         offsets=offsets,
         columns={
             "loss_mask": mask,
@@ -33,15 +38,17 @@ def make_batch(lengths: IntArray, *, prompt: int, vocab: int, seed: int = 0) -> 
             "advantages": advantages,
             "versions": np.full(total, 1, dtype=np.int64),
         },
-        row_columns={"group": np.arange(len(lengths)) // GROUP},
+        row_columns={"group": np.arange(len(lengths)) // (group or GROUP)},
     )
 
 
-def plan_one_step(batch: SampleBatch, *, dp_size: int, tokens_per_micro_batch: int) -> StepPlan:
+def plan_one_step(
+    batch: SampleBatch, *, dp_size: int, tokens_per_micro_batch: int, shares_prefixes: bool = False
+) -> StepPlan:
     """All samples as one optimizer step."""
     (plan,) = plan_steps(
         batch,
-        ParallelLayout.data_parallel(rank=0, world_size=dp_size),
+        ParallelLayout.data_parallel(rank=0, world_size=dp_size, shares_prefixes=shares_prefixes),
         tokens_per_micro_batch=tokens_per_micro_batch,
         aggregation="token-mean",
         max_tokens=1,

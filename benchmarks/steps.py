@@ -72,6 +72,11 @@ class Work:
     lengths: tuple[int, ...] = ()  # of each sample, where they differ; `sequence` and `micro_batches` do not count then
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
+    group: int = (
+        0  # samples with the same prompt, which is `prompt` tokens long then, and else an eighth of the shortest
+    )
+    prompt: int = 0
+    share_prefixes: bool = False
     device: str = "cuda"
     lora: LoraConfig | None = None  # the adapters that are trained
 
@@ -104,6 +109,7 @@ class Work:
             precision="float32",
             sequence=32,
             lengths=lengths,
+            prompt=self.prompt // 16,
             tokens=tokens,
             device="cpu",
         )
@@ -208,6 +214,7 @@ def train_config(work: Work) -> TrainConfig:
         precision=work.precision,  # type: ignore[arg-type]  # a name, as of every case
         recompute=work.recompute,  # type: ignore[arg-type]
         layout=work.layout,  # type: ignore[arg-type]
+        share_prefixes=work.share_prefixes,
         optimizer=OPTIMIZER,
     )
 
@@ -215,8 +222,11 @@ def train_config(work: Work) -> TrainConfig:
 def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: int = 1) -> PackedBatch:
     """A dp rank's share of a step, packed once."""
     lengths = work.samples(dp_size)
-    samples = make_batch(lengths, prompt=max(1, int(lengths.min()) // 8), vocab=work.fields["vocab_size"])
-    plan = plan_one_step(samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens)
+    prompt = work.prompt or max(1, int(lengths.min()) // 8)
+    samples = make_batch(lengths, prompt=prompt, vocab=work.fields["vocab_size"], group=work.group)
+    plan = plan_one_step(
+        samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens, shares_prefixes=work.share_prefixes
+    )
     batch = pack(samples, plan.share(dp_rank), sequence_multiple=sequence_multiple)
     if not work.lengths and (batch.count != work.micro_batches or work.sequence % sequence_multiple):
         raise ValueError(

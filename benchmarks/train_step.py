@@ -146,6 +146,15 @@ def backends(work: Work) -> Case:
     )
 
 
+def prefixes(what: str, fields: Mapping[str, Any], groups: int, prompt: int, answer: int, target: float) -> Case:
+    """Groups of 16 samples of one prompt, on one GPU: each sample by itself, and prompts once."""
+    lengths = (prompt + answer,) * 16 * groups
+    text = f"{what}, compiled, {groups} x 16 samples, {prompt} + {answer} tokens"
+    work = Work(what=text, fields=fields, lengths=lengths, group=16, prompt=prompt, tokens=16384, **compiled(True))
+    sides = {"each sample by itself": work, "prompts once": evolve(work, share_prefixes=True)}
+    return Case(sides=sides, target=target, apart=True)
+
+
 def attending(**extra: float) -> Case:
     """8 layers of the 0.6B shape, without and with sinks or capped scores."""
     sides = {"without": EIGHT, "with": EIGHT}
@@ -248,6 +257,9 @@ CASES: Mapping[str, Case] = {
         apart=True,
         same=False,
     ),
+    "prefixes": prefixes("0.6B shape", QWEN3_600M, groups=4, prompt=2048, answer=256, target=0.4),
+    "prefixes-8b": prefixes("8 layers of the 8B shape", SLICE, groups=4, prompt=2048, answer=256, target=0.4),
+    "prefixes-short": prefixes("0.6B shape", QWEN3_600M, groups=2, prompt=256, answer=2048, target=1.0),
     "sinks": attending(sink=0.0),  # the score of each head's
     "caps": attending(softcap=50.0),  # of scores, as Gemma 2 has it
     "gemma3": layouts("Gemma 3 1B", GEMMA3_1B),
@@ -320,8 +332,9 @@ class Running:
                 self._batch = packed_batch(work, dp_rank=dist.get_rank(), dp_size=dist.get_world_size())
         lengths = work.samples(self.loop.layout.dp_size if work.loop == "plugin" else dist.get_world_size())
         self.found.tokens = int(lengths.sum())
-        # The formula does not know windows, nor layers with a state.
-        self.found.flops = 0.0 if "layer_types" in work.fields else flops(work.fields, lengths)
+        # The formula does not know windows, nor layers with a state, nor tokens that pass once for several samples.
+        unknown = work.share_prefixes or "layer_types" in work.fields
+        self.found.flops = 0.0 if unknown else flops(work.fields, lengths)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

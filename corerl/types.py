@@ -286,7 +286,12 @@ class SampleBatch:
 
 @frozen(kw_only=True)
 class MicroBatch:
-    """Packed sequences that go through the model together without attending to each other."""
+    """Packed sequences that go through the model together without attending to each other.
+
+    With `shared`, the first shared[s] tokens of sequence s are those of the one before it, so that a model may compute
+    them once: what the model is given of them is the same, though their other columns may differ. There is then no
+    padding.
+    """
 
     tokens: IntArray  # [T]
     positions: IntArray  # [T] restart at 0 with every sequence
@@ -294,6 +299,7 @@ class MicroBatch:
     lengths: IntArray  # [S] without the padding required by ParallelLayout.sequence_multiple
     samples: IntArray  # [S] row of each sequence in the rollout batch; -1 for a filler
     columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
+    shared: IntArray | None = None  # [S]; None unless the rank's layout sets `shares_prefixes`
 
 
 @frozen(kw_only=True)
@@ -380,11 +386,23 @@ class ParallelLayout:
     # Sequences are padded to the longest of their micro-batch, so that they should have similar lengths; the padding
     # counts as tokens of the micro-batch.
     rectangular: bool = False
+    # Sequences of a group that begin alike follow each other in a micro-batch, which says so in `shared` and counts the
+    # tokens in common once. Not together with `rectangular` or a `sequence_multiple`.
+    shares_prefixes: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.shares_prefixes and (self.rectangular or self.sequence_multiple != 1):
+            raise ContractError(
+                f"a layout has shares_prefixes together with rectangular={self.rectangular} and sequence_multiple="
+                f"{self.sequence_multiple}, expected False and 1: sequences that share tokens are not padded; declare "
+                "'shared-prefixes' as missing, or refuse train.share_prefixes for such models"
+            )
 
     @classmethod
-    def data_parallel(cls, *, rank: int, world_size: int, rectangular: bool = False) -> ParallelLayout:
-        """The layout of plain data parallelism: every rank gets its own samples."""
-        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size, rectangular=rectangular)
+    def data_parallel(cls, *, rank: int, world_size: int, **more: bool) -> ParallelLayout:
+        """The layout of plain data parallelism: every rank gets its own samples. `more` are fields such as
+        `rectangular`."""
+        return cls(rank=rank, world_size=world_size, dp_rank=rank, dp_size=world_size, **more)
 
 
 @frozen(kw_only=True)

@@ -20,6 +20,7 @@ class DeviceBatch:
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     packing: PackedSequences
+    passed: PackedSequences  # the same, or of the tokens that go through the model if sequences share prefixes
     columns: Mapping[str, torch.Tensor]  # each [T, ...]
 
     def loss_inputs(self, outputs: Mapping[Output, torch.Tensor]) -> LossInputs:
@@ -34,10 +35,12 @@ class DeviceBatch:
 
 def to_device(micro: MicroBatch, device: torch.device) -> DeviceBatch:
     """Copy a micro-batch to `device`; always a copy, since its arrays may be read-only views of the object store."""
+    packing, shared = PackedSequences.of(micro.cu_seqlens, device), micro.shared
     return DeviceBatch(
         tokens=upload(micro.tokens, device),
         positions=upload(micro.positions, device),
-        packing=PackedSequences.of(micro.cu_seqlens, device),
+        packing=packing,
+        passed=packing if shared is None or not shared.any() else packing.sharing(shared),
         columns={name: upload(column, device) for name, column in micro.columns.items()},
     )
 

@@ -15,7 +15,19 @@ from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
 from corerl.backend.tower import RankTower
 from corerl.models.routing import Routers
 from corerl.models.towers import Seen
-from corerl.types import TARGETS, ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch
+from corerl.types import (
+    TARGETS,
+    ForwardResult,
+    GradientResult,
+    LossSpec,
+    Metric,
+    MicroBatch,
+    Output,
+    PackedBatch,
+    merge_metrics,
+)
+
+SAVED = "prefixes/saved"  # the metric: the share of tokens that go through the model with another sequence
 
 # (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Two more
 # arguments follow where there are any: what the tower has made of the pictures that tokens show, and the targets.
@@ -51,6 +63,7 @@ class StepLosses:
             self._experts = ExpertLoad(routers=routers, coef=aux_loss_coef, step_tokens=batch.step_tokens)
         self._metrics = MetricSum()
         self._tokens = 0  # passed through the model so far
+        self._saved: Mapping[str, Metric] = {}
         self._model, self._batch, self._loss, self._device = model, batch, loss, device
         self._wanted, self._collector = outputs, OutputCollector()
         self._routers, self._tower = routers, tower
@@ -63,14 +76,17 @@ class StepLosses:
             inputs = to_device(micro, self._device)
             record = self._experts is not None
             # Spans the backward pass, which may recompute layers.
-            with _replayed(self._routers, micro, self._device, record=record):
+            with _replayed(self._routers, micro, inputs, record=record):
                 seen = None if self._tower is None else self._tower.seen(micro, features)
                 outputs = _outputs(self._model, inputs, self._batch.temperature, computed, seen)
                 balance = None if self._experts is None else self._experts.add(micro)
                 result = loss_function(inputs.loss_inputs({output: outputs[output] for output in own}))
                 yield result.loss if balance is None else result.loss + balance
             self._metrics.add(result.metrics)
-            self._tokens += len(micro.tokens)
+            self._tokens += inputs.passed.tokens
+            if micro.shared is not None:
+                saved = Metric(len(micro.tokens) - inputs.passed.tokens, len(micro.tokens))
+                self._saved = merge_metrics((self._saved, {SAVED: saved}))
             if self._wanted:
                 self._collector.add(micro, {output: outputs[output] for output in self._wanted})
         if self._tower is not None:
@@ -80,7 +96,7 @@ class StepLosses:
         """Called on every rank."""
         of_experts = {} if self._experts is None else self._experts.metrics()
         return GradientResult(
-            metrics={**self._metrics.finish(), **of_experts},
+            metrics={**self._metrics.finish(), **of_experts, **self._saved},
             tokens=self._tokens,
             outputs=self._collector.finish(self._wanted) if self._wanted else None,
         )
@@ -104,7 +120,7 @@ def forward_outputs(
     for micro in batch.micro_batches:
         inputs = to_device(micro, device)
         seen = None if tower is None else tower.seen(micro, features)
-        with _replayed(routers, micro, device, keep=Output.ROUTED_EXPERTS in wanted):
+        with _replayed(routers, micro, inputs, keep=Output.ROUTED_EXPERTS in wanted):
             outputs = _outputs(model, inputs, batch.temperature, of_model, seen)
             if routers is not None and Output.ROUTED_EXPERTS in wanted:
                 outputs = {**outputs, Output.ROUTED_EXPERTS: routers.chosen}
@@ -113,16 +129,22 @@ def forward_outputs(
 
 
 def _replayed(
-    routers: Routers | None, micro: MicroBatch, device: torch.device, *, keep: bool = False, record: bool = False
+    routers: Routers | None, micro: MicroBatch, inputs: DeviceBatch, *, keep: bool = False, record: bool = False
 ) -> AbstractContextManager[None]:
     if routers is None:
         return nullcontext()
-    return routers.replaying(replayed_experts(routers, micro, device), keep=keep, record=record)
+    shared = inputs.passed.prefixes
+    routers.set_cells(*((None, None) if shared is None else (shared.token, shared.place)))
+    return routers.replaying(replayed_experts(routers, micro, inputs.tokens.device), keep=keep, record=record)
 
 
 def _outputs(
     model: Model, inputs: DeviceBatch, temperature: float, wanted: tuple[Output, ...], seen: Seen | None
 ) -> Mapping[Output, Tensor]:
-    targets = inputs.columns.get(TARGETS)
+    tokens, positions, targets = inputs.tokens, inputs.positions, inputs.columns.get(TARGETS)
+    if (shared := inputs.passed.prefixes) is not None:
+        tokens, positions = (each.index_select(0, shared.token) for each in (tokens, positions))
+        targets = None if targets is None else targets.index_select(0, shared.token)
     more = (seen, targets) if targets is not None else () if seen is None else (seen,)
-    return model(inputs.tokens, inputs.packing, inputs.positions, temperature, wanted, *more)
+    outputs = model(tokens, inputs.passed, positions, temperature, wanted, *more)
+    return outputs if shared is None else {name: x.index_select(0, shared.place) for name, x in outputs.items()}

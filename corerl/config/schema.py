@@ -213,6 +213,12 @@ class TrainConfig:
         "packed if the model allows it",
         default="auto",
     )
+    share_prefixes: bool = option(
+        "compute tokens once that samples of a group begin with in common, such as their prompt, or the turns before "
+        "branches of an episode: the same numbers in fewer tokens per pass. Needs a backend that can, and a model that "
+        "can be packed and carries no state along a row; samples with pictures are computed apart",
+        default=False,
+    )
     precision: Precision | Literal["auto"] = option(
         "precision of the forward and backward passes; weights and moments stay in float32. float16 uses a dynamic "
         "loss scale, which skips an occasional step. auto: bfloat16 on cuda, if the backend has it, else float32",
@@ -252,7 +258,10 @@ class TrainConfig:
     def of_passes(self) -> TrainConfig:
         """The same with the defaults of what only training reads, so that it says nothing but how samples pass."""
         return TrainConfig(
-            tokens_per_micro_batch=self.tokens_per_micro_batch, layout=self.layout, precision=self.precision
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            layout=self.layout,
+            share_prefixes=self.share_prefixes,
+            precision=self.precision,
         )
 
 

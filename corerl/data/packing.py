@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from attrs import frozen
 
+from corerl.data.prefixes import Trees, groups_in_order, in_trees, shared_tokens
 from corerl.errors import ConfigError, DataError
 from corerl.pictures import Picture
 from corerl.types import (
@@ -29,6 +30,8 @@ _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 SHORT = 256  # tokens of a sample: as many are counted in the time that a slice of them takes to make
 
+WORTH = 1 / 16  # of the tokens of a micro-batch: fewer in common than that are not shared, since attention reads copies
+
 UNEVEN = 1.05  # times as many tokens on the fullest rank, for which fewer ranks encode the same picture
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
@@ -44,6 +47,7 @@ class StepShare:
     offsets: IntArray  # [M + 1] micro-batch m has rows[offsets[m]:offsets[m + 1]]
     filler: BoolArray  # [M]
     step_tokens: int = 0  # of the StepPlan
+    shares_prefixes: bool = False  # of the StepPlan
 
 
 @frozen(kw_only=True, eq=False)
@@ -54,6 +58,7 @@ class StepPlan:
     filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
     scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
     step_tokens: int = 0  # prompts included, on all dp ranks; 0 for what is only a part of a step
+    shares_prefixes: bool = False  # as the layout of the ranks
 
     def rows(self, dp_ranks: Collection[int]) -> IntArray:
         """[n] the samples that these dp ranks read, fillers included, in ascending order."""
@@ -77,6 +82,7 @@ class StepPlan:
             offsets=offsets_of([len(members) for members in micro_batches]),
             filler=np.array(self.filler[dp_rank], dtype=np.bool_),
             step_tokens=self.step_tokens,
+            shares_prefixes=self.shares_prefixes,
         )
 
 
@@ -119,7 +125,15 @@ def plan_steps(
                 loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
             )
             tokens = int(batch.lengths[chosen].sum())
-            steps.append(StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, step_tokens=tokens))
+            steps.append(
+                StepPlan(
+                    micro_batches=micro_batches,
+                    filler=filler,
+                    scales=scales,
+                    step_tokens=tokens,
+                    shares_prefixes=layout.shares_prefixes,
+                )
+            )
     return steps
 
 
@@ -151,7 +165,8 @@ def plan_part(
     scales[own > 0] = 1.0 / (own[own > 0] * unit)
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
-    return StepPlan(micro_batches=micro_batches, filler=filler, scales=scales), float(count)
+    plan = StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, shares_prefixes=layout.shares_prefixes)
+    return plan, float(count)
 
 
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
@@ -160,7 +175,12 @@ def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro
         raise DataError("the rollout batch has no samples to pass through the model")
     sizes = _padded(batch.lengths, layout.sequence_multiple)
     micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
-    return StepPlan(micro_batches=micro_batches, filler=filler, scales=np.zeros(len(batch), dtype=np.float32))
+    return StepPlan(
+        micro_batches=micro_batches,
+        filler=filler,
+        scales=np.zeros(len(batch), dtype=np.float32),
+        shares_prefixes=layout.shares_prefixes,
+    )
 
 
 def count_loss_tokens(batch: SampleBatch) -> IntArray:
@@ -210,10 +230,17 @@ def _share(
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
     """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
     bins = _similar_lengths if layout.rectangular else _first_fit_decreasing
-    shares = _balance(sizes, layout.dp_size)
-    if PICTURE in batch.columns and "group" in batch.row_columns:
-        shares = _by_group(sizes, batch.row_columns["group"][chosen], shares)
-    packed = [[chosen[share[members]] for members in bins(sizes[share], budget)] for share in shares]
+    if layout.shares_prefixes and "group" in batch.row_columns and PICTURE not in batch.columns:
+        trees, shares = _trees(batch, chosen, dp_size=layout.dp_size, budget=budget)
+        packed = [
+            [chosen[np.concatenate([trees.members[each] for each in share[members]])] for members in bins(size, budget)]
+            for share, size in ((share, trees.sizes[share]) for share in shares)
+        ]
+    else:
+        shares = _balance(sizes, layout.dp_size)
+        if PICTURE in batch.columns and "group" in batch.row_columns:
+            shares = _by_group(sizes, batch.row_columns["group"][chosen], shares)
+        packed = [[chosen[share[members]] for members in bins(sizes[share], budget)] for share in shares]
     most = max(len(micro_batches) for micro_batches in packed)
     count = -(-most // layout.micro_batch_multiple) * layout.micro_batch_multiple
     cheapest = chosen[[int(np.argmin(sizes))]]  # a filler costs a pass of its tokens: take the shortest sample
@@ -255,6 +282,23 @@ def _by_group(sizes: IntArray, group: IntArray, alone: list[IntArray]) -> list[I
             return shares
         parts *= 2
     return alone
+
+
+def _trees(batch: SampleBatch, chosen: IntArray, *, dp_size: int, budget: int) -> tuple[Trees, list[IntArray]]:
+    """The `chosen` rows in trees of at most `budget` tokens, and members of each rank's share of these. Where whole
+    groups leave ranks unevenly loaded, they are cut into more trees, each of which computes what they share again."""
+    order, lengths, shared = groups_in_order(batch, chosen)
+    found: list[tuple[int, int, Trees, list[IntArray]]] = []
+    rows = len(chosen)
+    while rows:
+        trees = in_trees(order, lengths, shared, tokens=budget, rows=rows)
+        shares = _balance(trees.sizes, dp_size)
+        fullest = max(int(trees.sizes[share].sum()) for share in shares)
+        found.append((fullest, len(found), trees, shares))
+        if fullest * dp_size <= UNEVEN * trees.sizes.sum():
+            break
+        rows = max(map(len, trees.members)) // 2
+    return min(found)[2:]
 
 
 def _similar_lengths(sizes: IntArray, budget: int) -> list[IntArray]:
@@ -387,6 +431,10 @@ class LazyMicroBatches:
         if "loss_mask" in columns:
             columns["loss_mask"] = mask
         columns["weights"] = np.repeat(self.share.scales[chosen], padded) * mask
+        shared = None
+        if self.share.shares_prefixes and PICTURE not in columns:
+            shared = shared_tokens(self.batch, rows, columns=self.columns)
+            shared *= shared.sum() >= WORTH * lengths.sum()
         return MicroBatch(
             tokens=place(self.batch.tokens),
             positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),
@@ -394,4 +442,5 @@ class LazyMicroBatches:
             lengths=lengths,
             samples=np.full_like(samples, -1) if filler else samples,
             columns=columns,
+            shared=shared,
         )

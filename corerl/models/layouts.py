@@ -231,7 +231,7 @@ class PackedPolicy(Policy):
             call["position_ids"] = self.tower.positions(tokens, positions, packing.bounds, seen)
             with self.tower.showing([each for own in seen.features for each in own]) as shown:
                 hidden = self.decoder(**call, **shown).last_hidden_state[0]
-        return hidden.index_select(0, packing.continuations - 1)
+        return hidden.index_select(0, packing.previous)
 
 
 class WholePolicy(Policy):

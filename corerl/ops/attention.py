@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, embedding_bag, pad, scaled_dot_product_attention
 
 from corerl.ops.packing import PackedSequences
 
 LARGEST_HEAD = 256  # largest head size that the packed kernel takes
 ALIGNED = 8  # kernels for half precision want head sizes that are multiples of this
 FULL = -1  # the `window` of a token that sees all before it
+KERNEL, KERNEL_BACKWARD = torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward
 NAME = "corerl::packed_attention"
+PATHS = "Tensor? keys=None, Tensor? place=None, Tensor? copies=None, Tensor? first_copy=None"
 
 
 def packed_attention(
@@ -43,6 +45,9 @@ def packed_attention(
 
     Half precision on CUDA with heads of up to 256 runs one kernel over the packed tokens; everything else, as softcaps
     and sinks, runs on padded rectangles. With a softcap all scores of a rectangle exist at once.
+
+    Of a packing with `prefixes`, T are the N tokens that go through the model, each of which sees its own sequence from
+    the beginning. The kernel attends from each once; on rectangles a prefix attends in all of its sequences.
     """
     if not torch.compiler.is_compiling() and not len(q) == len(k) == len(v) == packing.tokens:
         raise ValueError(f"q, k, v have {len(q)}, {len(k)}, {len(v)} tokens, but their packing has {packing.tokens}")
@@ -52,6 +57,10 @@ def packed_attention(
     fits = q.is_meta or (one_kernel(q.device, q.dtype) and max(q.shape[2], v.shape[2]) <= LARGEST_HEAD)
     if fits and softcap is None and sinks is None:
         return _packed_kernel(q, k, v, packing, scale, window)
+    if (shared := packing.prefixes) is not None:
+        q, k, v = (_rows_at(shared.place, each) for each in (q, k, v))
+        apart = packed_attention(q, k, v, shared.sequences, scale, window=window, softcap=softcap, sinks=sinks)
+        return _rows_at(shared.token, apart)
     if window is not None and window >= packing.longest:
         window = None
     if sinks is None:
@@ -62,6 +71,11 @@ def packed_attention(
     if q.is_meta:  # where torch would take the kernel that holds all scores
         return _packed_kernel(q, k, v, packing, scale, window)
     return _padded(q, k, v, packing, partial(_attend_with_sink, scale=scale, window=window))
+
+
+def _rows_at(index: Tensor, x: Tensor) -> Tensor:
+    """x[index], whose backward pass is many times as fast on CPUs as index_select's, and repeatable on GPUs."""
+    return embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
 
 
 def one_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -76,7 +90,10 @@ def _packed_kernel(
     size, width = -ALIGNED * (max(q.shape[2], v.shape[2]) // -ALIGNED), v.shape[2]
     q, k, v = (x if x.shape[2] == size else pad(x, (0, size - x.shape[2])) for x in (q, k, v))
     seen = FULL if window is None else window
-    out, _ = flash_attention(q, k, v, packing.cu_seqlens, packing.longest_on_host, scale, seen)
+    paths: tuple[Tensor, ...] = ()
+    if (shared := packing.prefixes) is not None:
+        paths = (shared.sequences.cu_seqlens, shared.place, shared.copies, shared.first_copy)
+    out, _ = flash_attention(q, k, v, packing.cu_seqlens, packing.longest_on_host, scale, seen, *paths)
     return out if width == size else out[..., :width]
 
 
@@ -144,18 +161,33 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
 @torch.library.custom_op(
     NAME,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor longest, float scale, int window)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor longest, float scale, int window,"
+    f" {PATHS}) -> (Tensor, Tensor)",
 )
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int,
+    keys: Tensor | None = None,
+    place: Tensor | None = None,
+    copies: Tensor | None = None,
+    first_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of q [T, H, D], k and v [T, Hkv, D] in half precision on CUDA, within the sequences that
     `cu_seqlens` [S + 1] bounds, of which the longest has `longest` [] tokens, on the host; a token sees `window`
-    tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp [H, T] of its scores."""
+    tokens, itself among them, or with FULL all. Returns [T, H, D] and the log-sum-exp [H, T] of its scores.
+
+    With shared prefixes, sequence s has as many of the last tokens of the one that `keys` [S + 1] bounds, and sees all
+    of that, whose keys and values the other three name, as in `SharedPrefixes`: the kernel reads copies of those, as
+    causality ends at the last token of both. Copies are made again in the backward pass, not kept for it."""
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, at_most, at_most, 0.0, left == FULL, False,
+    k, v = (each if place is None else each.index_select(0, place) for each in (k, v))
+    out, lse, *_ = KERNEL(
+        q, k, v, cu_seqlens, cu_seqlens if keys is None else keys, at_most, at_most, 0.0, left == FULL, False,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
     return out, lse
@@ -165,7 +197,7 @@ def flash_attention(
     f"{NAME}_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor longest,"
-    " float scale, int window) -> (Tensor, Tensor, Tensor)",
+    f" float scale, int window, {PATHS}) -> (Tensor, Tensor, Tensor)",
 )
 def flash_attention_backward(
     grad: Tensor,
@@ -178,21 +210,32 @@ def flash_attention_backward(
     longest: Tensor,
     scale: float,
     window: int,
+    keys: Tensor | None = None,
+    place: Tensor | None = None,
+    copies: Tensor | None = None,
+    first_copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     at_most, left = int(longest), window - 1 if 0 < window < int(longest) else FULL
     # Of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, cu_seqlens, cu_seqlens, at_most, at_most, 0.0, left == FULL, state, unused,
+    read = [each if place is None else each.index_select(0, place) for each in (k, v)]
+    keys = cu_seqlens if keys is None else keys
+    dq, dk, dv = KERNEL_BACKWARD(
+        grad, q, *read, out, lse, cu_seqlens, keys, at_most, at_most, 0.0, left == FULL, state, unused,
         scale=scale, window_size_left=left, window_size_right=0,
     )  # fmt: skip
+    if copies is not None and first_copy is not None:
+        # Sums over copies, each in float32 and in the same order every time, as index_add's are not; with the strides
+        # that compiled layers expect.
+        dk, dv = (
+            torch.empty_like(of).copy_(embedding_bag(copies, x.flatten(1), first_copy, mode="sum").view(of.shape))
+            for of, x in ((k, dk), (v, dv))
+        )
     return dq, dk, dv
 
 
 @flash_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
@@ -202,13 +245,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, longest, scale, window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest)
+    q, k, v, cu_seqlens, longest, scale, window, *paths = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest, *paths)
     ctx.scale, ctx.window = scale, window
 
 
 def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *flash_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None
+    *kept, keys, place, copies, first_copy = ctx.saved_tensors
+    paths = (keys, place, copies, first_copy)
+    return *flash_attention_backward(grad, *kept, ctx.scale, ctx.window, *paths), *[None] * 8
 
 
 flash_attention.register_autograd(_gradients, setup_context=_keep)

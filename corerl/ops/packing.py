@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
-from corerl.types import Array, IntArray
+from corerl.types import Array, IntArray, offsets_of
 
 FILL = 0.75  # a sequence shorter than this fraction of a rectangle's length opens the next rectangle
 
@@ -57,14 +57,16 @@ def rectangles(cu_seqlens: IntArray, *, fill: float = FILL) -> Rectangles:
 
 @frozen(eq=False)
 class PackedSequences:
-    """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer."""
+    """The layout of S sequences in T packed tokens; made once per micro-batch and used by every layer. With `prefixes`
+    it is that of the N tokens that go through a model: of each sequence those that it shares with none before it."""
 
-    tokens: int  # T
-    longest: int  # tokens of the longest sequence
+    tokens: int  # T, or N
+    longest: int  # tokens of the longest sequence, with its prefix
     longest_on_host: Tensor  # the same, [] int64: a layer would be recompiled for each number
     cu_seqlens: Tensor  # [S + 1] int32 on the device: sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]]
     bounds: IntArray  # the same on the host
     continuations: Tensor  # [T - S] int64 on the device: indices of all but the first token of each sequence
+    prefixes: SharedPrefixes | None = None
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | IntArray, device: torch.device | str) -> PackedSequences:
@@ -89,6 +91,51 @@ class PackedSequences:
             continuations=upload(np.flatnonzero(continues), device),
         )
 
+    def sharing(self, shared: IntArray) -> PackedSequences:
+        """The layout in which the first `shared` [S] tokens of each sequence are those of the one before it, and go
+        through the model once.
+
+        Raises ValueError if a sequence shares more tokens than it or the one before it has.
+        """
+        device, lengths = self.cu_seqlens.device, np.diff(self.bounds)
+        most = np.minimum(lengths, [0, *lengths[:-1]])
+        if len(shared) != len(lengths) or (shared < 0).any() or (shared > most).any():
+            raise ValueError(
+                f"sequences of {lengths.tolist()} tokens share {shared.tolist()} with those before them, expected at "
+                f"most {most.tolist()}"
+            )
+        kept = offsets_of(lengths - shared)
+        place = np.empty(self.tokens, np.int64)
+        before = 0
+        for start, count, first, end in zip(self.bounds[:-1], shared, kept[:-1], kept[1:], strict=True):
+            place[start : start + count] = place[before : before + count]
+            place[start + count : start + count + end - first] = np.arange(first, end)
+            before = start
+        token = np.delete(np.arange(self.tokens), _within(self.bounds[:-1], shared))
+        continues = np.ones(len(token), dtype=np.bool_)
+        continues[kept[:-1][(shared == 0) & (lengths > 0)]] = False
+        copies = np.argsort(place, kind="stable")
+        return evolve(
+            self,
+            tokens=len(token),
+            cu_seqlens=upload(kept.astype(np.int32), device),
+            bounds=kept,
+            continuations=upload(np.flatnonzero(continues), device),
+            prefixes=SharedPrefixes(
+                sequences=self,
+                token=upload(token, device),
+                place=upload(place, device),
+                previous=upload(place[token[continues] - 1], device),
+                copies=upload(copies, device),
+                first_copy=upload(np.searchsorted(place[copies], np.arange(len(token))), device),
+            ),
+        )
+
+    @property
+    def previous(self) -> Tensor:
+        """[T - S] the place of the token before each of `continuations`."""
+        return self.continuations - 1 if self.prefixes is None else self.prefixes.previous
+
     @cached_property
     def padded(self) -> tuple[Rectangles, Tensor | None, Tensor | None]:
         """Rectangles for kernels that cannot pack; gather and scatter on the device, None if no token moves."""
@@ -103,6 +150,24 @@ class PackedSequences:
     def _on_device(self, layout: Rectangles) -> tuple[Rectangles, Tensor, Tensor]:
         device = self.cu_seqlens.device
         return layout, upload(layout.gather, device), upload(layout.scatter, device)
+
+
+@frozen(kw_only=True, eq=False)
+class SharedPrefixes:
+    """How the T tokens of sequences are made of the N that go through a model; tensors are int64 on the device."""
+
+    sequences: PackedSequences  # of the T tokens
+    token: Tensor  # [N] the first of the sequences' tokens that each is
+    place: Tensor  # [T] which of the N each of the sequences' tokens is
+    previous: Tensor  # [n] which one comes before each of the n that begin no sequence
+    copies: Tensor  # [T] the sequences' tokens, sorted by place
+    first_copy: Tensor  # [N] where those of each of the N begin in that
+
+
+def _within(starts: IntArray, counts: IntArray) -> IntArray:
+    """The indices from starts[s] to starts[s] + counts[s], of all s."""
+    ends = offsets_of(counts)
+    return np.arange(ends[-1]) + np.repeat(starts - ends[:-1], counts)
 
 
 def upload(array: Array, device: torch.device | str) -> Tensor:

@@ -21,6 +21,7 @@ from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.kinds import experts_of
 from corerl.messages import listed
+from corerl.models.attention import carries_state
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.files import kept_digest, kept_files, meta_model, model_files, shapes_of_tower
@@ -141,6 +142,7 @@ def build_models(config: Config, plugins: Plugins, configs: Mapping[str, PreTrai
         if (positions := position_limit(model.built, wanted=longest)) is not None:
             whose = "" if role == ACTOR else f"{role}'s "
             problems.add(f"rollout.context_length: {longest}, but the {whose}model has {positions} positions; lower it")
+        problems.add(*against_sharing(model))
         problems.add(*against_aux_loss(model, streamed=config.rollout.source == "streamed" and role == ACTOR))
         check_adapters(model, problems)
         if model.settings.pictures and role != ACTOR and sight_of(model.hf) != sight_of(configs[ACTOR]):
@@ -384,6 +386,19 @@ def against_aux_loss(model: RoleModel, *, streamed: bool) -> Iterator[str]:
     else:
         return
     yield f"{model.train_table}.aux_loss_coef: {coef:g}, but {why}; {cure}"
+
+
+def against_sharing(model: RoleModel) -> Iterator[str]:
+    """What contradicts `train.share_prefixes`."""
+    if not model.train.share_prefixes:
+        return
+    if model.layout.name == "whole":
+        why = f"the {model.role}'s model passes padded rows" + (f": {model.layout.why}" if model.layout.why else "")
+    elif carries_state(parts_of(model.built).decoder):
+        why = f"layers of the {model.role}'s model carry a state along a row, which branches cannot share"
+    else:
+        return
+    yield f"{model.train_table}.share_prefixes: true, but {why}; set it to false"
 
 
 def against_replay(config: Config, hf: PreTrainedConfig) -> Iterator[str]:

@@ -40,6 +40,9 @@ class Capability(StrEnum):
     AUX_LOSS = "aux-loss"  # adds the load-balancing loss of routers
     PICTURES = "pictures"  # passes a batch's pictures through the model's tower, and trains it if asked
     TARGETS = "targets"  # gives log-probs of the tokens in a batch's column `targets` where it has one
+    SHARED_PREFIXES = (
+        "shared-prefixes"  # computes what sequences begin with in common once, as `MicroBatch.shared` says
+    )
     ADAM = "adam"  # takes a step with the settings of Adam and of clipping that `Step.adam` has
 
 
@@ -62,7 +65,7 @@ class Support:
 FULL = Support(Grade.FULL)
 # Capabilities whose setting a backend that does not know of them would ignore without a word.
 ABSENT = dict.fromkeys(
-    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS),
+    (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS, Capability.SHARED_PREFIXES),
     Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it"),
 )
 # The precisions that need a capability. Every backend has float32.
@@ -106,6 +109,8 @@ def asked_by_role(
         asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
     if train.layout == "whole":
         asked[Capability.WHOLE] = "train.layout = 'whole'"
+    if train.share_prefixes:
+        asked[Capability.SHARED_PREFIXES] = "train.share_prefixes = true"
     if train.aux_loss_coef and not frozen:
         asked[Capability.AUX_LOSS] = f"train.aux_loss_coef = {train.aux_loss_coef:g}"
     return asked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from attrs import evolve
 from torch import Tensor
 
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
-from corerl.backend.passes import StepLosses, forward_outputs
+from corerl.backend.passes import SAVED, StepLosses, forward_outputs
 from corerl.models.routing import Routers
 from corerl.ops.packing import PackedSequences
-from corerl.types import LossSpec, MicroBatch, Output, PackedBatch
+from corerl.types import LossSpec, Metric, MicroBatch, Output, PackedBatch
 from tests.backend.test_batches import CPU, micro_batch
 
 FIRST, SECOND = micro_batch([0, 1], [3, 2], multiple=1), micro_batch([2, -1], [4, 1], multiple=1)
@@ -144,3 +145,27 @@ def test_outputs_are_those_of_the_samples_without_gradient() -> None:
     assert result.offsets.tolist() == [0, 3, 5, 9]
     assert result.outputs.keys() == {Output.ENTROPY}
     assert result.outputs[Output.ENTROPY].tolist() == OF_EACH_TOKEN
+
+
+def test_tokens_in_common_pass_once_for_all_sequences() -> None:
+    alike = evolve(SECOND, tokens=np.array([7, 8, 9, 6, 7]), shared=np.array([0, 1]))
+    passed: list[list[int]] = []
+
+    class Noting(Slope):
+        def __call__(self, tokens: Tensor, packing: PackedSequences, positions: Tensor, *more: Any) -> Any:
+            passed.append([*tokens.tolist(), *positions.tolist()])
+            return dict.fromkeys(more[1], self.slope * tokens / more[0])
+
+    model = Noting()
+    batch = PackedBatch(micro_batches=[FIRST, alike], count=2, temperature=0.5)
+    losses = StepLosses(model, batch, LOSS, (Output.LOGPROBS,), device=CPU)
+    for loss in losses:
+        loss.backward()
+    assert passed[1] == [7, 8, 9, 6, 0, 1, 2, 3]
+    result = losses.result()
+    assert result.tokens == len(FIRST.tokens) + 4
+    assert result.metrics[SAVED] == Metric(1.0, 5.0)
+    every = [(each.columns["weights"] * each.tokens).sum() / 0.5 for each in (FIRST, alike)]
+    assert float(model.slope.grad) == pytest.approx(sum(every))  # type: ignore[arg-type]  # there is one
+    assert result.outputs is not None
+    assert result.outputs.outputs[Output.LOGPROBS][-4:].tolist() == [4.0 * token for token in (7, 8, 9, 6)]

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from corerl.ops import attention
 from corerl.ops.attention import packed_attention
 from corerl.ops.packing import PackedSequences
+from tests.ops.flash import as_the_kernel, back_from_the_kernel, scored
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 LAYOUTS = {
@@ -98,6 +100,46 @@ def test_windows_softcaps_and_sinks_are_those_of_a_block_mask(
     for found, each in zip(torch.autograd.grad(got, inputs, direction.to(dtype)), right, strict=True):
         # With a window of 1 and no sink all gradients of queries and keys are 0.
         assert float((found.float() - each).norm()) < 2 * close * max(float(each.norm()), 1e-2 * most)
+
+
+SEQUENCES, SHARED = [20, 23, 9, 9, 7, 30], [0, 12, 9, 9, 0, 5]  # two levels, a beginning, and that once more
+
+
+def on_paths(packing: PackedSequences, window: int | None) -> torch.Tensor:
+    """[N, N] whether a token sees another, which is on its path and at most so far back."""
+    assert packing.prefixes is not None
+    seen = torch.zeros(packing.tokens, packing.tokens, dtype=torch.bool)
+    for path in packing.prefixes.place.cpu().split(SEQUENCES):
+        for depth in range(len(path)):
+            seen[path[depth], path[max(0, depth + 1 - (window or len(path))) : depth + 1]] = True
+    return seen
+
+
+@pytest.mark.parametrize("device", [*DEVICES, "the kernel's reference"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_a_token_of_a_tree_sees_its_own_path(
+    window: int | None, kv_heads: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU in bfloat16, where it is one kernel on copies of keys and values."""
+    if device not in ("cpu", "cuda"):
+        device = "cpu"
+        monkeypatch.setattr(attention, "one_kernel", lambda device, dtype: True)
+        monkeypatch.setattr(attention, "KERNEL", as_the_kernel)
+        monkeypatch.setattr(attention, "KERNEL_BACKWARD", back_from_the_kernel)
+    bounds = np.concatenate([[0], np.cumsum(SEQUENCES)])
+    packing = PackedSequences.of(bounds, device).sharing(np.array(SHARED))
+    inputs = qkv(packing.tokens, kv_heads, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    got = packed_attention(*inputs, packing, 0.3, window=window)
+    wanted = scored(*exact, on_paths(packing, window), 0.3)
+    close = 0.01 if device == "cuda" else 1e-5
+    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
+    direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    right = torch.autograd.grad(wanted, exact, direction)
+    most = max(float(each.norm()) for each in right)
+    for mine, theirs in zip(torch.autograd.grad(got, inputs, direction.to(got.dtype)), right, strict=True):
+        assert float((mine.float() - theirs).norm()) < 2 * close * max(float(theirs.norm()), 1e-2 * most)
 
 
 def test_a_softcap_with_sinks_is_refused() -> None:

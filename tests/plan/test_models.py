@@ -18,11 +18,13 @@ from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
 from corerl.models.export import write_adapters
 from corerl.models.files import meta_model
+from corerl.models.layouts import choose_layout
 from corerl.models.names import shapes_of
 from corerl.plan.group import plan_group
 from corerl.plan.models import (
     RoleModel,
     against_aux_loss,
+    against_sharing,
     build_models,
     check_files,
     load_configs,
@@ -140,6 +142,25 @@ def test_models_that_cannot_be_balanced_are_refused(config: Config, model_type: 
         f"train.aux_loss_coef: 0.25, {said}; set it to 0"
     ]
     assert list(against_aux_loss(model_of(config, hf), streamed=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout", "said"),
+    [
+        ("qwen3", "auto", ""),
+        ("gpt_oss", "auto", ""),
+        ("qwen3", "whole", "but the actor's model passes padded rows"),
+        ("mamba2", "auto", "but layers of the actor's model carry a state along a row, which branches cannot share"),
+    ],
+)
+def test_models_whose_samples_cannot_share_prefixes_are_refused(
+    config: Config, model_type: str, layout: str, said: str
+) -> None:
+    hf = smallest_config(model_type)
+    model = model_of(evolve(config, train=evolve(config.train, share_prefixes=True)), hf)
+    found = list(against_sharing(evolve(model, layout=choose_layout(model.built, layout))))
+    assert found == ([f"train.share_prefixes: true, {said}; set it to false"] if said else [])
+    assert list(against_sharing(model_of(config, hf))) == []
 
 
 def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:

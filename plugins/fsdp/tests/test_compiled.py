@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from attrs import evolve
-from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -22,8 +21,9 @@ from corerl.types import ModelSize
 from corerl_fsdp import build, compiled
 from corerl_fsdp.config import FsdpConfig
 from corerl_fsdp.memory import memory
-from corerl_testing import FULL, Setup, flash_attention, flash_attention_backward, forward, running, tiny_fields, train
+from corerl_testing import Setup, forward, make_branches, running, tiny_fields, train
 from plugins.fsdp.tests.ragged import samples_of
+from tests.ops.flash import as_the_kernel, back_from_the_kernel
 
 # Of torch, which asks for it while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -35,47 +35,6 @@ BATCHES = [[20, 3, 19], [40] * 4, [SIZE], [SIZE - 3, 3], [2], [5, 7], [16] * 5, 
 BATCHES += [[2 + number, 50 - number] * (1 + number % 3) for number in range(19)]
 
 
-def weights(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """[H, T, T], from all scores of each pair of tokens."""
-    sequence = torch.searchsorted(cu_seqlens.long(), torch.arange(len(q)), right=True)
-    seen = (sequence[:, None] == sequence).tril()
-    return (torch.einsum("thd,uhd->htu", q, k) * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-
-
-def repeated(x: Tensor, q: Tensor) -> Tensor:
-    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def attended(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    assert (int(longest), window) == (int(cu_seqlens.diff().max()), FULL)
-    out = torch.einsum("htu,uhd->thd", weights(q, repeated(k, q), cu_seqlens, scale), repeated(v, q))
-    return torch.empty_like(q).copy_(out), torch.zeros(q.shape[1], len(q))
-
-
-def gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    longest: Tensor,
-    scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    p = weights(q, repeated(k, q), cu_seqlens, scale)
-    dp = torch.einsum("thd,uhd->htu", grad, repeated(v, q))
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
-    dq = torch.einsum("htu,uhd->thd", ds, repeated(k, q))
-    dk, dv = (
-        torch.einsum("htu,thd->uhd", of, x).unflatten(1, (k.shape[1], -1)).sum(2) for of, x in ((ds, q), (p, grad))
-    )
-    return torch.empty_like(q).copy_(dq), torch.empty_like(k).copy_(dk), torch.empty_like(v).copy_(dv)
-
-
 def always(*_: object) -> bool:
     return True
 
@@ -83,9 +42,9 @@ def always(*_: object) -> bool:
 @pytest.fixture
 def one_kernel() -> Iterator[None]:
     """Attention as in half precision on a GPU. What inductor would make of a graph takes a minute here."""
-    flash_attention.register_kernel("cpu")(attended)
-    flash_attention_backward.register_kernel("cpu")(gradients)
     with (
+        mock.patch("corerl.ops.attention.KERNEL", as_the_kernel),
+        mock.patch("corerl.ops.attention.KERNEL_BACKWARD", back_from_the_kernel),
         mock.patch("corerl.ops.attention.one_kernel", always),  # a Mock cannot be traced
         mock.patch.object(build, "one_kernel", always),
         mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")),
@@ -130,6 +89,20 @@ def test_a_first_batch_with_as_many_tokens_as_bounds_of_sequences_allows_any_oth
 def test_without_a_mark_each_of_two_lengths_would_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_mark", lambda tensor: None)
     assert norms(BATCHES[:2], compiled=True)[1] == [1, 2, 3, 3]
+
+
+@pytest.mark.usefixtures("one_kernel")
+def test_one_graph_trains_trees_as_samples_apart() -> None:
+    found: dict[bool, list[float]] = {}
+    for share in (True, False):
+        setup = Setup(backend="fsdp", model="", fields=FIELDS, options={"compile": share})
+        setup = evolve(setup, train=evolve(setup.train, tokens_per_micro_batch=90, share_prefixes=share))
+        with running(setup) as worker:
+            batches = [make_branches(number, groups=number + 1) for number in range(4)]
+            results = [train(worker, setup, number, samples=each) for number, each in enumerate(batches)]
+        found[share] = [each.grad_norm for each in results]
+    assert found[True] == pytest.approx(found[False], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 # ---- whether, and where what was compiled is kept --------------------------------------------------------------------

@@ -55,7 +55,10 @@ class DeepSpeedBackend(Backend):
         self.masters = [] if config.frozen else state.masters(self.model)
         self.partitioned = state.partitioned(self.model)
         return ParallelLayout.data_parallel(
-            rank=context.rank, world_size=context.world_size, rectangular=self.model.policy.rectangular
+            rank=context.rank,
+            world_size=context.world_size,
+            rectangular=self.model.policy.rectangular,
+            shares_prefixes=config.train.share_prefixes,
         )
 
     def forward_backward(

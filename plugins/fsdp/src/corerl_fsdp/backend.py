@@ -59,7 +59,10 @@ class FsdpBackend(Backend):
             )
         self.scale = LossScale() if config.train.precision == "float16" else None
         return ParallelLayout.data_parallel(
-            rank=context.rank, world_size=context.world_size, rectangular=self.policy.rectangular
+            rank=context.rank,
+            world_size=context.world_size,
+            rectangular=self.policy.rectangular,
+            shares_prefixes=config.train.share_prefixes,
         )
 
     def forward_backward(

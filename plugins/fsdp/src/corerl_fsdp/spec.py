@@ -33,7 +33,16 @@ SPEC = BackendSpec(
     config=FsdpConfig,
     api=(2, 2),
     summary="torch FSDP2: transformers models; parameters, gradients and moments sharded over all ranks",
-    capabilities=dict.fromkeys((Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS), FULL),
+    capabilities=dict.fromkeys(
+        (
+            Capability.AUX_LOSS,
+            Capability.PICTURES,
+            Capability.ADAM,
+            Capability.TARGETS,
+            Capability.SHARED_PREFIXES,
+        ),
+        FULL,
+    ),
     check=check,
     memory=memory,
     slow=slow,

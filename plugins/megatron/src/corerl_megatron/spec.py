@@ -263,6 +263,7 @@ SPEC = BackendSpec(
     capabilities={
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
+        Capability.SHARED_PREFIXES: not_implemented("its attention sees packed sequences, not the paths of a tree"),
         Capability.AUX_LOSS: FULL,
         Capability.WHOLE: unsupported("megatron-core's models are code of its own, which packs sequences"),
         Capability.FLOAT16: not_implemented("no loss scale; bfloat16 has float32's range and needs none"),

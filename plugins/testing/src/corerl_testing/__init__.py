@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from corerl.models.build import named_weights as named_weights
     from corerl.models.lora import LoraLinear as LoraLinear
     from corerl.models.tokenizer import character_tokenizer as character_tokenizer
-    from corerl.ops.attention import FULL as FULL
-    from corerl.ops.attention import flash_attention as flash_attention
-    from corerl.ops.attention import flash_attention_backward as flash_attention_backward
     from corerl.plan.make import make_plan as make_plan
     from corerl.plugin.capabilities import check_capabilities as check_capabilities
     from corerl.plugin.host import PluginHost as PluginHost
@@ -66,6 +63,7 @@ if TYPE_CHECKING:
     from corerl_testing.harness import State as State
     from corerl_testing.harness import error_of as error_of
     from corerl_testing.harness import forward as forward
+    from corerl_testing.harness import make_branches as make_branches
     from corerl_testing.harness import make_samples as make_samples
     from corerl_testing.harness import make_worker as make_worker
     from corerl_testing.harness import packed_for_training as packed_for_training

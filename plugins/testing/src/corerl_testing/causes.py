@@ -109,6 +109,11 @@ CAUSES: Mapping[str, Sequence[str]] = {
         "of equal targets of a token only one has a gradient: add them up, as scatter_add does",
         "the column is not passed to the rank, or to the pipeline stage, that has the logits",
     ),
+    "C82": (
+        "tokens of a branch see those of another, or positions are not those of the path",
+        "the first token of a branch is predicted from the token that is packed before it, not from its prefix's last",
+        "gradients of the copies of a prefix are not summed",
+    ),
     "C63": ("padding takes part in attention", "positions count padding", "rows are cut at the longest of the rank"),
     "C76": ("aux_loss_coef is ignored", "it is counted by micro-batch, not by tokens", "padding counts as tokens"),
     "C77": (

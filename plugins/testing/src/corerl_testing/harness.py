@@ -31,6 +31,7 @@ from corerl.types import (
     FloatArray,
     ForwardResult,
     InitResult,
+    IntArray,
     LossSpec,
     Output,
     PackedBatch,
@@ -96,6 +97,11 @@ class Setup:
     def loss(self) -> LossSpec:
         return VALUE_LOSS if self.value_head else LOSS
 
+    @property
+    def sharing(self) -> Setup:
+        """The same, with what samples begin with in common computed once, and trees that are cut."""
+        return evolve(self, train=evolve(self.train, share_prefixes=True, tokens_per_micro_batch=50))
+
     def packed_by(self, tokens_per_micro_batch: int, *, sequence_multiple: int = 1) -> Setup:
         train = evolve(self.train, tokens_per_micro_batch=tokens_per_micro_batch)
         return evolve(self, train=train, sequence_multiple=sequence_multiple)
@@ -146,6 +152,27 @@ def make_samples(
         },
         row_columns={"group": np.arange(samples) // 2},
         temperature=temperature,
+    )
+
+
+def make_branches(seed: int, *, groups: int = 3) -> SampleBatch:
+    """Samples that begin alike, in groups of five, with the columns of `make_samples`: answers to one prompt, three of
+    which go on with the same tokens, one with nothing after them, and two that are equal. What several have in common
+    after the prompt is trained in each, with other advantages. Their order is random."""
+    rng = np.random.default_rng(seed)
+    rows, prompts = list[IntArray](), list[int]()
+    for size in rng.integers(5, 12, groups):
+        prompt, turn, one, other, short = (rng.integers(3, 97, each) for each in (size, 4, 6, 5, 2))
+        answers = [one, np.concatenate([turn, other]), np.concatenate([turn, short]), turn, one]
+        rows += [np.concatenate([prompt, answers[each]]) for each in rng.permutation(5)]
+        prompts += [int(size)] * 5
+    samples = make_samples(seed, lengths=[len(row) for row in rows])
+    mask = np.concatenate([np.arange(len(row)) >= prompt for row, prompt in zip(rows, prompts, strict=True)])
+    return evolve(
+        samples,
+        tokens=np.concatenate(rows),
+        columns={**samples.columns, "loss_mask": mask},
+        row_columns={"group": np.repeat(np.arange(groups), 5)},
     )
 
 

@@ -88,6 +88,10 @@ IGNORES_BETAS = broken("IgnoresBetas", "betas are the config's, whatever a step 
 KEEPS_A_STEPS_CLIP = broken("KeepsAStepsClip", "later steps clip as one step was to", seen_by="C79")
 IGNORES_TARGETS = broken("IgnoresTargets", "log-probs are of the row's own tokens alone", seen_by="C81")
 LOSES_EQUAL_TARGETS = broken("LosesEqualTargets", "of equal targets of a token one has a gradient", seen_by="C81")
+SEES_OTHER_BRANCHES = broken("SeesOtherBranches", "a branch sees those before it", seen_by="C82")
+TRAINS_ONE_COPY = broken(
+    "TrainsOneCopy", "a shared token has the gradient of one of its sequences alone", seen_by="C82"
+)
 ALWAYS_SCALES = broken("AlwaysScales", "a gradient below the norm is scaled up to it", seen_by="C61")
 DECAYS_NORMS = broken("DecaysNorms", "norms are decayed as matrices are", seen_by="C41")
 COUNTS_SKIPPED_STEPS = broken("CountsSkippedSteps", "Adam counts a step that was skipped", seen_by="C50")

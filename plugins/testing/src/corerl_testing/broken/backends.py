@@ -260,6 +260,19 @@ class LosesEqualTargets(PlainBackend):
         return found
 
 
+class SeesOtherBranches(PlainBackend):
+    def seen(self, paths: Sequence[torch.Tensor], nodes: int) -> torch.Tensor:
+        return torch.ones(nodes, nodes, dtype=torch.bool, device=self.device).tril()
+
+
+class TrainsOneCopy(PlainBackend):
+    def of_tree(self, micro: MicroBatch, first: torch.Tensor, *more: Any) -> dict[Output, torch.Tensor]:
+        found = super().of_tree(micro, first, *more)
+        kept = torch.zeros(len(micro.tokens), dtype=torch.bool, device=self.device)
+        kept[first] = True
+        return {output: values.where(kept, values.detach()) for output, values in found.items()}
+
+
 class AlwaysScales(PlainBackend):
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         def scaled(params: Iterable[torch.nn.Parameter], limit: float) -> torch.Tensor:

@@ -26,7 +26,9 @@ from corerl.backend import (
     set_adam_step,
 )
 from corerl.backend.experts import ExpertLoad
+from corerl.backend.passes import SAVED
 from corerl.config import RoleConfig
+from corerl.errors import Unsupported
 from corerl.models import (
     VALUE_HEAD,
     Routers,
@@ -52,12 +54,14 @@ from corerl.types import (
     IntArray,
     LossSpec,
     MemoryKind,
+    Metric,
     MicroBatch,
     Output,
     PackedBatch,
     ParallelLayout,
     Step,
     StepResult,
+    merge_metrics,
 )
 from corerl.weights import Chunk
 
@@ -70,6 +74,11 @@ class PlainBackend(Backend):
 
     def build(self, config: RoleConfig, context: Context) -> ParallelLayout:
         hf = hf_config(config.model)
+        if config.train.share_prefixes and getattr(hf.get_text_config(), "sliding_window", None):
+            raise Unsupported(
+                "train.share_prefixes=true with sliding windows is not supported by the plain backend, whose masks "
+                "have none; set it to false, or use another backend"
+            )
         # Refuses what every backend does.
         choose_layout(meta_model(hf, value_head=config.value_head), config.train.layout)
         shows = self.picture_inputs is not None
@@ -97,7 +106,7 @@ class PlainBackend(Backend):
         shapes = {name: tuple(param.shape) for name, param in self.trained.items()}
         if not config.frozen:
             self.optimizer = adamw(self.trained, shapes, config.train.optimizer, fused=False)
-        return ParallelLayout.data_parallel(rank=0, world_size=1)
+        return ParallelLayout.data_parallel(rank=0, world_size=1, shares_prefixes=config.train.share_prefixes)
 
     def forward_backward(
         self, batch: PackedBatch, loss: LossSpec, outputs: tuple[Output, ...], last: bool
@@ -105,6 +114,7 @@ class PlainBackend(Backend):
         loss_function = resolve_loss(loss)
         metrics, collector = MetricSum(), OutputCollector()
         tokens = 0
+        saved: Mapping[str, Metric] = {}
         coef = self.config.train.aux_loss_coef
         require_balance(coef, layers=self.routers.layers, tokens=batch.step_tokens)
         experts = ExpertLoad(routers=self.routers, coef=coef, step_tokens=batch.step_tokens)
@@ -126,9 +136,13 @@ class PlainBackend(Backend):
             (result.loss if balance is None else result.loss + balance).backward()
             metrics.add(result.metrics)
             collector.add(micro, {output: computed[output] for output in outputs})
-            tokens += len(micro.tokens)
+            passed = len(micro.tokens) - (0 if micro.shared is None else int(micro.shared.sum()))
+            tokens += passed
+            if micro.shared is not None:
+                saved = merge_metrics((saved, {SAVED: Metric(len(micro.tokens) - passed, len(micro.tokens))}))
         found = collector.finish(outputs) if outputs else None
-        return GradientResult(metrics={**metrics.finish(), **experts.metrics()}, tokens=tokens, outputs=found)
+        reported = {**metrics.finish(), **experts.metrics(), **saved}
+        return GradientResult(metrics=reported, tokens=tokens, outputs=found)
 
     def optimizer_step(self, step: Step, scale: float) -> StepResult:
         for param in self.trained.values():
@@ -169,6 +183,18 @@ class PlainBackend(Backend):
         given = replayed_experts(self.routers, micro, self.device)
         targets = torch.tensor(micro.columns[TARGETS], device=self.device) if TARGETS in micro.columns else None
         columns: dict[Output, torch.Tensor] = {}
+        if micro.shared is not None and micro.shared.any():
+            first, node = (torch.tensor(each, device=self.device) for each in nodes_of(micro))
+            self.routers.set_cells(first, node)
+            with self.routers.replaying(given, keep=routed, record=record is not None):
+                columns = self.of_tree(micro, first, node, temperature, targets)
+                if record is not None:
+                    passed = self.routers.take(logits=self.config.train.aux_loss_coef != 0)
+                    _put(passed, torch.arange(len(tokens), device=self.device), record, len(tokens))
+                if routed:
+                    columns[Output.ROUTED_EXPERTS] = self.routers.chosen
+            self.routers.set_cells(None, None)
+            return columns
         for starts, length in self.batches(micro):
             rows = torch.tensor(starts[:, None] + np.arange(length), device=self.device)  # [S, L] token indices
             given_here = None if given is None else given[rows].flatten(0, 1)
@@ -187,6 +213,48 @@ class PlainBackend(Backend):
                 column = columns.get(output, torch.zeros(len(tokens), *values.shape[2:], device=self.device))
                 columns[output] = column.index_put((rows[:, 1:],), values)
         return columns
+
+    def of_tree(
+        self,
+        micro: MicroBatch,
+        first: torch.Tensor,
+        node: torch.Tensor,
+        temperature: float,
+        targets: torch.Tensor | None,
+    ) -> dict[Output, torch.Tensor]:
+        """Outputs of sequences that begin alike, from one pass of the nodes of their tree, of `nodes_of`: each sees its
+        own path from the root."""
+        starts = torch.tensor(micro.cu_seqlens[:-1], device=self.device)
+        paths = [*node.tensor_split(starts[1:].cpu())]
+        seen = self.seen(paths, len(first))
+        tokens, positions = (torch.tensor(each, device=self.device) for each in (micro.tokens, micro.positions))
+        call = {
+            "input_ids": tokens[first][None],
+            "position_ids": positions[first][None],
+            "attention_mask": torch.zeros(seen.shape, device=self.device).masked_fill(~seen, -1e30)[None, None],
+            "use_cache": False,
+        }
+        later = torch.cat(
+            [torch.arange(1, len(path), device=self.device) + start for path, start in zip(paths, starts, strict=True)]
+        )
+        following = (tokens if targets is None else targets)[later]
+        if self.config.value_head:
+            hidden = self.decoder(**call).last_hidden_state[0, node[later - 1]]
+            found = {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, 0]}
+        else:
+            found = self.of_logits(self.model(**call).logits[0, node[later - 1]], temperature, following)
+        return {
+            output: torch.zeros(len(tokens), *values.shape[1:], device=self.device).index_put((later,), values)
+            for output, values in found.items()
+        }
+
+    def seen(self, paths: Sequence[torch.Tensor], nodes: int) -> torch.Tensor:
+        """[N, N] whether the node of a row sees that of a column, which is on its path."""
+        seen = torch.zeros(nodes, nodes, dtype=torch.bool, device=self.device)
+        for path in paths:
+            for depth, each in enumerate(path, start=1):
+                seen[each, path[:depth]] = True
+        return seen
 
     def batches(self, micro: MicroBatch) -> Iterator[tuple[IntArray, int]]:
         """Where the sequences that are passed together begin, and their length: equally long ones, without pictures."""
@@ -234,12 +302,18 @@ class PlainBackend(Backend):
         if self.config.value_head:
             hidden = self.decoder(input_ids=fed, use_cache=False, **shown).last_hidden_state
             return {Output.VALUES: self.model.get_submodule(VALUE_HEAD)(hidden)[:, :-1, 0]}
-        logits = self.model(input_ids=fed, use_cache=False, **shown).logits[:, :-1] / temperature
+        logits = self.model(input_ids=fed, use_cache=False, **shown).logits[:, :-1]
+        return self.of_logits(logits, temperature, (tokens if targets is None else targets)[:, 1:])
+
+    def of_logits(
+        self, logits: torch.Tensor, temperature: float, following: torch.Tensor
+    ) -> dict[Output, torch.Tensor]:
+        """Outputs of logits [..., V]; log-probs are of the tokens `following`, [...] or [..., K]."""
+        logits = logits / temperature
         known = self.config.model.vocabulary or logits.shape[-1]
         logits[..., known:] = -1e30  # finite: a prompt may have such tokens
         distribution = torch.log_softmax(logits.float(), dim=-1)
-        following = (tokens if targets is None else targets)[:, 1:]
-        at_each = following.reshape(*following.shape[:2], -1).long()
+        at_each = following.reshape(*logits.shape[:-1], -1).long()
         return {
             Output.LOGPROBS: distribution.gather(-1, at_each).reshape(following.shape),
             Output.ENTROPY: -(distribution.exp() * distribution).sum(-1),
@@ -270,6 +344,24 @@ class PlainBackend(Backend):
     def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
         if adam_step is not None:
             set_adam_step(self.optimizer, adam_step)
+
+
+def nodes_of(micro: MicroBatch) -> tuple[IntArray, IntArray]:
+    """The tree of a micro-batch's sequences: [N] the first token that is each node, and [T] the node of each token."""
+    first: list[int] = []
+    node = np.zeros(len(micro.tokens), np.int64)
+    assert micro.shared is not None
+    for sequence, (start, length, shared) in enumerate(
+        zip(micro.cu_seqlens[:-1], micro.lengths, micro.shared, strict=True)
+    ):
+        before = micro.cu_seqlens[max(0, sequence - 1)]
+        for depth in range(length):
+            if depth < shared:
+                node[start + depth] = node[before + depth]
+            else:
+                node[start + depth] = len(first)
+                first.append(start + depth)
+    return np.array(first), node
 
 
 def _put(part: Routed, rows: torch.Tensor, into: Routed, tokens: int) -> None:

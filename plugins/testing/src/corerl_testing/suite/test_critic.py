@@ -23,9 +23,10 @@ from corerl_testing.compare import (
     in_order,
     reference,
     require_same_state,
+    together,
     whole,
 )
-from corerl_testing.harness import LONG, Setup, make_samples
+from corerl_testing.harness import LONG, Setup, make_branches, make_samples
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal
@@ -47,6 +48,14 @@ def transformers_values(directory: Path, head: FloatArray, samples: SampleBatch)
             hidden = trunk(input_ids=torch.tensor(samples.tokens[None, start:end])).last_hidden_state[0]
         values[start + 1 : end] = hidden[:-1].numpy() @ head[0]
     return values
+
+
+@check("C82", level=1, needs=[Capability.CRITIC, Capability.SHARED_PREFIXES], builds_on=["C53"])
+def test_a_critic_trains_on_samples_that_begin_alike(subject: Subject) -> None:
+    steps = (None,) * 2
+    found = together(subject.run(training.train_with, critic(subject, "qwen3").sharing, steps, make_branches))
+    plain = evolve(subject.runs.setup(PLAIN, "qwen3"), value_head=True)
+    assert_follows(found, together(subject.runs.rank_sets[1].run(training.train_with, plain, steps, make_branches)))
 
 
 @check("C53", level=1, needs=[Capability.CRITIC], builds_on=["C41", "C52"])

@@ -21,7 +21,7 @@ from corerl_testing.compare import (
     transformers_outputs,
     whole,
 )
-from corerl_testing.harness import LONG, Setup, make_samples, with_targets
+from corerl_testing.harness import LONG, Setup, make_branches, make_samples, with_targets
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
 from corerl_testing.scenarios import snapshots, training
@@ -77,6 +77,11 @@ def test_logprobs_are_those_of_the_targets_in_the_batch(subject: Subject, severa
     for mine, theirs in zip(*(each.reshape(len(each), -1).T for each in (found, wanted[Output.LOGPROBS])), strict=True):
         assert_outputs(mine, theirs, samples, Output.LOGPROBS)
     assert_outputs(in_order(results, samples, Output.ENTROPY), wanted[Output.ENTROPY], samples, Output.ENTROPY)
+
+
+@check("C82", level=1, needs=[Capability.SHARED_PREFIXES], builds_on=["C51"], variants={})
+def test_samples_that_begin_alike_get_their_own_outputs(subject: Subject) -> None:
+    assert_forward_as_transformers(subject, subject.setup("qwen3").sharing, make_branches(7))
 
 
 def _reason(subject: Subject, setup: Setup, samples: SampleBatch, found: FloatArray) -> str:

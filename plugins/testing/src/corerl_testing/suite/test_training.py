@@ -24,7 +24,7 @@ from corerl_testing.compare import (
     together,
     whole,
 )
-from corerl_testing.harness import LONG, Setup, make_samples, samples_at
+from corerl_testing.harness import LONG, Setup, make_branches, make_samples, samples_at
 from corerl_testing.marks import check
 from corerl_testing.models import tiny_fields
 from corerl_testing.require import require, require_equal, require_near
@@ -210,6 +210,22 @@ def test_weights_decay_in_one_step_where_the_config_has_none(subject: Subject) -
 def test_steps_on_several_targets_of_each_token_follow_the_plain_backend(subject: Subject) -> None:
     found = together(subject.run(training.train_on_targets, subject.setup("qwen3"), 3))
     assert_follows(found, together(subject.runs.of_plain(training.train_on_targets, "qwen3", 3)))
+
+
+@check("C82", level=1, needs=[Capability.SHARED_PREFIXES], builds_on=["C41", "C51", "C61"], variants={"kind": "qwen3"})
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe"])
+def test_samples_that_begin_alike_train_as_they_do_apart(subject: Subject, kind: str) -> None:
+    steps = (None,) * 2
+    found = together(subject.run(training.train_with, subject.setup(kind).sharing, steps, make_branches))
+    apart = together(subject.runs.of_plain(training.train_with, kind, steps, make_branches))
+    assert_follows(found, apart)
+    if subject.world_size == 1:
+        passed, tokens = (sum(results[0].tokens for results in each.results) for each in (found, apart))
+        require(
+            passed < tokens,
+            f"{passed} tokens went through the model, as many as without train.share_prefixes: prefixes are not "
+            "shared, or GradientResult.tokens counts tokens that were not computed",
+        )
 
 
 @check("C63", level=1, needs=[Capability.WHOLE], builds_on=["C41", "C61"])

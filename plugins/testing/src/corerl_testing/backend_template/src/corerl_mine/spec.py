@@ -10,7 +10,8 @@ SPEC = BackendSpec(
     config=MineConfig,
     api=(2, 2),
     summary="the whole model on every rank, gradients summed over ranks",
-    capabilities={  # what is not listed counts as there, and is checked; but not AUX_LOSS, PICTURES, ADAM and TARGETS
+    # What is not listed counts as there, and is checked; but not AUX_LOSS, PICTURES, ADAM, TARGETS and SHARED_PREFIXES.
+    capabilities={
         Capability.ADAM: FULL,
         Capability.TARGETS: FULL,
         Capability.AUX_LOSS: FULL,

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attrs import evolve
+
+from corerl.data.packing import pack, plan_forward, plan_steps
+from corerl.data.prefixes import COPIES, groups_in_order, in_trees, shared_tokens
+from corerl.types import ParallelLayout, SampleBatch, offsets_of
+from corerl_testing.harness import make_branches, make_samples
+
+
+def rows(*tokens: list[int], groups: list[int] | None = None) -> SampleBatch:
+    return SampleBatch(
+        tokens=np.concatenate(tokens),
+        offsets=offsets_of([len(each) for each in tokens]),
+        columns={"loss_mask": np.ones(sum(map(len, tokens)), dtype=np.bool_)},
+        row_columns={"group": np.array(groups or [0] * len(tokens))},
+    )
+
+
+def layout(dp_size: int = 1) -> ParallelLayout:
+    return ParallelLayout.data_parallel(rank=0, world_size=dp_size, shares_prefixes=True)
+
+
+def nodes(batch: SampleBatch, members: np.ndarray) -> int:
+    """Distinct beginnings of these rows: the tokens of their tree."""
+    beginnings = set()
+    for row in members:
+        tokens = batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tolist()
+        beginnings |= {(batch.row_columns["group"][row], *tokens[:end]) for end in range(1, len(tokens) + 1)}
+    return len(beginnings)
+
+
+def test_shared_tokens_end_where_rows_or_their_targets_differ() -> None:
+    batch = rows([5, 6, 7, 8], [5, 6, 7, 9, 9], [5, 6, 7], [4, 6, 7])
+    every = np.arange(4)
+    assert shared_tokens(batch, every).tolist() == [0, 3, 3, 0]
+    targets = np.array([0, 1, 2, 3, 0, 1, 3, 3, 3, 0, 1, 3, 0, 0, 0])
+    named = batch.with_columns(targets=targets, advantages=np.arange(15.0))
+    assert shared_tokens(named, every).tolist() == [0, 2, 3, 0]
+    assert shared_tokens(named, every, columns=("advantages",)).tolist() == [0, 3, 3, 0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
+    batch = make_branches(seed)
+    order, lengths, shared = groups_in_order(batch, np.arange(len(batch)))
+    trees = in_trees(order, lengths, shared, tokens=1000, rows=99)
+    assert [sorted(each) for each in trees.members] == [list(range(first, first + 5)) for first in (0, 5, 10)]
+    assert trees.sizes.tolist() == [nodes(batch, each) for each in trees.members]
+
+
+def test_a_tree_that_does_not_fit_is_cut() -> None:
+    batch = rows(*([1, 2, 3, 4, 10 + each] for each in range(5)))
+    trees = in_trees(*groups_in_order(batch, np.arange(5)), tokens=6, rows=99)
+    assert [each.tolist() for each in trees.members] == [[0, 1], [2, 3], [4]]
+    assert trees.sizes.tolist() == [6, 6, 5]
+    assert in_trees(*groups_in_order(batch, np.arange(5)), tokens=3, rows=99).sizes.tolist() == [5] * 5
+
+
+def test_copies_of_a_long_prefix_bound_its_tree() -> None:
+    batch = rows(*([*range(1000), 2000 + each] for each in range(40)))
+    trees = in_trees(*groups_in_order(batch, np.arange(40)), tokens=1100, rows=99)
+    assert max(len(each) for each in trees.members) * 1001 <= COPIES * 1100
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_every_row_is_packed_once_within_the_budget(dp_size: int) -> None:
+    batch, budget = make_branches(3, groups=8), 60
+    (plan,) = plan_steps(
+        batch, layout(dp_size), tokens_per_micro_batch=budget, aggregation="token-mean", max_tokens=1, seed=0
+    )
+    assert plan.members.tolist() == list(range(len(batch)))
+    for dp_rank in range(dp_size):
+        for micro in pack(batch, plan.share(dp_rank), sequence_multiple=1).micro_batches:
+            assert micro.shared is not None
+            assert len(micro.tokens) - micro.shared.sum() <= budget
+            if micro.samples[0] >= 0:
+                assert len(micro.tokens) - micro.shared.sum() == nodes(batch, micro.samples)
+
+
+def test_one_group_is_cut_for_two_ranks() -> None:
+    batch = rows(*([*range(100), 200 + each] for each in range(16)))
+    plan = plan_forward(batch, layout(2), tokens_per_micro_batch=1000)
+    loads = [sum(nodes(batch, each) for each in members) for members in plan.micro_batches]
+    assert max(loads) <= 110  # a prefix of 100 and half of the 16 answers of 1, nearly; uncut it would be 116
+
+
+def test_few_tokens_in_common_are_not_shared() -> None:
+    batch = rows([7, *range(100, 150)], [7, *range(200, 250)])
+    (micro,) = pack(
+        batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share(0), sequence_multiple=1
+    ).micro_batches
+    assert micro.shared is not None and micro.shared.tolist() == [0, 0]
+
+
+def test_rows_are_packed_as_without_sharing_unless_the_layout_shares() -> None:
+    batch = make_branches(0)
+    apart = evolve(layout(), shares_prefixes=False)
+    first, second = (plan_forward(each, apart, tokens_per_micro_batch=50) for each in (batch, make_samples(0)))
+    assert not first.shares_prefixes and not second.shares_prefixes
+    assert all(micro.shared is None for micro in pack(batch, first.share(0), sequence_multiple=1).micro_batches)
