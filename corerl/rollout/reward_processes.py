@@ -63,8 +63,8 @@ class RewardWorker(ServingProcess):
 
 
 class RewardPool:
-    """If the reward raises, takes too long or ends its process on a sample, only that sample fails. `notify` gets a line
-    for each process that has ended with none."""
+    """If the reward raises, takes too long or ends its process on a sample, only that sample fails. `notify` gets a
+    line for each process that has ended while it had none."""
 
     def __init__(self, reward: Reward, config: RewardConfig, notify: Callable[[str], None] = note) -> None:
         self._reward = reward
