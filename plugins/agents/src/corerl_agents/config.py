@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from corerl.config import above, at_least, between, finite, option
 from corerl.errors import ConfigError
@@ -15,6 +15,12 @@ MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
 
 MOST_WORKERS = 1024  # likewise
 PLAYERS = ("function", "command", "options", "workers")  # options that say who plays, which an environment does itself
+AUTO = "auto"  # of `concurrency`
+
+
+def _number_or_auto(instance: Any, attribute: Any, value: int | str) -> None:
+    if value != AUTO:
+        between(1, MOST)(instance, attribute, value)
 
 
 @frozen(kw_only=True)
@@ -35,11 +41,11 @@ class EpisodesConfig:
         default=0,
         validator=between(0, MOST_WORKERS),
     )
-    concurrency: int = option(
+    concurrency: int | Literal["auto"] = option(
         "episodes played in parallel; each takes a thread in the driver, or in a worker, if its function is a plain "
-        "one, and a process if it is a command",
+        "one, and a process if it is a command; auto: as many as the engines' caches of keys and values have room for",
         default=256,
-        validator=between(1, MOST),
+        validator=_number_or_auto,
     )
     max_rows: int = option(
         "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
@@ -71,6 +77,24 @@ class EpisodesConfig:
     )
 
 
+def check_concurrency(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """Whether the engine can say what `concurrency = "auto"` asks it."""
+    if options.concurrency == AUTO and (run.engine is None or not run.engine.cache_use):
+        yield Problem(
+            "concurrency",
+            f"'auto', but the engine {run.rollout.engine!r} does not say how full its cache of keys and values is; set "
+            "a number",
+        )
+
+
+def check_environment(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """What is wrong with these options, at `episodes` of a sampler whose environment plays the episodes."""
+    for setting in PLAYERS:
+        if getattr(options, setting):
+            yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
+    yield from (evolve(each, path=f"episodes.{each.path}") for each in check_concurrency(options, run))
+
+
 def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
     """Whether the function or the command, and the format of tool calls are there, and the function can be called."""
     from corerl_agents.commands import command_of
@@ -82,6 +106,7 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
         yield Problem("function", both if options.command else empty)
         return
+    yield from check_concurrency(options, run)
     tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
     if options.command:
         tried["command"] = lambda: command_of(options.command)

@@ -10,13 +10,15 @@ import numpy as np
 
 from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.errors import ConfigError
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
 from corerl.types import PICTURE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.commands import command_of
-from corerl_agents.config import EpisodesConfig
+from corerl_agents.config import AUTO, EpisodesConfig
 from corerl_agents.conversation import Row
 from corerl_agents.episodes import EpisodeFunction, resolve_function
+from corerl_agents.places import Places
 from corerl_agents.runner import EpisodeRunner, EpisodeState
 from corerl_agents.workers import PlayedByWorkers
 
@@ -65,7 +67,7 @@ class EpisodeSampler(Sampler):
         in the rollout's `outcomes`."""
         await self._function.started()
         states, on_progress = states_of(prompts, request), None if background else self.context.on_progress
-        await self._runner(request.params).play(
+        await self._runner(request).play(
             states,
             functools.partial(self.context.generate, urgent=not background, on_tokens=on_tokens),
             # With `on_tokens` a run samples all the time: engines are busy, and what comes then is sent together.
@@ -75,8 +77,9 @@ class EpisodeSampler(Sampler):
         )
         return played(prompts, request, states)
 
-    def _runner(self, params: SamplingParams) -> EpisodeRunner:
+    def _runner(self, request: GenerateRequest) -> EpisodeRunner:
         """One for all groups that are played in the background: it limits how many."""
+        params = request.params
         if params not in self._runners:
             context = self.context
             self._runners[params] = EpisodeRunner(
@@ -89,8 +92,18 @@ class EpisodeSampler(Sampler):
                 template_options=context.template_options,
                 special_tokens=context.special_tokens,
                 pictures=context.pictures,
+                places=self._places(request),
             )
         return self._runners[params]
+
+    def _places(self, request: GenerateRequest) -> Places | None:
+        """None for a fixed number of them."""
+        if self.options.concurrency != AUTO:
+            return None
+        if self.context.cache_use is None:
+            raise ConfigError(f"samplers.episodes.concurrency: {AUTO!r} needs the engines of a run; set a number")
+        longest = int(np.diff(request.offsets).max(initial=0)) + request.params.max_tokens
+        return Places(self.context.cache_use, longest=longest)
 
 
 def player_of(options: EpisodesConfig) -> EpisodeFunction:
