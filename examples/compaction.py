@@ -1,63 +1,57 @@
-"""Episodes whose conversation outgrows the context: three drawers are opened in turn, and then the digits that lay in them
-are to be said in order.
+"""Episodes whose conversation outgrows the context: five digits arrive one by one, and at the end the policy says them.
 
-Each drawer is a call of a tool, as in `examples/two_turn_tool.py`. Before the third one the conversation is as long as it
-may become: the policy is asked for a summary, and goes on in a new conversation that begins with it. What it does not
-write there is gone. `examples/compaction.toml` runs it; docs/agents.md compares it with leaving out the oldest turns.
+When the next digit no longer fits into the conversation, the policy is asked for a summary, and the episode goes on in a new
+conversation, which begins with the summary: what that leaves out is gone. `examples/compaction.toml` runs this, and
+docs/agents.md compares it with leaving out the oldest messages.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+from corerl.algorithms import compared, group_advantages
 from corerl.rollout import position_match
+from corerl.types import FloatArray, SampleBatch
 from corerl_agents import Episode
 
-CALLS = 0.2  # of the reward, for opening the right drawers
-TURN = 5  # characters, each a token: what a drawer takes of the conversation, at most
-SUMMARY = 5  # tokens of a summary at most, its end included
-
-Messages = list[dict[str, Any]]
+BUDGET = 7  # characters of a conversation, each a token: a digit takes two, a summary one more than it has digits
+SUM_UP, ANSWER = "s", "!"  # what the policy is asked for
 
 
-async def open_drawers(
-    episode: Episode, *, budget: int = 14, memory: Literal["summary", "newest"] = "summary"
-) -> dict[str, float]:
-    """One episode. A conversation has at most `budget` characters before it is compacted: to the policy's summary, or to
-    its newest messages."""
+async def remember(episode: Episode, *, memory: Literal["summary", "newest"] = "summary") -> float:
+    """One episode. One prompt of five begins as if four digits had been summed up before, another one as if three had,
+    and so on: what is in a summary matters before the policy has to write any."""
     digits = episode.prompt.answer
-    drawers = [digits[:3], digits[3:4], digits[4:]]
-    # Every other prompt begins as if its first drawers had been summed up before: what a summary is for is learned there.
-    first = 2 * (episode.prompt.index % 2)
-    messages: Messages = [{"role": "user", "content": f"{''.join(drawers[:first])}>"}]
-    right = 0
-    for number, content in enumerate(drawers[first:], start=first):
-        if _length(messages) + TURN > budget:
-            messages = await _summary(episode, messages) if memory == "summary" else _newest(messages, budget - TURN)
-        messages.append({"role": "user", "content": f"{number}?"})
-        call = (await episode.chat_async(messages, max_tokens=1))["message"]
-        opened = call["content"] == str(number)
-        messages += [call, {"role": "tool", "content": f"{content if opened else ''}>"}]
-        right += opened
-    messages.append({"role": "user", "content": "!"})
-    said = (await episode.chat_async(messages))["message"]["content"]
-    matched = (1 - CALLS) * position_match(episode.prompt, said)
-    return {"calls": CALLS * right / (len(drawers) - first), "short" if first else "long": matched}
+    known = episode.prompt.index % len(digits)
+    conversation = [f"{digits[:known]}>"] if known else []
+    for digit in digits[known:]:
+        seen = f"{digit}>"
+        room = BUDGET - len(seen)
+        if memory == "summary" and _length(conversation) > room:
+            summary = await _said(episode, [*conversation, SUM_UP])
+            conversation = [f"{summary[: room - 1]}>"]
+        while _length(conversation) > room:
+            conversation = conversation[1:]
+        conversation.append(seen)
+    return position_match(episode.prompt, await _said(episode, [*conversation, ANSWER]))
 
 
-async def _summary(episode: Episode, messages: Messages) -> Messages:
-    """The conversation that begins with the policy's summary of this one."""
-    asked = [*messages, {"role": "user", "content": "s"}]
-    summary = (await episode.chat_async(asked, max_tokens=SUMMARY))["message"]["content"]
-    return [{"role": "user", "content": f"{summary}>"}]
+def _length(conversation: list[str]) -> int:
+    return sum(map(len, conversation))
 
 
-def _newest(messages: Messages, most: int) -> Messages:
-    """The conversation without its oldest turns, so that at most so many characters stay."""
-    while _length(messages) > most or messages[0]["role"] != "user":
-        messages = messages[1:]
-    return messages
+async def _said(episode: Episode, conversation: list[str]) -> str:
+    """The policy's answer to a conversation that it reads from its beginning."""
+    choice = await episode.chat_async([{"role": "user", "content": text} for text in conversation])
+    return str(choice["message"]["content"])
 
 
-def _length(messages: Messages) -> int:
-    return sum(len(message["content"]) for message in messages)
+def without_summaries(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> FloatArray:
+    """[N] the advantages of `grpo`, but 0 for the tokens of summaries, which are all that is trained on of the rows that
+    do not end with their episode's answer. For a comparison: `algorithm.advantages` is this function's name."""
+
+    def normalized(rewards: FloatArray, groups: FloatArray) -> FloatArray:
+        return group_advantages(rewards, groups, normalize_std=True)
+
+    advantages = compared(rewards, samples, normalized) * samples.row_columns["final"]
+    return advantages[samples.row_of]
