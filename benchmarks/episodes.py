@@ -1,12 +1,12 @@
-"""Measure what episodes cost the driver when clients ask by HTTP, with and without a stream: requests a second, CPU seconds,
-the longest wait of the event loop, and memory over many episodes.
+"""Measure what episodes cost the driver when clients ask by HTTP, with and without a stream: requests a second, CPU
+seconds, the longest wait of the event loop, and memory over many episodes.
 
-python -m benchmarks.episodes                          # 4,000 episodes of each kind in each of three rounds, 1,000 at a time
+python -m benchmarks.episodes                          # 4,000 episodes of each kind in each round, 1,000 at a time
 python -m benchmarks.episodes --size 20000 --rounds 1  # memory over 20,000 episodes
 python -m benchmarks.episodes --tokens 200             # answers that are longer than one part of a stream
 
-The engine answers at once. The clients, as small as they can be, are in a worker process (`samplers.episodes.workers`): one
-core has the driver and another one the clients. Both kinds of episodes get the same tokens.
+The engine answers at once. The clients, as small as they can be, are in a worker process (`samplers.episodes.workers`):
+one core has the driver and another one the clients. Both kinds of episodes get the same tokens.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ async def play(episode: Any, *, stream: bool) -> float:
     try:
         for _ in range(TURNS):
             body = json.dumps({"model": episode.model, "messages": messages, "stream": stream}).encode()
-            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
+            head = f"POST {url.path}/chat/completions HTTP/1.1\r\nhost: {url.netloc}\r\ncontent-length: {len(body)}"
+            writer.write(f"{head}\r\n\r\n".encode() + body)
             content = await read_body(reader)
             messages += [{"role": "assistant", "content": said(content, stream=stream)}, TOOL]
     finally:
@@ -201,7 +201,9 @@ def measure(*, rounds: int, size: int, concurrency: int, tokens: int) -> Report:
         grown = side.memory[-1] - side.memory[quarter - 1]
         numbers += [
             Number(what=f"{name}: requests", values=[side.requests / each for each in took], unit="a second"),
-            Number(what=f"{name}: the driver's CPU", values=[1e3 * each / side.requests for each in side.cpu], unit="ms"),
+            Number(
+                what=f"{name}: the driver's CPU", values=[1e3 * each / side.requests for each in side.cpu], unit="ms"
+            ),
             Number(what=f"{name}: the event loop's longest wait", values=side.waits, unit="s"),
             Number(what=f"{name}: memory at the end", values=[side.memory[-1]], unit="MiB"),
             Number(what=f"{name}: what it grew by in the last three quarters", values=[grown], unit="MiB"),

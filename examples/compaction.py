@@ -1,8 +1,8 @@
 """Episodes whose conversation outgrows the context: five digits arrive one by one, and at the end the policy says them.
 
-When the next digit no longer fits into the conversation, the policy is asked for a summary, and the episode goes on in a new
-conversation, which begins with the summary: what that leaves out is gone. `examples/compaction.toml` runs this, and
-docs/agents.md compares it with leaving out the oldest messages.
+When the next digit no longer fits into the conversation, the policy is asked for a summary, and the episode goes on in
+a new conversation, which begins with the summary: what that leaves out is gone. `examples/compaction.toml` runs this,
+and docs/agents.md compares it with leaving out the oldest messages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ async def _said(episode: Episode, conversation: list[str]) -> str:
 
 
 def without_summaries(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> FloatArray:
-    """[N] the advantages of `grpo`, but 0 for the tokens of summaries, which are all that is trained on of the rows that
-    do not end with their episode's answer. For a comparison: `algorithm.advantages` is this function's name."""
+    """[N] the advantages of `grpo`, but 0 for the tokens of summaries: of the rows that do not end with their episode's
+    answer, these are all that is trained on. For a comparison: `algorithm.advantages` names this function."""
 
     def normalized(rewards: FloatArray, groups: FloatArray) -> FloatArray:
         return group_advantages(rewards, groups, normalize_std=True)

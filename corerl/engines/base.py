@@ -290,7 +290,7 @@ class Engine(ABC):
         return None
 
     def cache_use(self) -> CacheUse | None:
-        """How full its cache is now, for engines whose spec has `cache_use`; called while others generate, several times
+        """How full its cache is now, of engines whose spec has `cache_use`. Called while others generate, several times
         a second, and answered without waiting for them."""
         return None
 

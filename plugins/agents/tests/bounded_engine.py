@@ -1,4 +1,4 @@
-"""An engine whose cache of keys and values is bounded, without a model: it counts its steps, and the rows that it retracts."""
+"""An engine whose cache of keys and values is bounded, without a model: it counts its steps and what it retracts."""
 
 from __future__ import annotations
 

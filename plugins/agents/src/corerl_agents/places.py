@@ -23,10 +23,11 @@ LookedAt = Callable[[], Awaitable[Mapping[str, CacheUse]]]  # how full each engi
 class Limit:
     """The most episodes at once, by what is seen of the engines' caches.
 
-    It changes in rounds, as a TCP sender's window does in round trips (Jacobson 1988, "Congestion Avoidance and Control").
-    A round lasts until as many episodes have ended as were allowed at its start, so that each has been as long as it gets.
-    Then the limit becomes what would have filled the fullest cache to `FULL`, but at most `GROWTH` times as many; more only
-    if there were episodes that waited. If a row has lost its room, the limit is multiplied by `BACK_OFF` at once.
+    It changes in rounds, as a TCP sender's window does in round trips (Jacobson 1988, "Congestion Avoidance and
+    Control"). A round lasts until as many episodes have ended as were allowed at its start, so that each has been as
+    long as it gets. Then the limit becomes what would have filled the fullest cache to `FULL`, but at most `GROWTH`
+    times as many; more only if episodes have waited. If a row has lost its room, the limit is multiplied by `BACK_OFF`
+    at once.
     """
 
     longest: int  # tokens of an episode's row, for the first round

@@ -99,8 +99,8 @@ class EpisodeRunner:
         pictures: PictureReader | None = None,
         places: Places | None = None,
     ) -> None:
-        """`longest_prompt`: tokens that the first request of a row may have. `places`: of episodes that play at once, if
-        `config.concurrency` is no number."""
+        """`longest_prompt`: tokens that the first request of a row may have. `places`: of episodes that play at once,
+        if `config.concurrency` is no number."""
         self._pictures = pictures
         self._server = server
         self._tokenizer = tokenizer

@@ -229,8 +229,8 @@ class SglangEngine(Engine):
 
     def cache_use(self) -> CacheUse:
         """Of all attention groups together, as the schedulers last told the server's HTTP process, which asks none of
-        them. What is kept of rows that have ended, in case others begin with it, does not count. A row that is retracted
-        waits, so that its tokens count; as retracted it counts once it has ended."""
+        them. What is kept of rows that have ended, in case others begin with it, does not count. The tokens of a row
+        that is retracted do, since it waits; as retracted it counts once it has ended."""
         loads = self._server.get("/v1/loads?include=core")["loads"]
         tokens = sum(each["num_total_tokens"] for each in loads)
         return CacheUse(capacity=self._capacity, tokens=tokens, retracted=self._retracted)
