@@ -1,8 +1,8 @@
-"""Episodes whose conversation outgrows the context: five digits arrive one by one, and at the end the policy says them.
+"""Episodes whose conversation outgrows the context: five digits arrive in parts, and at the end the policy says them.
 
-When the next digit no longer fits into the conversation, the policy is asked for a summary, and the episode goes on in
-a new conversation, which begins with the summary: what that leaves out is gone. `examples/compaction.toml` runs this,
-and docs/agents.md compares it with leaving out the oldest messages.
+When a part no longer fits into the conversation, the policy is asked for a summary, and the episode goes on in a new
+conversation, which begins with the summary: what that leaves out is gone. `examples/compaction.toml` runs this, and
+docs/agents.md compares it with leaving out the oldest messages.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from corerl.rollout import position_match
 from corerl.types import FloatArray, SampleBatch
 from corerl_agents import Episode
 
-BUDGET = 7  # characters of a conversation, each a token: a digit takes two, a summary one more than it has digits
+BUDGET = 7  # characters of a conversation besides the last question, each a token
 SUM_UP, ANSWER = "s", "!"  # what the policy is asked for
 
 
 async def remember(episode: Episode, *, memory: Literal["summary", "newest"] = "summary") -> float:
-    """One episode. One prompt of five begins as if four digits had been summed up before, another one as if three had,
-    and so on: what is in a summary matters before the policy has to write any."""
+    """One episode. Half of the prompts begin as if four digits had been summed up before: whether the policy reads a
+    summary matters even while it writes none that is worth reading."""
     digits = episode.prompt.answer
-    known = episode.prompt.index % len(digits)
-    conversation = [f"{digits[:known]}>"] if known else []
-    for digit in digits[known:]:
-        seen = f"{digit}>"
-        room = BUDGET - len(seen)
+    parts = [digits[:4], digits[4:]] if episode.prompt.index % 2 else [digits[:3], digits[3:4], digits[4:]]
+    conversation: list[str] = []
+    for part in parts:
+        message = f"{part}>"
+        room = BUDGET - len(message)
         if memory == "summary" and _length(conversation) > room:
             summary = await _said(episode, [*conversation, SUM_UP])
             conversation = [f"{summary[: room - 1]}>"]
         while _length(conversation) > room:
             conversation = conversation[1:]
-        conversation.append(seen)
+        conversation.append(message)
     return position_match(episode.prompt, await _said(episode, [*conversation, ANSWER]))
 
 
