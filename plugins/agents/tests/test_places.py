@@ -114,15 +114,19 @@ def test_the_limit_stays_while_no_episode_waits() -> None:
     assert round_of(limit, tokens=100, waiting=False) == pytest.approx(8.5)
 
 
-def test_a_retracted_row_halves_the_limit_at_once() -> None:
+def test_retracted_rows_halve_the_limit_once_a_round() -> None:
     limit = Limit(longest=100)
     limit.look(cache(900, retracted=7), waiting=True)  # those of the time before
     assert limit.number == pytest.approx(8.5)
     limit.look(cache(900, retracted=8), waiting=True)
     assert limit.number == pytest.approx(4.25)
+    limit.look(cache(900, retracted=9), waiting=True)  # of the same episodes
     limit.look(cache(900, retracted=0), waiting=True)  # the engine was restarted
-    limit.look(cache(900, retracted=0), waiting=True)
     assert limit.number == pytest.approx(4.25)
+    number = round_of(limit, tokens=850)
+    assert number == pytest.approx(4.25 * FULL / 0.9)  # the fullest look of this round
+    limit.look(cache(900, retracted=1), waiting=True)
+    assert limit.number == pytest.approx(number / 2)
 
 
 def test_engines_that_do_not_serve_keep_episodes_waiting() -> None:

@@ -27,7 +27,7 @@ class Limit:
     Control"). A round lasts until as many episodes have ended as were allowed at its start, so that each has been as
     long as it gets. Then the limit becomes what would have filled the fullest cache to `FULL`, but at most `GROWTH`
     times as many; more only if episodes have waited. If a row has lost its room, the limit is multiplied by `BACK_OFF`
-    at once.
+    at once, and a round begins in which that does not happen again: the episodes that are too many have yet to end.
     """
 
     longest: int  # tokens of an episode's row, for the first round
@@ -36,6 +36,7 @@ class Limit:
     _looks: int = field(default=0, init=False)
     _ended: int = field(default=0, init=False)
     _waited: bool = field(default=False, init=False)
+    _backed_off: bool = field(default=False, init=False)
     _retracted: dict[str, int] = field(factory=dict, init=False)  # of each engine, at the last look
 
     def look(self, uses: Mapping[str, CacheUse], *, waiting: bool) -> None:
@@ -50,8 +51,8 @@ class Limit:
         self._peak = max(self._peak, *(use.tokens / use.capacity for use in uses.values()))
         self._looks += 1
         self._waited |= waiting
-        if lost:
-            self._begin_round(BACK_OFF)
+        if lost and not self._backed_off:
+            self._begin_round(BACK_OFF, backed_off=True)
 
     def ended(self) -> None:
         """One more episode has."""
@@ -60,9 +61,10 @@ class Limit:
             fits = min(FULL / self._peak, GROWTH) if self._peak else GROWTH
             self._begin_round(fits if fits < 1 or self._waited else 1.0)
 
-    def _begin_round(self, factor: float) -> None:
+    def _begin_round(self, factor: float, *, backed_off: bool = False) -> None:
         self.number = min(max(self.number * factor, 1.0), MOST)
         self._peak, self._looks, self._ended, self._waited = 0.0, 0, 0, False
+        self._backed_off = backed_off
 
 
 class Places:
