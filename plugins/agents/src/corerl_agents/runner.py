@@ -18,7 +18,7 @@ from corerl.rollout import Failure, Judged, Outcome
 from corerl.types import IntArray, all_shown
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
-from corerl_agents.config import AUTO, MOST, EpisodesConfig
+from corerl_agents.config import MOST, EpisodesConfig
 from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
 from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.gathering import Gathering
@@ -119,7 +119,7 @@ class EpisodeRunner:
         self._function = function
         self._timeout = config.timeout
         self._part = config.stream_tokens
-        self._places = places or asyncio.Semaphore(MOST if config.concurrency == AUTO else config.concurrency)
+        self._places = places or asyncio.Semaphore(config.concurrency if isinstance(config.concurrency, int) else MOST)
         self._starting = asyncio.Lock()  # those that are asked for first
         self._longest_prompt = longest_prompt
         self._most_rows = config.max_rows
