@@ -11,7 +11,7 @@ from typing import Literal
 
 from corerl.algorithms import compared, group_advantages
 from corerl.rollout import position_match
-from corerl.types import FloatArray, SampleBatch
+from corerl.types import FloatArray, IntArray, SampleBatch
 from corerl_agents import Episode
 
 BUDGET = 7  # characters of a conversation besides the last question, each a token
@@ -50,7 +50,7 @@ def without_summaries(samples: SampleBatch, rewards: FloatArray, token_rewards: 
     """[N] the advantages of `grpo`, but 0 for the tokens of summaries: of the rows that do not end with their episode's
     answer, these are all that is trained on. For a comparison: `algorithm.advantages` names this function."""
 
-    def normalized(rewards: FloatArray, groups: FloatArray) -> FloatArray:
+    def normalized(rewards: FloatArray, groups: IntArray) -> FloatArray:
         return group_advantages(rewards, groups, normalize_std=True)
 
     advantages = compared(rewards, samples, normalized) * samples.row_columns["final"]
