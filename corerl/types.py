@@ -130,6 +130,8 @@ def only_shown(column: Array, pictures: Sequence[Picture]) -> tuple[Array, tuple
 
 def all_shown(parts: Sequence[tuple[Array, Sequence[Picture]]]) -> tuple[Array, tuple[Picture, ...]]:
     """The columns `picture` of several batches as one, and the pictures of all, each once."""
+    if not any(pictures for _, pictures in parts):  # as in each turn of an episode without any
+        return np.zeros(sum(len(column) for column, _ in parts), np.int32), ()
     place: dict[str, int] = {}
     every: list[Picture] = []
     columns = []

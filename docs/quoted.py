@@ -80,7 +80,7 @@ def _object(code: str, name: str) -> str:
     node: ast.AST = ast.parse(code)
     for part in name.split("."):
         node = next((each for each in ast.iter_child_nodes(node) if getattr(each, "name", "") == part), ast.Pass())
-    if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+    if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         raise ValueError(f"there is no class, function or method {name}")
     first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
     return "\n".join(code.splitlines()[first - 1 : node.end_lineno])

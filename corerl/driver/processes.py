@@ -122,8 +122,8 @@ def load_all(
     died = False
     if fleet is not None and in_turns:
         progress.begin("loading the model into engines, which will sleep while the ranks load")
-        constructing = {name: group.construct() for name, group in groups.items()}
         loading = fleet.start()
+        constructing: dict[str, Future[Any]] = {name: group.construct() for name, group in groups.items()}
         try:
             wait_all({ENGINES: loading, **constructing})
         except WorkerDied as error:

@@ -121,6 +121,7 @@ class Sampling:
                     context_length=rollout.context_length,
                     pictures=rollout.pictures,
                     calls=1 if engine is None else engine.calls,
+                    cache_use=self.fleet.cache_use,
                     on_progress=partial(self.progress.count, GENERATED),
                 )
             )

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from corerl.engines.base import UNLIMITED as UNLIMITED
+    from corerl.engines.base import CacheUse as CacheUse
     from corerl.engines.base import Engine as Engine
     from corerl.engines.base import EngineContext as EngineContext
     from corerl.engines.base import GenerateRequest as GenerateRequest

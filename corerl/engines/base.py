@@ -212,6 +212,15 @@ class Received:
 
 
 @frozen(kw_only=True)
+class CacheUse:
+    """How full the cache is in which an engine keeps the keys and values of tokens."""
+
+    capacity: int  # tokens that the cache holds, above 0
+    tokens: int  # of rows that are being sampled, and of those that wait for room: it may be above the capacity
+    retracted: int  # how often a row lost its room while it was sampled, and was read again, since the engine started
+
+
+@frozen(kw_only=True)
 class EngineContext:
     """Where one replica runs: its devices, precision and run directory."""
 
@@ -278,6 +287,11 @@ class Engine(ABC):
         in their own dtypes): `corerl.weights.checksums.bit_sums`, added over the parts of a tensor stored separately.
         Tensors left out are not compared with what was sent; None if the engine cannot report them. Called after an
         update, before weights sleep."""
+        return None
+
+    def cache_use(self) -> CacheUse | None:
+        """How full its cache is now, of engines whose spec has `cache_use`. Called while others generate, several times
+        a second, and answered without waiting for them."""
         return None
 
     @abstractmethod

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from attrs import define, field
 
 from corerl.calls import Future
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, Received
+from corerl.engines.base import UNLIMITED, CacheUse, GenerateRequest, Generation, Received
 from corerl.engines.batching import Batcher, OnRowsEnded
 from corerl.engines.continuation import append, continued
 from corerl.engines.prefix_router import PrefixRouter, in_order
@@ -326,6 +326,13 @@ class EngineFleet:
         await in_thread(functools.partial(self._ask_all, "resume"), name="resume")
         self._pauses_ended = self._pauses_begun
         self._route()
+
+    async def cache_use(self) -> dict[str, CacheUse]:
+        """How full the caches are of the replicas that serve, by name, but for engines that cannot say; of none while
+        the fleet is paused."""
+        asked = {} if self._paused or self._replacing else dict.fromkeys(self._routed, ())
+        found = await in_thread(functools.partial(self._ask, "cache_use", asked), name="cache use") if asked else {}
+        return {replica.name: use for replica, use in found.items() if use is not None}
 
     @property
     def _paused(self) -> bool:

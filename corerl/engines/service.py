@@ -47,7 +47,7 @@ class EngineService:
         options = options_of(loaded, assignment.options, path=f"engines.{loaded.name}")
         make: Callable[..., Engine] = load_implementation(Kind.ENGINES, loaded)
         self.engine = make(assignment.model, options, assignment.context)
-        for method in ("receive", "forget", "weight_sums", "pause", "resume", "sleep", "wake_up", "close"):
+        for method in ("receive", "forget", "weight_sums", "cache_use", "pause", "resume", "sleep", "wake_up", "close"):
             setattr(self, method, getattr(self.engine, method))
         self._model = assignment.model
         self._counting = threading.Lock()

@@ -33,7 +33,7 @@ from corerl.pictures import PictureReader, read
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation
-from corerl.plugin.spec import SamplerRun
+from corerl.plugin.spec import EngineSpec, SamplerRun
 from corerl.rollout.encoding import PromptCheck, check_first, require_encodable
 from corerl.rollout.evaluation import EvalSet
 from corerl.rollout.recorded import SavedRollouts
@@ -82,7 +82,7 @@ def plan_rollout(
         params = sampling_params(rollout, tokenizer, ends_of(tokenizer, config.model, pictures))
         params = evolve(params, routed_experts=config.algorithm.routing_replay == "engine")
     with problems.stage():
-        make_sampler = plan_sampler(config, sampler)
+        make_sampler = plan_sampler(config, sampler, plugins.engine.spec)
     if sampler.spec.prompts is not None:
         problems.raise_all()  # of options that cannot be used there are no prompts
     with problems.stage("data.source"):
@@ -168,11 +168,12 @@ def _rows_of(sampler: Loaded, config: Config) -> Rows | None:
     return GivenRows(rows, name=f"sampler {sampler.name!r}")
 
 
-def plan_sampler(config: Config, sampler: Loaded) -> MakeSampler:
+def plan_sampler(config: Config, sampler: Loaded, engine: EngineSpec) -> MakeSampler:
     """What makes the sampler of a config whose plugins' tables are resolved. Raises ConfigError for options that cannot
     be used, PluginBroken if its class is no Sampler."""
     options = config.samplers[sampler.name]
-    check_spec(sampler, options, SamplerRun(rollout=config.rollout, reward=config.reward), config=config)
+    run = SamplerRun(rollout=config.rollout, reward=config.reward, engine=engine)
+    check_spec(sampler, options, run, config=config)
     implementation = load_implementation(Kind.SAMPLERS, sampler)
     if not (isinstance(implementation, type) and issubclass(implementation, Sampler)):
         raise PluginBroken(

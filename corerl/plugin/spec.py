@@ -213,6 +213,7 @@ class EngineSpec(Spec):
     # with these and in later ones alone (`weights.lora = "adapter"`, `EngineContext.lora`).
     adapters: bool = False
     pictures: bool = False  # whether it shows the model `GenerateRequest.pictures`
+    cache_use: bool = False  # whether `Engine.cache_use` says how full its cache is
 
 
 @frozen(kw_only=True)
@@ -229,6 +230,7 @@ class SamplerRun:
 
     rollout: RolloutConfig
     reward: RewardConfig
+    engine: EngineSpec | None = None  # of `rollout.engine`; None in tests that need none
 
 
 @frozen(kw_only=True)

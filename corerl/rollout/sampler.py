@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 from corerl.config.schema import RolloutConfig
 from corerl.data.files import Refused
 from corerl.data.prompts import Prompt
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
+from corerl.engines.base import CacheUse, GenerateRequest, Generation, SamplingParams
 from corerl.engines.stops import Stops, stops_of
 from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
@@ -127,6 +127,8 @@ class SamplerContext:
     context_length: int = 0  # maximum tokens of a row; 0: unlimited
     pictures: PictureReader | None = None  # None: prompts have none
     calls: int = 1  # of `generate` that each engine answers at once
+    # How full the caches are of the engines that serve, by name, but for those that cannot say; None outside a run.
+    cache_use: Callable[[], Awaitable[Mapping[str, CacheUse]]] | None = None
     # Is called with how many of the samples that the run waits for are done, and how many there are.
     on_progress: OnProgress | None = None
 

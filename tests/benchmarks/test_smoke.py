@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STARTED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text())
 SMALL = [
     "engine_throughput 0.6b --tiny",
+    "episodes --size 64 --concurrency 32 --rounds 1 --tokens 80",
     "grpo_step 0.6b --tiny",
     "memory fsdp --tiny",
     "pictures --tiny --rounds 1",

@@ -21,6 +21,7 @@ EXAMPLES = {
     "quickstart-ppo.toml": ["rollout.prompts=16"],
     "pictures.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "reasoning_gym.toml": ["rollout.prompts=8", "rollout.samples=4"],
+    "compaction.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "two_turn_tool.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "gsm8k-qwen3-0.6b.toml": [
         *("cluster.device=cpu", "train.precision=float32", "rollout.prompts=4", "rollout.samples=4"),

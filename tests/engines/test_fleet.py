@@ -16,7 +16,7 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines import fleet as fleet_module
-from corerl.engines.base import EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
+from corerl.engines.base import CacheUse, EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, VersionGone, WeightUpdateError, WorkerDied
@@ -131,6 +131,16 @@ def test_a_hanging_engine_gets_no_calls_until_replaced(loop: EventLoop) -> None:
     fleet.replace(hangs)
     with pytest.raises(AssertionError, match="waited for in vain"):
         fleet.sleep()
+
+
+def test_caches_are_asked_of_the_engines_that_serve(loop: EventLoop) -> None:
+    use = CacheUse(capacity=100, tokens=30, retracted=1)
+    fleet = fleet_of(Group({0: use, 1: None, 2: "not asked"}), loop, 3, restarts=1)
+    fleet.leave_out({"engine-2": WeightUpdateError("no answer")})
+    fleet.updated(["engine-0", "engine-1"])
+    assert loop.run(fleet.cache_use()) == {"engine-0": use}  # the engine of the other one cannot say
+    with fleet.replacing():
+        assert loop.run(fleet.cache_use()) == {}
 
 
 class Counting:

@@ -8,6 +8,7 @@ import pytest
 
 from corerl.config.load import load_config
 from corerl.data.prompts import SortDigits
+from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import resolve_function
@@ -50,6 +51,12 @@ def test_the_config_can_run() -> None:
     (options,) = plan.rollout.make_sampler.args  # type: ignore[attr-defined]  # of a partial
     assert isinstance(options, EpisodesConfig) and options.options == {"tool": True}
     assert resolve_function(options.function, options.options).function is fetch
+
+
+def test_engines_without_a_bounded_cache_refuse_auto() -> None:
+    config = load_config(ROOT / "examples" / "two_turn_tool.toml", ["samplers.episodes.concurrency=auto"])
+    with pytest.raises(ConfigError, match=r"^samplers.episodes.concurrency: 'auto', but the engine 'transformers' "):
+        make_plan(config)
 
 
 def test_a_run_of_episodes_trains_on_its_engines_tokens(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from attrs import evolve
 
 from corerl.config import config_of, structure
 from corerl.errors import ConfigError
-from corerl.plugin import SamplerRun
+from corerl.plugin import EngineSpec, SamplerRun
 from corerl_agents.config import SPEC, EpisodesConfig
 
 CONFIG = config_of({"backend": {"name": "plain"}})
@@ -49,6 +50,17 @@ def test_what_cannot_play_is_named_by_its_option(options: dict[str, object], pat
 
 def test_a_function_that_fits_its_options_has_no_problem() -> None:
     assert list(SPEC.check(EpisodesConfig(function=FETCH, options={"tool": False}), RUN)) == []
+
+
+def test_auto_is_refused_where_the_engine_cannot_say() -> None:
+    options = EpisodesConfig(function=FETCH, concurrency="auto")
+    spec = EngineSpec(implementation="one:Engine", api=(2, 2), summary="one")
+    (problem,) = SPEC.check(options, evolve(RUN, engine=spec))
+    assert problem.path == "concurrency"
+    assert problem.text == (
+        "'auto', but the engine 'transformers' does not say how full its cache of keys and values is; set a number"
+    )
+    assert list(SPEC.check(options, evolve(RUN, engine=evolve(spec, cache_use=True)))) == []
 
 
 @pytest.mark.parametrize("number", [10**9, 2**63 - 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.engines import GenerateRequest, Generation, Stops
-from corerl.errors import EngineFailed
+from corerl.engines import CacheUse, GenerateRequest, Generation, Stops
+from corerl.errors import ConfigError, EngineFailed
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Rollout, Sampler
 from corerl_agents.chat_server import ChatServer
@@ -104,6 +105,56 @@ def test_episodes_begin_in_the_order_of_requests(loop: EventLoop, front: ChatSer
 
     loop.run(side_by_side())
     assert begun == [40, 40, 40, 8, 8, 8]
+
+
+def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: EventLoop, front: ChatServer) -> None:
+    playing, most = 0, 0
+
+    async def counted(episode: Episode) -> None:
+        nonlocal playing, most
+        playing += 1
+        most = max(most, playing)
+        await episode.chat_async(episode.messages)
+        playing -= 1
+
+    async def cache_use() -> dict[str, CacheUse]:
+        return {"engine-0": CacheUse(capacity=41, tokens=0, retracted=0)}  # of two rows of 4 + 12 tokens, and some more
+
+    sampler = episode_sampler(
+        tokenizer=TOKENIZER,
+        generate=engines(Oracle()),
+        seed=7,
+        function=EpisodeFunction(name="mine:play", function=counted),
+        server=front,
+        config=EpisodesConfig(concurrency="auto"),
+        cache_use=cache_use,
+    )
+    assert_equal(drawn(loop, sampler), play(single))
+    assert most == 2
+
+
+def test_auto_needs_to_know_of_the_engines_caches(play: Play) -> None:
+    with pytest.raises(ConfigError, match="^samplers.episodes.concurrency: 'auto' needs the engines of a run; set a "):
+        play(single, concurrency="auto")
+
+
+def test_garbage_is_collected_less_often_where_episodes_play(loop: EventLoop, front: ChatServer) -> None:
+    before = gc.get_threshold()
+
+    def threshold(*given: int) -> tuple[int, ...]:
+        gc.set_threshold(*given)
+        mine = EpisodeFunction(name="mine:play", function=single)
+        episode_sampler(
+            function=mine, server=front, config=EpisodesConfig(), tokenizer=TOKENIZER, generate=None, seed=7
+        )
+        return gc.get_threshold()
+
+    try:
+        assert threshold(700, 10, 10) == (10_000, 10, 10)
+        assert threshold(50_000, 5, 5) == (50_000, 5, 5)
+        assert threshold(0, 10, 10) == (0, 10, 10)  # never, as someone wants it
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:

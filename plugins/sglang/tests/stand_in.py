@@ -282,6 +282,7 @@ class Server:
             "prompt_tokens": len(prompt),
             "completion_tokens": len(tokens),
             "weight_version": self.version,
+            "num_retractions": self.misbehave.get("retractions", 0),
             "output_token_logprobs": triples,
         }
         if body.get("return_routed_experts") and self.arguments["enable_return_routed_experts"]:
@@ -443,6 +444,13 @@ class Server:
         self.log.append("freeze")
         return 200, "Garbage collection frozen.\n"
 
+    def loads(self) -> dict[str, Any]:
+        """As SGLang's v1_loads.py tells them, of two attention groups, one of which is idle."""
+        busy = {"dp_rank": 0, "num_running_reqs": 1, "num_waiting_reqs": 1, "num_used_tokens": 90}
+        idle = {"dp_rank": 1, "num_running_reqs": 0, "num_waiting_reqs": 0, "num_used_tokens": 0}
+        both = [{**busy, "num_total_tokens": 120}, {**idle, "num_total_tokens": 0}]
+        return {"version": "0.5.17", "loads": [{**each, "max_total_num_tokens": 500} for each in both]}
+
     def info(self) -> dict[str, Any]:
         weight = sum(view.nbytes for view in self.ranks[0].views.values()) / 2**30
         usage = {"weight": weight, "kvcache": 0.5, "token_capacity": 1000, "graph": {}}
@@ -491,6 +499,8 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
                 pass
             elif self.path == "/ping":
                 self.answer(200, "")
+            elif self.path == "/v1/loads?include=core":
+                self.answer(200, server.loads())
             else:
                 self.answer(200, server.info()) if self.path == "/server_info" else self.answer(404, "no such path")
 

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import UNLIMITED, GenerateRequest, Received, SamplingParams, named_views
+from corerl.engines import UNLIMITED, CacheUse, GenerateRequest, Received, SamplingParams, named_views
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, meta_model, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
@@ -217,12 +217,14 @@ def await_holding(engine: SglangEngine, times: int = 1) -> None:
 
 def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> None:
     """One server for all that does not end it: starting one takes seconds."""
-    engine = start(TIED, deterministic=True, context_length=CONTEXT)
+    engine = start(TIED, deterministic=True, context_length=CONTEXT, stand_in={"retractions": 3})
     assert said(engine)["stand_in"]["log"] == ["freeze"]  # once, before it serves
     for key in ({}, {"Authorization": "Bearer guessed"}):  # of another user of the machine
         assert status_of(engine, "GET", "/server_info", key) == status_of(engine, "POST", "/abort_request", key) == 401
     with pytest.raises(EngineFailed, match="no weights have arrived yet"):
         engine.generate(REQUEST)
+
+    assert engine.cache_use() == CacheUse(capacity=1000, tokens=120, retracted=0)
 
     # Greedy, on the first weights: the tokens and log-probs of transformers.
     model = random_model(TIED, seed=1)
@@ -239,6 +241,7 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
     ):
         engine.generate(REQUEST)
     drawn = engine.generate(REQUEST)
+    assert engine.cache_use().retracted == 3 * len(REQUEST)
     reference = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
     push_to(reference, tensors, tmp_path / "reference")
     expected = reference.generate(REQUEST)

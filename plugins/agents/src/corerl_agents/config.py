@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from corerl.config import above, at_least, between, finite, option
 from corerl.errors import ConfigError
@@ -18,6 +18,12 @@ MOST_WORKERS = 1024  # likewise
 NAME = "[A-Za-z][A-Za-z0-9_]*"  # of a role: also of its variable in a command's environment, and of its metrics
 # Options that say who plays, which an environment does itself.
 PLAYERS = ("function", "command", "options", "workers", "roles")
+AUTO = "auto"  # of `concurrency`
+
+
+def _number_or_auto(instance: Any, attribute: Any, value: int | str) -> None:
+    if value != AUTO:
+        between(1, MOST)(instance, attribute, value)
 
 
 @frozen(kw_only=True)
@@ -44,11 +50,11 @@ class EpisodesConfig:
         default=0,
         validator=between(0, MOST_WORKERS),
     )
-    concurrency: int = option(
+    concurrency: int | Literal["auto"] = option(
         "episodes played in parallel; each takes a thread in the driver, or in a worker, if its function is a plain "
-        "one, and a process if it is a command",
+        "one, and a process if it is a command; auto: as many as the engines' caches of keys and values have room for",
         default=256,
-        validator=between(1, MOST),
+        validator=_number_or_auto,
     )
     max_rows: int = option(
         "rows that one episode may have: one, and another for each request that changes earlier messages, begins a "
@@ -80,6 +86,24 @@ class EpisodesConfig:
     )
 
 
+def check_concurrency(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """Whether the engine can say what `concurrency = "auto"` asks it."""
+    if options.concurrency == AUTO and (run.engine is None or not run.engine.cache_use):
+        yield Problem(
+            "concurrency",
+            f"'auto', but the engine {run.rollout.engine!r} does not say how full its cache of keys and values is; set "
+            "a number",
+        )
+
+
+def check_environment(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
+    """What is wrong with these options, at `episodes` of a sampler whose environment plays the episodes."""
+    for setting in PLAYERS:
+        if getattr(options, setting):
+            yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
+    yield from (evolve(each, path=f"episodes.{each.path}") for each in check_concurrency(options, run))
+
+
 def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
     """Whether the function or the command, and the format of tool calls are there, and the function can be called."""
     from corerl_agents.commands import command_of
@@ -91,6 +115,7 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
         yield Problem("function", both if options.command else empty)
         return
+    yield from check_concurrency(options, run)
     upper = [name.upper() for name in options.roles]  # as in the environment of a command
     for name in options.roles:
         if not re.fullmatch(NAME, name) or upper.count(name.upper()) > 1:

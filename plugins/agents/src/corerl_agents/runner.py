@@ -18,12 +18,13 @@ from corerl.rollout import Failure, Judged
 from corerl.types import IntArray, all_shown
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
-from corerl_agents.config import EpisodesConfig
+from corerl_agents.config import MOST, EpisodesConfig
 from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
 from corerl_agents.episodes import Episode, EpisodeFunction, Played, Rewarded
 from corerl_agents.gathering import Gathering
 from corerl_agents.histories import History, Turn
 from corerl_agents.pictures import Shown, with_pictures
+from corerl_agents.places import Places
 from corerl_agents.posted import PostedReward
 from corerl_agents.refused import Diverges, Refused
 from corerl_agents.tool_calls import format_of, unread
@@ -101,8 +102,10 @@ class EpisodeRunner:
         template_options: Mapping[str, Any] | None = None,
         special_tokens: bool = False,
         pictures: PictureReader | None = None,
+        places: Places | None = None,
     ) -> None:
-        """`longest_prompt`: tokens that the first request of a row may have."""
+        """`longest_prompt`: tokens that the first request of a row may have. `places`: of episodes that play at once,
+        if `config.concurrency` is no number."""
         self._pictures = pictures
         self._server = server
         self._tokenizer = tokenizer
@@ -121,7 +124,7 @@ class EpisodeRunner:
         self._function = function
         self._timeout = config.timeout
         self._part = config.stream_tokens
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._places = places or asyncio.Semaphore(config.concurrency if isinstance(config.concurrency, int) else MOST)
         self._starting = asyncio.Lock()  # those that are asked for first
         self._longest_prompt = longest_prompt
         self._most_rows = config.max_rows

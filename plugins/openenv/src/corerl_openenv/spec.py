@@ -10,7 +10,7 @@ from attrs import frozen
 
 from corerl.config import at_least, option
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
-from corerl_agents.config import PLAYERS, EpisodesConfig
+from corerl_agents.config import EpisodesConfig, check_environment
 
 
 @frozen(kw_only=True)
@@ -52,9 +52,7 @@ def check(options: OpenEnvConfig, run: SamplerRun) -> Iterator[Problem]:
         package = application(options.environment).partition(":")[0].partition(".")[0]
         if importlib.util.find_spec(package) is None:
             yield Problem("environment", f"no module {package!r} is installed; install it, or give a server's address")
-    for setting in PLAYERS:
-        if getattr(options.episodes, setting):
-            yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
+    yield from check_environment(options.episodes, run)
 
 
 def prompts(options: OpenEnvConfig) -> list[dict[str, Any]]:

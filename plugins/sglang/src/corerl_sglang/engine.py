@@ -17,6 +17,7 @@ from attrs import evolve
 
 from corerl.config import ModelConfig
 from corerl.engines import (
+    CacheUse,
     Engine,
     EngineContext,
     EngineLifecycle,
@@ -63,6 +64,7 @@ class SglangEngine(Engine):
         self._waking = threading.Lock()  # several calls may find the caches asleep at once
         self._failure: BaseException | None = None  # the first one, which caused all calls in flight to be aborted
         self._failing = threading.Lock()
+        self._retracted = 0  # rows, of all that have ended
         self._server = server
         self._directory = self._server.directory
         with contextlib.ExitStack() as undo:  # unless all goes well
@@ -84,7 +86,10 @@ class SglangEngine(Engine):
             # Spare the server's garbage collector everything that exists by now. Optional, so a refusal is fine.
             with contextlib.suppress(EngineFailed):
                 self._server.post("/freeze_gc")
-            self._bytes = memory_of(self._server.get("/server_info"), context.bundles)
+            info = self._server.get("/server_info")
+            self._bytes = memory_of(info, context.bundles)
+            # Tokens, of all attention groups.
+            self._capacity = sum(each["memory_usage"]["token_capacity"] for each in info["internal_states"])
             undo.pop_all()
 
     def _describe(self, model: ModelConfig) -> list[str]:
@@ -212,10 +217,23 @@ class SglangEngine(Engine):
                 raise Cut(refused.message) from refused
             return self._reader.nothing(request)
         newest = self._serving.held[-1]  # by which the server calls its weights, whatever adapters it applies to them
-        sampled = self._reader.generation(answer, request, newest, paused=self._serving.paused)
+        paused, on_retracted = self._serving.paused, self._count_retracted
+        sampled = self._reader.generation(answer, request, newest, paused=paused, on_retracted=on_retracted)
         sampled = evolve(sampled, versions=np.full_like(sampled.versions, version))
         on_finished(len(sampled) - int(sampled.unfinished.sum()))
         return sampled
+
+    def _count_retracted(self, times: int) -> None:
+        with self._failing:
+            self._retracted += times
+
+    def cache_use(self) -> CacheUse:
+        """Of all attention groups together, as the schedulers last told the server's HTTP process, which asks none of
+        them. What is kept of rows that have ended, in case others begin with it, does not count. The tokens of a row
+        that is retracted do, since it waits; as retracted it counts once it has ended."""
+        loads = self._server.get("/v1/loads?include=core")["loads"]
+        tokens = sum(each["num_total_tokens"] for each in loads)
+        return CacheUse(capacity=self._capacity, tokens=tokens, retracted=self._retracted)
 
     def _sampling(self, params: SamplingParams, key: int, left: int) -> dict[str, Any]:
         """One row's parameters, by SGLang's names; the defaults of all others leave the distribution unchanged."""

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.engines import GenerateRequest, Generation, PromptScores, SamplingParams
+from corerl.engines import GenerateRequest, Generation, OnFinished, PromptScores, SamplingParams, ignore
 from corerl.errors import EngineFailed
 from corerl.models import routers
 from corerl.types import Array, offsets_of
@@ -40,6 +40,7 @@ class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
     input_top_logprobs_val_flat_b64: str = ""  # base64 of float32 [all of these but the first, k]
     input_top_logprobs_idx_flat_b64: str = ""  # base64 of int32
     routed_experts: str | None = None  # base64 of int32
+    num_retractions: int = 0  # how often the row lost its place in the KV cache, and was read again
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +96,17 @@ class Reader:
     experts: Experts
     pictures: str = ""  # model.pictures
 
-    def generation(self, answer: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
-        """Parse the answer to a whole request; if `paused`, rows may have been cut.
+    def generation(
+        self,
+        answer: bytes,
+        request: GenerateRequest,
+        version: int,
+        *,
+        paused: bool,
+        on_retracted: OnFinished = ignore,
+    ) -> Generation:
+        """Parse the answer to a whole request; if `paused`, rows may have been cut. `on_retracted` is called with how
+        often rows lost their place in the KV cache.
 
         Raises EngineFailed if the answer cannot be parsed or does not fit the request: a row ended early, tokens of
         other weights than `version`, no experts.
@@ -107,6 +117,7 @@ class Reader:
             raise EngineFailed(
                 f"{self.engine}: cannot read its server's answer to /generate: {error}; use SGLang 0.5.15 or later"
             ) from error
+        on_retracted(sum(sample.meta_info.num_retractions for sample in samples))
         tokens, logprobs, routed, scores = [], [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
         for row, (prompt, left, sample) in enumerate(rows):

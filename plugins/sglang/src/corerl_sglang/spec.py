@@ -110,4 +110,5 @@ SPEC = EngineSpec(
     quantized=("none", "fp8"),  # the server is started for the form in which weights arrive
     adapters=True,
     pictures=True,
+    cache_use=True,
 )

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from corerl.config import at_least, option
 from corerl.plugin import Problem, SamplerRun, SamplerSpec
-from corerl_agents.config import PLAYERS, EpisodesConfig
+from corerl_agents.config import EpisodesConfig, check_environment
 
 
 @frozen(kw_only=True)
@@ -44,9 +44,7 @@ def check(options: VerifiersConfig, run: SamplerRun) -> Iterator[Problem]:
         return
     from corerl_verifiers.environment import problems
 
-    for setting in PLAYERS:
-        if getattr(options.episodes, setting):
-            yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
+    yield from check_environment(options.episodes, run)
     yield from (Problem(*each) for each in problems(options))
 
 
