@@ -1,4 +1,4 @@
-"""A pretrained model in the environment that the library itself writes, `openenv init echo_env`, by a config of 25 lines."""
+"""A pretrained model in the environment that `openenv init echo_env` writes, by a config of 25 lines."""
 
 from __future__ import annotations
 

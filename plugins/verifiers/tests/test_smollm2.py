@@ -1,4 +1,4 @@
-"""A pretrained model in an environment of verifiers that comes from a package index, marble-v1, by a config of 25 lines."""
+"""A pretrained model in an environment of verifiers from a package index, marble-v1, by a config of 25 lines."""
 
 from __future__ import annotations
 
