@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 from corerl.config import load_config
 from tests.end_to_end.command import metrics
 from tests.in_process import HERE, execute_here
-from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, converted, lines_of, needs_smollm2
+from tests.machine import wait_for_memory
+from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, MODEL, NEEDED, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "echo.toml"
 
@@ -32,10 +32,9 @@ def test_smollm2_learns_what_the_echo_is_worth(tmp_path: Path, monkeypatch: pyte
     written = [sys.executable, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(site)]
     assert subprocess.run(written, stdout=subprocess.DEVNULL).returncode == 0
     monkeypatch.syspath_prepend(site)
-    model = converted(tmp_path)
-    own = [f"model.path={model}", f"run.dir={tmp_path}/run", "run.steps=4"]
+    wait_for_memory(NEEDED, "a run of SmolLM2")
+    own = [f"model.path={MODEL}", f"run.dir={tmp_path}/run", "run.steps=4"]
     assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 4
-    shutil.rmtree(model)
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(shown) == 4 * 32
     for each in shown:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from corerl_verifiers.environment import load, tasks_of
 from corerl_verifiers.spec import VerifiersConfig
 from tests.end_to_end.command import metrics
 from tests.in_process import HERE, execute_here
-from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, converted, lines_of, needs_smollm2
+from tests.machine import wait_for_memory
+from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, MODEL, NEEDED, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "marble.toml"
 needs_marble = pytest.mark.skipif(importlib.util.find_spec("marble_v1") is None, reason="`make test-verifiers` has it")
@@ -44,10 +44,9 @@ def test_weights_of_a_tasks_rewards_are_settings() -> None:
 def test_smollm2_is_trained_on_what_the_marble_does(tmp_path: Path) -> None:
     from marble_v1.taskset import parse_layout
 
-    model = converted(tmp_path)
-    own = [f"model.path={model}", f"run.dir={tmp_path}/run", "run.steps=1"]
+    wait_for_memory(NEEDED, "a run of SmolLM2")
+    own = [f"model.path={MODEL}", f"run.dir={tmp_path}/run", "run.steps=1"]
     assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 1
-    shutil.rmtree(model)
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(shown) == 4
     for each in shown:
