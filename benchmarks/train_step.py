@@ -162,6 +162,11 @@ def experts(ranks: int, layers: int) -> Work:
     return megatron(what, ranks, fields, micro=2, expert_parallel=ranks)
 
 
+def fsdp_experts(**more: Any) -> Work:
+    fields = {**QWEN3_30B_A3B, "num_hidden_layers": 8}
+    return evolve(FSDP, what="8 layers of 30B-A3B", fields=fields, **more)
+
+
 def long(ranks: int) -> Work:
     what = "8B shape, cp=2, a sequence of 32k a micro-batch, layers recomputed"
     return evolve(megatron(what, ranks, micro=2, context_parallel=2), recompute="full", sequence=32768, tokens=32768)
@@ -189,6 +194,9 @@ ZERO3 = evolve(deepspeed("8B shape, stage 3", QWEN3_8B, stage=3), tokens=4096, m
 CASES: Mapping[str, Case] = {
     "fsdp": against_bare(FSDP),
     "fsdp-0.6b": against_bare(FSDP_SMALL),
+    # Neither side's float32 weights, gradients and moments leave room for the other's.
+    "fsdp-experts": against_bare(fsdp_experts(), apart=True),
+    "fsdp-experts-plain": against_bare(fsdp_experts(**compiled(False)), apart=True),
     "fsdp-cpu": fsdp_cpu("the quickstart's model (0.1 M parameters)", QUICKSTART, 16384, (256, 12, 14)),
     "fsdp-cpu-4m": fsdp_cpu("4 M parameters, ragged samples, 2 micro-batches", QWEN3_4M, 1024, (26, 32, 192)),
     "megatron": against_bare(MEGATRON),

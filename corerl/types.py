@@ -34,6 +34,7 @@ OnProgress = Callable[[int, int], None]  # called with how many are done, and ho
 
 PICTURE = "picture"  # column [N] int32 of batches with pictures: 1 + the picture that the token stands for, 0 for text
 TARGETS = "targets"  # column [N] or [N, K] of token ids, of which LOGPROBS are, in place of the tokens themselves
+ROLE = "role"  # row column of episodes that several roles play: [B] the name of the role that a row is of
 TURN_REWARDS = "turn_rewards"  # column [N] of episodes: the reward of each turn at its last token, 0 elsewhere
 
 
@@ -164,7 +165,9 @@ class SampleBatch:
     `pictures`, in which each is once.
 
     A sample of several rows, an episode, has the same number `row_columns["episode"]` in each of them. Its rows share
-    its reward, and each token that the policy chose is a loss token of exactly one of them.
+    its reward, and each token that the policy chose is a loss token of exactly one of them. Where several roles play,
+    `row_columns["role"]` names the role of each row, and what a role does in an episode is a sample of its own: its
+    rows share a number `episode`, and all roles' samples their `group` and `sample`.
     """
 
     tokens: IntArray  # [N] prompt and response of each row, concatenated
@@ -220,6 +223,15 @@ class SampleBatch:
         stands_for = np.empty_like(every)  # [B] the row that stands for each row's sample
         stands_for[order] = order[first[number]]
         return np.unique(stands_for, return_inverse=True)
+
+    @property
+    def peers(self) -> IntArray:
+        """[B] a number that rows share whose samples are compared: those of one prompt and, with roles, of one role."""
+        groups = self.row_columns["group"]
+        if ROLE not in self.row_columns:
+            return groups
+        roles, role_of = np.unique(self.row_columns[ROLE], return_inverse=True)
+        return groups * len(roles) + role_of
 
     def take_rows(self, rows: IntArray) -> SampleBatch:
         """Only these rows [n], in this order."""

@@ -12,7 +12,8 @@ from corerl.algorithms.kl import token_kl
 from corerl.algorithms.overlong import soft_overlong_penalty
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig
 from corerl.errors import DataError
-from corerl.types import TURN_REWARDS, FloatArray, Output, SampleBatch
+from corerl.rollout.scoring import PartSums, add_parts
+from corerl.types import ROLE, TURN_REWARDS, FloatArray, Output, SampleBatch
 
 ROUTED_EXPERTS = Output.ROUTED_EXPERTS.value
 
@@ -64,8 +65,7 @@ def compute_advantages(
         token_rewards = token_rewards + columns[TURN_REWARDS]
         rewards = rewards - of_episodes(columns[TURN_REWARDS], samples)
 
-    found = estimate(samples, rewards, token_rewards)
-    _require_sound(found, samples)
+    found = _of_each_role(estimate, samples, rewards, token_rewards)
     advantages, metrics = found.advantages, {**metrics, **found.metrics}
     if algorithm.correction != "none":
         corrected = importance_weights(
@@ -84,6 +84,31 @@ def compute_advantages(
     return TrainBatch(
         samples=samples.with_columns(**found.columns, advantages=advantages), metrics=metrics, kl_coef=kl_coef, kl=kl
     )
+
+
+def _of_each_role(
+    estimate: Estimate, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray
+) -> Advantages:
+    """What `estimate` makes of each role's samples by themselves: what one role earns says nothing of another, whose
+    baseline and spread differ (Liu et al. 2025, "SPIRAL", role-conditioned advantages). Metrics are means over rows.
+    Raises DataError."""
+    if ROLE not in samples.row_columns:
+        found = estimate(samples, rewards, token_rewards)
+        _require_sound(found, samples)
+        return found
+    roles, role_of = np.unique(samples.row_columns[ROLE], return_inverse=True)
+    columns: dict[str, FloatArray] = {}
+    sums: PartSums = {}
+    for role in range(len(roles)):
+        rows, tokens = np.flatnonzero(role_of == role), role_of[samples.row_of] == role
+        own = samples.take_rows(rows)
+        found = estimate(own, rewards[rows], token_rewards[tokens])
+        _require_sound(found, own)
+        for name, column in {**found.columns, "advantages": found.advantages}.items():
+            columns.setdefault(name, np.zeros(len(tokens), np.float32))[tokens] = column
+        sums = add_parts(sums, {name: (value * len(rows), len(rows)) for name, value in found.metrics.items()})
+    metrics = {name: value / count for name, (value, count) in sums.items()}
+    return Advantages(advantages=columns.pop("advantages"), columns=columns, metrics=metrics)
 
 
 def _require_sound(found: Advantages, samples: SampleBatch) -> None:

@@ -108,13 +108,28 @@ def load_all(
 ) -> dict[str, InitResult]:
     """Start all groups and the engines at once. If they take turns in memory, engines load first and then sleep: an
     engine may size itself by the free memory it finds. Meanwhile ranks do what takes none, so that one that cannot
-    start ends the run before the engines have loaded. If a rank dies as it loads, all are restarted, up to `restarts`
-    times."""
+    start ends the run before the engines have loaded. If a rank dies as it starts, all are restarted, up to `restarts`
+    times; those whose turn has not come, when it comes."""
+
+    def allow_restart(error: WorkerDied) -> None:
+        nonlocal restarts
+        if not restarts:
+            raise error
+        restarts -= 1
+        progress.notice(f"{error.message}; restarting all ranks")
+
     starting: dict[str, Future[Any]] = {}
+    died = False
     if fleet is not None and in_turns:
         progress.begin("loading the model into engines, which will sleep while the ranks load")
-        starting = {name: group.construct() for name, group in groups.items()}
-        _replace(fleet, wait_all({ENGINES: fleet.start(), **starting})[ENGINES], progress)
+        constructing = {name: group.construct() for name, group in groups.items()}
+        loading = fleet.start()
+        try:
+            wait_all({ENGINES: loading, **constructing})
+        except WorkerDied as error:
+            allow_restart(error)
+            died = True
+        _replace(fleet, loading.result(), progress)
         fleet.sleep()
         progress.begin("loading the model into ranks")
     elif fleet is not None:
@@ -122,16 +137,13 @@ def load_all(
         starting[ENGINES] = fleet.start()
     else:
         progress.begin("loading the model into ranks")
-    starting |= {name: group.init() for name, group in groups.items()}
+    starting |= {name: group.restart() if died else group.init() for name, group in groups.items()}
     while True:
         try:
             results = wait_all(starting)
             break
         except WorkerDied as error:
-            if not restarts:
-                raise
-            restarts -= 1
-            progress.notice(f"{error.message}; restarting all ranks")
+            allow_restart(error)
             starting |= {name: group.restart() for name, group in groups.items()}
     if fleet is not None and not in_turns:
         _replace(fleet, results[ENGINES], progress)

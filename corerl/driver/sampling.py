@@ -49,7 +49,7 @@ def start_rewards(
     def start(reward: Reward, rewarding: RewardConfig) -> AsyncScorer:
         outcomes = reward.outcomes
         if rewarding.processes and plan.run.has_engines:
-            outcomes = stack.enter_context(contextlib.closing(RewardPool(reward, rewarding))).outcomes
+            outcomes = stack.enter_context(contextlib.closing(RewardPool(reward, rewarding, progress.notice))).outcomes
         scorer = RewardScorer(reward, outcomes, on_progress=partial(progress.count, SCORED))
         return AsyncScorer(scorer, call, span=partial(progress.spans, SCORING), turn=turn)
 

@@ -114,7 +114,7 @@ class StepNotices:
         compared, all samples had; once."""
         episodes, _ = scored.rollout.batch.episodes
         rewards = scored.rewards[episodes]
-        equal, groups = without_spread(rewards, scored.rollout.batch.row_columns["group"][episodes])
+        equal, groups = without_spread(rewards, scored.rollout.batch.peers[episodes])
         same = len(rewards) > 1 and not differ(rewards.min(), rewards.max())
         teaches = equal < NEARLY_ALL * groups if self.algorithm.compares else not same
         if self._equal < STEPS:

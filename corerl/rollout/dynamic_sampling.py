@@ -14,7 +14,7 @@ from corerl.types import BoolArray, FloatArray, IntArray
 class DynamicSampling:
     """Drop groups that teach nothing, and sample other prompts in their place."""
 
-    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], groups [B] -> [P]
+    useful: Callable[[FloatArray, IntArray], BoolArray]  # what decides [B], peers [B] -> by their numbers
     max_replacements: int  # of a whole step; groups that are still missing then are filled up with dropped ones
     part: str = ""  # of the reward, which decides; "": the reward itself
     _known: set[str] = field(factory=set, init=False, eq=False)  # parts that samples have had

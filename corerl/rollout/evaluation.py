@@ -19,7 +19,7 @@ from corerl.rollout.rewards import Reward, described
 from corerl.rollout.sampler import Rollout, Sampler
 from corerl.rollout.scored import exact_share, first_samples, shown
 from corerl.rollout.scoring import AsyncScorer, Scores
-from corerl.types import Array, BoolArray, IntArray
+from corerl.types import ROLE, Array, BoolArray, IntArray
 
 STEP = -1  # in place of the rollout step, for noise: no step of training has it
 ROUNDING = 1e-6  # by which the reward of a right answer may miss `correct_from`, relative to that
@@ -104,6 +104,9 @@ def _right_and_votes(rollout: Rollout, scores: Scores, eval_set: EvalSet, P: int
     """[P, G] which responses are right; [P, G] what each votes for, None if for nothing; and the first failure of
     `extract_answer`, or ""."""
     rows = rollout.batch.episodes[0]
+    roles, named = rollout.batch.row_columns.get(ROLE), eval_set.correct_on.partition("/")[0]
+    if roles is not None and named in roles:  # else the last role's
+        rows = rows[roles[rows] == named]
     at = rollout.batch.row_columns["group"][rows], rollout.batch.row_columns["sample"][rows]
     right_PG, votes_PG = np.zeros((P, eval_set.samples), np.bool_), np.full((P, eval_set.samples), None, object)
     wanted = 1.0 if eval_set.correct_from is None else eval_set.correct_from

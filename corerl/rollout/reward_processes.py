@@ -11,12 +11,13 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING
 
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
+from corerl.messages import note
 from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
 from corerl.rollout.serving_process import ServingProcess, exit_status
 
@@ -62,11 +63,13 @@ class RewardWorker(ServingProcess):
 
 
 class RewardPool:
-    """If the reward raises, takes too long or ends its process on a sample, only that sample fails."""
+    """If the reward raises, takes too long or ends its process on a sample, only that sample fails. `notify` gets a line
+    for each process that has ended with none."""
 
-    def __init__(self, reward: Reward, config: RewardConfig) -> None:
+    def __init__(self, reward: Reward, config: RewardConfig, notify: Callable[[str], None] = note) -> None:
         self._reward = reward
         self._config = config
+        self._notify = notify
         self._scoring = threading.Lock()
         self._closed = False
         self._workers: list[RewardWorker] = []
@@ -104,6 +107,14 @@ class RewardPool:
         for worker in workers:
             worker.end()
 
+    def _replace_idle(self, worker: RewardWorker) -> None:
+        self._require_open()  # or the pool has killed it
+        worker.process.join(POLL)
+        code = worker.process.exitcode
+        how = "it has closed its connection" if code is None else exit_status(code)
+        self._notify(f"a process for reward {self._reward.name!r} ended while it was idle ({how}); it is replaced")
+        self._end(worker)
+
     def _outcomes(self, samples: Sequence[Sample], on_progress: OnProgress | None) -> list[Outcome]:
         count, is_async = len(samples), self._reward.is_async
         limit = self._config.timeout + GRACE + STARTING * is_async
@@ -118,8 +129,8 @@ class RewardPool:
                 try:
                     worker.give(waiting[0], samples, limit=limit)
                     waiting.popleft()
-                except OSError:  # it has ended while it was free
-                    self._end(worker)
+                except OSError:
+                    self._replace_idle(worker)
             for worker in self._ready():
                 late = not worker.connection.poll() and worker.deadline <= time.monotonic()
                 try:
@@ -131,6 +142,9 @@ class RewardPool:
                 self._require_open()  # or the pool has killed it
                 if len(worker.places) == 1 or not worker.started:
                     found |= self._failed(worker, None if late else worker.process.exitcode, samples)
+                elif not worker.places:
+                    self._replace_idle(worker)
+                    continue
                 else:
                     waiting.extend([place] for place in worker.places)  # it may have been any of them
                 self._end(worker)

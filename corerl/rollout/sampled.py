@@ -184,7 +184,9 @@ class SampledRollouts(Source):
                 task.values = {name: next(each) for name, each in values.items()}
                 task.useful = np.ones(len(task.prompts), np.bool_)
                 if self.refill is not None:
-                    task.useful = self.refill.useful(decides, task.rollout.batch.row_columns["group"])
+                    rows, peers = task.rollout.batch.row_columns, task.rollout.batch.peers
+                    teaches = self.refill.useful(decides, peers)[peers]
+                    task.useful = np.bincount(rows["group"], weights=teaches) > 0  # in one of its roles
                 if task in self._in_flight.values():  # else it was discarded meanwhile
                     self._keep(task)
             self._changed.set()

@@ -43,7 +43,8 @@ class Rollout:
     and `sample`: then B >= P * G. The response is everything after the first prompt, including the environment's
     tokens, `span` in all. There are the row columns `episode` (0 to P * G - 1), `turns` (answers with loss tokens) and
     `final` (whether the last answer is the episode's) too; `response_length` counts loss tokens. The column
-    `turn_rewards` has, at the last token of each answer, its reward, if there is one for each.
+    `turn_rewards` has, at the last token of each answer, its reward, if there is one for each. Where several roles play
+    an episode, the row column `role` [B] has their names, and each role has a number `episode` and a reward of its own.
     """
 
     batch: SampleBatch

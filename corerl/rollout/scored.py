@@ -61,9 +61,11 @@ def exact_share(rollout: Rollout) -> float | None:
 
 
 def first_samples(rollout: Rollout, count: int) -> IntArray:
-    """[n] rows of the first sample of each of the first `count` prompts."""
+    """[n] rows of the first sample of each of the first `count` prompts, with all of its roles."""
     rows, _ = rollout.batch.episodes
-    return rows[rollout.batch.row_columns["sample"][rows] == 0][:count]
+    first = rows[rollout.batch.row_columns["sample"][rows] == 0]
+    groups = rollout.batch.row_columns["group"][first]
+    return first[np.isin(groups, np.unique(groups)[:count])]
 
 
 def shown(

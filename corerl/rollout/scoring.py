@@ -16,7 +16,7 @@ from attrs import Factory, evolve, field, frozen
 from corerl.errors import RewardError
 from corerl.messages import did_you_mean
 from corerl.rollout.rewards import Failure, Judged, Outcome, Reward, Sample, Tokens
-from corerl.types import BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
+from corerl.types import ROLE, BoolArray, FloatArray, IntArray, OnProgress, SampleBatch
 
 if TYPE_CHECKING:
     from corerl.rollout.sampler import Rollout
@@ -128,10 +128,20 @@ class RewardScorer:
             found = self._outcomes([samples[row] for row in missing], None if partial else self._on_progress)
             outcomes.update(zip(missing, found, strict=True))
         every = [outcomes[row] for row in range(len(episodes))]
+        if ROLE in rollout.batch.row_columns:
+            every = [_by_role(*each) for each in zip(every, rollout.batch.row_columns[ROLE].tolist(), strict=True)]
         scores = Scores.of(every, failed_value=self._reward.failed_value)
         if scores.first and scores.failed.all() and not partial:
             raise RewardError(scores.first + (f"; all {len(every)} samples failed" if len(every) > 1 else ""))
         return scores.take_rows(episode_of) if len(every) < len(episode_of) else scores
+
+
+def _by_role(outcome: Outcome, role: str) -> Outcome:
+    """With the reward as a part that is named by the role, before the parts of that."""
+    if isinstance(outcome, Failure):
+        return outcome
+    parts = {f"{role}/{name}": value for name, value in outcome.parts.items()}
+    return evolve(outcome, parts={role: outcome.reward, **parts})
 
 
 class AsyncScorer:

@@ -16,7 +16,7 @@ from corerl.config.schema import AlgorithmConfig
 from corerl.driver.advantages import TrainBatch, compute_advantages
 from corerl.errors import DataError
 from corerl.plugin.registry import Kind, load, load_implementation
-from corerl.types import TURN_REWARDS, FloatArray, SampleBatch
+from corerl.types import ROLE, TURN_REWARDS, FloatArray, SampleBatch
 
 REWARDS = np.array([1.0, 0.0], np.float32)
 
@@ -216,3 +216,79 @@ def test_a_users_advantages_get_rewards_of_turns_as_a_column() -> None:
 
     computed(given, estimate)
     assert seen == [[1.0, 0.0], False, [0.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def two_roles(draw: np.random.Generator) -> tuple[SampleBatch, FloatArray]:
+    """Two prompts with three episodes each, in which black has two rows of one reward, and did not play the last."""
+    rows = [(number, role) for number in range(6) for role in ("white", "black", "black")][:-2]
+    names = np.array([role for _, role in rows])
+    episode = np.array([2 * number + (role == "black") for number, role in rows])
+    lengths = draw.integers(2, 5, len(rows))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    mask = ~np.isin(np.arange(offsets[-1]), offsets[:-1])  # the first token of a row is its prompt
+    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
+    samples = SampleBatch(
+        tokens=np.arange(offsets[-1]),
+        offsets=offsets,
+        columns={
+            "loss_mask": mask,
+            "old_logprobs": logprobs,
+            "rollout_logprobs": logprobs,
+            "values": np.where(mask, draw.normal(size=len(mask)), 0.0).astype(np.float32),
+        },
+        row_columns={
+            "group": np.array([number // 3 for number, _ in rows]),
+            "response_length": lengths - 1,
+            "episode": episode,
+            ROLE: names,
+        },
+    )
+    by_episode = draw.normal(size=12) + 10.0 * (np.arange(12) % 2)  # black earns more, whatever it does
+    return samples, by_episode[episode].astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce++", "reinforce++-baseline", "ppo"])
+def test_a_role_is_compared_with_itself_alone(name: str) -> None:
+    samples, rewards = two_roles(np.random.default_rng(0))
+    loaded = load(Kind.ALGORITHMS, name)
+    estimate = load_implementation(Kind.ALGORITHMS, loaded)(loaded.spec.config()).advantages
+    made = compute_advantages(samples, rewards, estimate, AlgorithmConfig(), kl_coef=0.0, max_tokens=9)
+    found, mask, rows = made.samples.columns["advantages"], samples.columns["loss_mask"], samples.row_columns
+    row_of = samples.row_of
+    for role in ("white", "black"):
+        own = mask & (rows[ROLE] == role)[row_of]
+        if name == "ppo":  # gamma and lambda are 1: all that is earned, less the value
+            wanted = rewards[row_of] - samples.columns["values"]
+        elif name == "reinforce++":
+            wanted = rewards[row_of].astype(np.float64)
+        else:
+            wanted = np.zeros(len(mask))
+            for row in np.flatnonzero(rows[ROLE] == role):
+                peers = {
+                    int(rows["episode"][other]): float(rewards[other])
+                    for other in np.flatnonzero(rows[ROLE] == role)
+                    if rows["group"][other] == rows["group"][row]
+                }
+                mine, others = float(rewards[row]), [r for each, r in peers.items() if each != rows["episode"][row]]
+                better = mine - np.mean(list(peers.values()))
+                if name == "grpo":
+                    better /= np.std(list(peers.values()), ddof=1) + 1e-6
+                wanted[row_of == row] = mine - np.mean(others) if name == "rloo" else better
+        if name in ("ppo", "reinforce++", "reinforce++-baseline"):
+            wanted = (wanted - wanted[own].mean()) / wanted[own].std()
+        np.testing.assert_allclose(found[own], wanted[own], rtol=1e-4, atol=1e-5)
+    assert not found[~mask].any()
+    if name == "ppo":
+        shares = {role: float((rows[ROLE] == role).mean()) for role in ("white", "black")}
+        explained = 0.0
+        for role, share in shares.items():
+            own = mask & (rows[ROLE] == role)[row_of]
+            target, values = rewards[row_of][own], samples.columns["values"][own]
+            explained += share * (1 - np.var(target - values) / np.var(target))
+        assert made.metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
+
+
+def test_one_role_of_all_samples_changes_no_number() -> None:
+    plain = computed(batch())
+    alone = computed(batch().with_row_columns(**{ROLE: np.array(["solver", "solver"])}))
+    assert advantages(alone) == advantages(plain) and alone.metrics == plain.metrics

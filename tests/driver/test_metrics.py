@@ -18,7 +18,7 @@ from corerl.driver.metrics import (
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
-from corerl.types import Metric, Reduction, SampleBatch, TrainResult
+from corerl.types import ROLE, Metric, Reduction, SampleBatch, TrainResult
 
 
 def samples(**columns: list[float]) -> SampleBatch:
@@ -75,6 +75,17 @@ def test_groups_without_spread_are_counted_among_compared_ones() -> None:
     for groups, share in (([0, 0, 1, 1], 0.5), ([0, 0, 0, 5], 0.5), ([2, 1, 1, 1], 1.0), ([0, 0, 0, 0], 0.0)):
         batch = of_four.rollout.batch.with_row_columns(group=np.array(groups))
         found = rollout_metrics(evolve(of_four, rollout=evolve(of_four.rollout, batch=batch)))
+        assert found["rollout/groups_without_spread"] == share
+
+
+def test_roles_have_groups_of_their_own() -> None:
+    given = scored(None)
+    batch = SampleBatch.concatenate([samples(), samples()]).with_row_columns(
+        group=np.array([0, 0, 0, 0]), **{ROLE: np.array(["white", "black"] * 2)}
+    )
+    for rewards, share in (([1.0, -1.0, 1.0, -1.0], 1.0), ([1.0, -1.0, 0.0, -1.0], 0.5), ([1, -1, -1, 1], 0.0)):
+        rollout = evolve(given.rollout, batch=batch)
+        found = rollout_metrics(evolve(given, rollout=rollout, rewards=np.array(rewards, np.float32)))
         assert found["rollout/groups_without_spread"] == share
 
 

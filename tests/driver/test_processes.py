@@ -133,6 +133,17 @@ def test_ranks_that_die_as_they_start_are_restarted_as_often_as_allowed(in_turns
         load_all(groups, None, progress(), in_turns=False, restarts=1)
 
 
+def test_ranks_that_die_while_engines_load_are_restarted_afterwards() -> None:
+    groups: Any = {"critic": Starts(2), "actor": DiesAtFirst(1)}
+    groups["critic"].restart = lambda: groups["critic"]._call("restart")
+    ears, fleet = Ears(), cast(Any, Starts(5))
+    results = load_all(groups, fleet, progress(ears), in_turns=True, restarts=1)
+    assert results == {"critic": "restart is done", "actor": "restart is done"}
+    assert groups["actor"].asked == groups["critic"].asked == ["construct", "restart"]
+    assert fleet.asked == ["construct", "sleep"]
+    assert told(ears) == ["actor rank 1: its process died during init; restarting all ranks"]
+
+
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     broken: Any = Starts(1, PluginIncompatible("actor rank 1 on node-7: versions do not fit"))

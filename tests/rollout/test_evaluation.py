@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.encoding import encode
 from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at, pass_and_majority
 from corerl.rollout.rewards import Reward, find_reward
+from corerl.rollout.sampler import PromptSampler, Rollout, Sampler
+from corerl.types import ROLE
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.pictured import PICTURES
 from tests.rollout.engines import at_once
@@ -253,3 +256,22 @@ def test_a_majority_votes_on_what_the_users_function_reads() -> None:
     plain = evaluated(PROMPTS, right, generate=ByNoise(), samples=8).metrics
     assert plain["eval/pass@8"] == found.metrics["eval/pass@8"]
     assert plain["eval/majority@8"] < found.metrics["eval/majority@8"]
+
+
+@pytest.mark.parametrize(("decides", "right"), [("", 1 / 3), ("asks", 2 / 3), ("solves", 1 / 3)])
+def test_of_several_roles_the_named_one_or_the_last_decides(decides: str, right: float) -> None:
+    class TwoRoles(Sampler):
+        async def generate(self, prompts: Sequence[Prompt], request: GenerateRequest, **how: Any) -> Rollout:
+            rollout = await PromptSampler(None, self.context).generate(prompts, request, **how)
+            order = np.repeat(np.arange(len(prompts)), 2)
+            twice = rollout.take_rows(order)
+            batch = twice.batch.with_row_columns(
+                episode=np.arange(len(order)), **{ROLE: np.array(["asks", "solves"] * len(prompts))}
+            )
+            return evolve(twice, batch=batch, outcomes=[1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
+
+    held_out = EvalSet(source=Listed(PROMPTS), params=PARAMS, samples=1, correct_on=decides, correct_from=1.0)
+    sampler = TwoRoles(None, prompt_sampler(tokenizer=TOKENIZER, generate=Draws(), seed=0).context)
+    found = asyncio.run(evaluate(sampler, held_out, at_once(REWARD), show=3)).metrics
+    assert found["eval/pass@1"] == pytest.approx(right)
+    assert (found["eval/reward/asks"], found["eval/reward/solves"]) == pytest.approx((2 / 3, 1 / 3))

@@ -39,12 +39,14 @@ def rollout(texts: list[str]) -> Rollout:
 
 
 @contextmanager
-def scorer(reward: Reward, config: RewardConfig, on_progress: OnProgress | None = None) -> Iterator[RewardScorer]:
+def scorer(
+    reward: Reward, config: RewardConfig, on_progress: OnProgress | None = None, notices: list[str] | None = None
+) -> Iterator[RewardScorer]:
     """As that of a run, in this process or in others."""
     if not config.processes:
         yield RewardScorer(reward, on_progress=on_progress)
         return
-    with closing(RewardPool(reward, config)) as pool:
+    with closing(RewardPool(reward, config, [].append if notices is None else notices.append)) as pool:
         yield RewardScorer(reward, pool.outcomes, on_progress=on_progress)
 
 
@@ -179,14 +181,16 @@ def test_processes_that_cannot_import_the_reward_say_so(monkeypatch: pytest.Monk
 
 
 def test_a_process_that_ended_while_free_is_replaced() -> None:
-    config = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1)
-    with scorer(reward_of(config), config) as judge:
+    config, notices = RewardConfig(name="tests.rollout.user_rewards:pid", processes=1), list[str]()
+    with scorer(reward_of(config), config, notices=notices) as judge:
         first = int(judge.score(rollout(["x"])).rewards[0])
         os.kill(first, signal.SIGKILL)
         assert gone({first})
         again = judge.score(rollout(["x", "x"]))
     assert again.failures == {}
     assert len(set(again.rewards)) == 1 and int(again.rewards[0]) != first
+    reward = "'tests.rollout.user_rewards:pid'"
+    assert notices == [f"a process for reward {reward} ended while it was idle (SIGKILL); it is replaced"]
 
 
 def test_a_process_that_ends_before_its_import_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

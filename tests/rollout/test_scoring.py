@@ -133,3 +133,11 @@ def test_a_batch_of_failures_is_an_error() -> None:
     with pytest.raises(RewardError, match="^it was late; all 2 samples failed$"):
         by_length().score(rollout)
     assert by_length(0.25).score(rollout, partial=True).rewards.tolist() == [0.25, 0.25]
+
+
+def test_a_roles_reward_is_a_part_of_its_name() -> None:
+    given = brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5})], role=["a", "b", "a", "b"])  # type: ignore[arg-type]
+    scores = by_length().score(given)
+    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
+    assert scores.parts == {"a": (0.5, 1), "b": (4.0, 2), "b/right": (1.5, 1)}
+    np.testing.assert_array_equal(scores.values["b"], [np.nan, 2.0, np.nan, 2.0])

@@ -33,6 +33,8 @@ def reply(text: str, key: int) -> str:
 
 
 class ScriptedEngine(TransformersEngine):
+    reply = staticmethod(reply)  # (text before the answer, noise key) -> the answer
+
     def __init__(self, model: ModelConfig, options: Any, context: EngineContext) -> None:
         super().__init__(model, options, context)
         self._tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
@@ -43,7 +45,7 @@ class ScriptedEngine(TransformersEngine):
         begun = request.answered.tolist()  # tokens of answers that are sampled in parts
         rows = zip(request.by_row(), request.noise_keys.tolist(), request.left.tolist(), begun, strict=True)
         for row, key, left, answered in rows:
-            text = reply(self._tokenizer.decode(row[: len(row) - answered]), key)
+            text = self.reply(self._tokenizer.decode(row[: len(row) - answered]), key)
             said = np.array([*self._tokenizer.encode(text), request.params.stop_tokens[0]])[answered:]
             truncated.append(len(said) > left)
             said = said[:left]

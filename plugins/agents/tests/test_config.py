@@ -28,6 +28,17 @@ FETCH = "examples.two_turn_tool:fetch"
         ({"command": ["sh", "{bas_url}"]}, "command", "unknown placeholder {bas_url} in '{bas_url}'; did you mean "),
         ({"command": ["sh"], "workers": 2}, "workers", "call a function; a command has a process for each episode"),
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
+        (
+            {"function": FETCH, "roles": ["white", "Black 1"]},
+            "roles",
+            "got 'Black 1', wanted names of letters, ",
+        ),
+        ({"function": FETCH, "roles": ["white", "White"]}, "roles", "got 'white', wanted names of letters, digits "),
+        (
+            {"command": ["sh", "{base_url_wite}"], "roles": ["white"]},
+            "command",
+            "unknown placeholder {base_url_wite}",
+        ),
         ({"function": FETCH, "tool_calls": "hrmes"}, "tool_calls", "unknown format 'hrmes'; known: auto, none, "),
     ],
 )

@@ -1,20 +1,30 @@
-"""mini-swe-agent, which brings dependencies of its own, plays episodes as it comes from PyPI, in three dialects."""
+"""mini-swe-agent, which brings dependencies of its own, plays episodes as it comes from PyPI, in three dialects: with
+scripted answers, and in a run that trains on them."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from attrs import evolve
 
 from corerl.data import Prompt
 from corerl_agents.episodes import Episode
-from corerl_agents.script import scripted
+from corerl_agents.script import byte_tokenizer, scripted
+from corerl_testing import TRANSFORMERS
+from plugins.agents.tests.scripted_engine import ScriptedEngine
+from tests.end_to_end.command import metrics
+from tests.in_process import execute_here, small
 from tests.machine import paced
 
 pytestmark = [
     pytest.mark.processes,
+    pytest.mark.nightly,
     pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="wants mini-swe-agent"),
     pytest.mark.filterwarnings("ignore:::(litellm|pydantic|aiohttp)"),
 ]
@@ -23,6 +33,12 @@ DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 def bash(command: str) -> str:
     return f"I run it.\n<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch one
+    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
 
 
 def play(episode: Episode, dialect: str) -> dict[str, Any]:
@@ -42,9 +58,7 @@ def play(episode: Episode, dialect: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
-def test_mini_swe_agent_plays_one_row(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch one
-    monkeypatch.setenv("MSWEA_SILENT_STARTUP", "1")
+def test_mini_swe_agent_plays_one_row(dialect: str) -> None:
     answers = [bash("echo $((2 + 3))"), bash(f"echo {DONE}; echo 5")]
     with scripted(Prompt(index=0, text="What is 2 + 3?", answer="5"), answers) as script:
         assert play(script.episode, dialect) == {"exit_status": "Submitted", "submission": "5\n"}
@@ -53,3 +67,76 @@ def test_mini_swe_agent_plays_one_row(dialect: str, monkeypatch: pytest.MonkeyPa
     results = row[2][0]
     assert results.startswith("\ntool: ") and "<returncode>0</returncode>\n<output>\n5\n</output>" in results
     assert [[tool["function"]["name"] for tool in request.tools] for request in script.requests] == [["bash"]] * 2
+
+
+# ---- trained on ------------------------------------------------------------------------------------------------------
+
+
+def reply(text: str, key: int) -> str:
+    """The first answer computes, the numbers of the task or, by the noise, others; the second submits what it read."""
+    if results := re.findall(r"<output>\n(.*)\n</output>", text):
+        return bash(f"echo {DONE}; echo {results[-1]}")
+    a, b = re.findall(r"user: (\d)\+(\d)=", text)[-1]
+    return bash(f"echo $(({a} + {b if key % 2 else int(b) + 1}))")
+
+
+class Computing(ScriptedEngine):
+    reply = staticmethod(reply)
+
+
+ENGINE = evolve(TRANSFORMERS, implementation=f"{__name__}:Computing")
+
+
+def computed(episode: Episode, dialect: str) -> dict[str, float]:
+    ended = play(episode, dialect)
+    right = ended["submission"].strip() == episode.prompt.answer
+    return {"right": float(right), "submitted": float(ended["exit_status"] == "Submitted")}
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages", "responses"])
+def test_episodes_of_mini_swe_agent_are_trained_on(dialect: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    prompts = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 2), (2, 2))]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    of_tokenizer = [f"model.config.{name}_token_id=256" for name in ("bos", "eos", "pad")]
+    common = ["rollout.prompts=2", "rollout.samples=4", "train.schedule.warmup_steps=0", "checkpoint.every=0"]
+    summary = execute_here(
+        small(
+            tmp_path,
+            f"model.tokenizer={tmp_path}/tokenizer",
+            "model.config.vocab_size=257",
+            "model.config.max_position_embeddings=8192",
+            *of_tokenizer,
+            f"data.source={tmp_path}/prompts.jsonl",
+            "data.chat=true",
+            "data.held_out=0",
+            f"rollout.engine={__name__}:ENGINE",
+            "rollout.sampler=episodes",
+            f"samplers.episodes.function={__name__}:computed",
+            f"samplers.episodes.options={{dialect='{dialect}'}}",
+            f"samplers.episodes.timeout={paced(120)}",
+            "rollout.max_tokens=2048",
+            "rollout.save=true",
+            "run.steps=2",
+            "checkpoint.export=false",
+            *common,
+        )
+    )
+    assert summary.steps_done == 2
+    for line in [each for each in metrics(tmp_path / "run") if "train/loss" in each]:
+        # Each episode is one row of two turns, and the trainer reads in it what the engine said.
+        assert (line["rollout/turns"], line["rollout/rows"], line["rollout/truncated"]) == (2.0, 1.0, 0.0)
+        assert line["reward/submitted"] == 1.0 and line["rollout/reward"] == line["reward/right"] + 1.0
+        assert line["rollout/logprob_diff"] < 1e-4 and "rollout/failed" not in line
+        assert 0 < line["reward/right"] < 1 and line["train/grad_norm"] > 0
+    tokenizer = byte_tokenizer()
+    for step in range(2):
+        batch = np.load(tmp_path / "run" / "rollouts" / f"step-{step:08d}.npz", allow_pickle=False)
+        rewards = batch["rewards"]
+        for row, (low, high) in enumerate(zip(batch["offsets"][:-1], batch["offsets"][1:], strict=True)):
+            tokens, mask = batch["tokens"][low:high], batch["columns/loss_mask"][low:high]
+            first, second, _ = tokenizer.decode(tokens[mask]).split("<|end|>")
+            a, b, found = map(int, re.findall(r"\d+", first + second.rpartition("echo")[2]))
+            assert first == bash(f"echo $(({a} + {b}))") and second == bash(f"echo {DONE}; echo {found}")
+            asked = re.findall(r"user: (\d)\+(\d)=", tokenizer.decode(tokens))[0]
+            assert found == a + b and rewards[row] == 1.0 + (found == sum(map(int, asked)))

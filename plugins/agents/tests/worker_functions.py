@@ -77,3 +77,13 @@ async def waits_once(episode: Episode, *, file: str) -> float:
         return float(os.getpid())
     await asyncio.sleep(600)
     return 0.0
+
+
+def white_twice_black_once(episode: Episode) -> dict[str, object]:
+    """The longer white's last answer, the more it gets, and the less black does."""
+    white, black, messages = episode.role("white"), episode.role("black"), episode.messages
+    asked = [{"role": "user", "content": episode.prompt.text + ">"}]
+    asked += [white.chat(asked, max_tokens=2)["message"], *messages]
+    black.chat(messages, max_tokens=2)
+    said = len(white.chat(asked, max_tokens=3)["message"]["content"])
+    return {"white": {"said": said, "cost": -0.5}, "black": -said}

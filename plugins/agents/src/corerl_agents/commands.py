@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,9 +22,9 @@ from attrs import field, frozen
 
 from corerl.errors import ConfigError
 from corerl.messages import did_you_mean, note, one_line, shorten_to_end
-from corerl.rollout import Judged, Outcome, exit_status, in_thread, number
-from corerl_agents.episodes import Episode, EpisodeFunction
-from corerl_agents.posted import NoReward, read_reward
+from corerl.rollout import exit_status, in_thread, number
+from corerl_agents.episodes import Episode, EpisodeFunction, Played
+from corerl_agents.posted import NoReward, read_reward, read_rewards
 
 CHUNK = 64 * 2**10  # bytes read at once
 KEPT = 64 * 2**10  # bytes of the end of each output that are kept
@@ -32,6 +32,7 @@ MOST = 64 * 2**20  # bytes of output after which a command is killed
 LINES, SAID = 5, 600  # last lines of output in a failure's message, and their characters
 ROUNDS, PAUSE = 100, 0.02  # what is left is killed again, as it may start others meanwhile; seconds between
 PLACEHOLDERS = ("base_url", "anthropic_url", "model", "api_key", "prompt_file")
+OF_ROLES = ("base_url", "anthropic_url")  # of each role: {base_url_white}
 
 
 @frozen(kw_only=True, eq=False)
@@ -42,7 +43,7 @@ class EpisodeCommand(EpisodeFunction):
     command: tuple[str, ...]
     function: Any = field(default=None)  # there is none
 
-    async def play(self, episode: Episode, *, name: str = "episode command") -> float | Outcome | None:
+    async def play(self, episode: Episode, *, name: str = "episode command") -> Played:
         """Run the command in a thread of this `name`; if this is cancelled, it is killed."""
         process = _Process()
         try:
@@ -50,7 +51,7 @@ class EpisodeCommand(EpisodeFunction):
         finally:
             process.kill()
 
-    def _run(self, episode: Episode, process: _Process) -> float | Outcome | None:
+    def _run(self, episode: Episode, process: _Process) -> Played:
         try:
             with tempfile.TemporaryDirectory(prefix="corerl-episode-") as directory:
                 file = Path(directory) / "prompt.json"
@@ -67,33 +68,36 @@ class EpisodeCommand(EpisodeFunction):
             what = f"ended with {exit_status(ended.status)}; its last output: {ended.said or 'none'};"
             return self.failure("died", what, episode.prompt)
         try:
-            return _reward(ended.line)
+            return _reward(ended.line, episode.roles)
         except NoReward as error:
             return self.failure("no-number", f"ended with a line that is no reward: {error},", episode.prompt)
 
 
-def command_of(command: Sequence[str]) -> EpisodeCommand:
+def command_of(command: Sequence[str], roles: Sequence[str] = ()) -> EpisodeCommand:
     """The command that `samplers.episodes.command` names. Raises ConfigError if there is no such program, or nothing
     for a placeholder."""
     if not shutil.which(command[0]):
         raise ConfigError(
             f"samplers.episodes.command: no program {command[0]!r} here or in PATH; give its path, or install it"
         )
+    known = [*PLACEHOLDERS, *(f"{kind}_{role}" for role in roles for kind in OF_ROLES)]
     for argument in command:
         for name in re.findall(r"\{(\w+)\}", argument):
-            if name not in PLACEHOLDERS and (near := did_you_mean(name, PLACEHOLDERS)):
+            if name not in known and (near := did_you_mean(name, known)):
                 raise ConfigError(f"samplers.episodes.command: unknown placeholder {{{name}}} in {argument!r}{near}")
     return EpisodeCommand(name=command[0], command=tuple(command))
 
 
 def _values(episode: Episode, file: str) -> dict[str, str]:
     """By placeholder."""
+    of_roles = {f"{kind}_{role}": getattr(episode.role(role), kind) for role in episode.roles for kind in OF_ROLES}
     return {
         "base_url": episode.base_url,
         "anthropic_url": episode.anthropic_url,
         "model": episode.model,
         "api_key": episode.api_key,
         "prompt_file": file,
+        **of_roles,
     }
 
 
@@ -112,6 +116,7 @@ def _environment(values: Mapping[str, str]) -> dict[str, str]:
         "CORERL_BASE_URL": values["base_url"],
         "CORERL_MODEL": values["model"],
         "CORERL_PROMPT_FILE": values["prompt_file"],
+        **{f"CORERL_{name}".upper(): value for name, value in values.items() if name.startswith("base_url_")},
     }
 
 
@@ -127,15 +132,16 @@ def _fields(episode: Episode) -> dict[str, Any]:
     }
 
 
-def _reward(line: str) -> float | Judged | None:
-    """The reward that a last line of output has; None if it is something else. Raises NoReward."""
+def _reward(line: str, roles: Collection[str]) -> Played:
+    """The reward that a last line of output has, or those of the roles; None if it is something else. Raises
+    NoReward."""
     try:
         content = json.loads(line)
     except ValueError:
         return None
     if isinstance(content, dict) and "reward" in content:
-        return read_reward(content)
-    if isinstance(content, bool) or (reward := number(content)) is None:
+        return read_rewards(content, roles) if roles else read_reward(content)
+    if roles or isinstance(content, bool) or (reward := number(content)) is None:
         return None
     _note_number()
     return reward

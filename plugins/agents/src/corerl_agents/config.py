@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -14,7 +15,9 @@ from corerl.plugin import Problem, SamplerRun, SamplerSpec
 MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
 
 MOST_WORKERS = 1024  # likewise
-PLAYERS = ("function", "command", "options", "workers")  # options that say who plays, which an environment does itself
+NAME = "[A-Za-z][A-Za-z0-9_]*"  # of a role: also of its variable in a command's environment, and of its metrics
+# Options that say who plays, which an environment does itself.
+PLAYERS = ("function", "command", "options", "workers", "roles")
 
 
 @frozen(kw_only=True)
@@ -30,6 +33,12 @@ class EpisodesConfig:
         default=(),
     )
     options: Mapping[str, Any] = option("keyword arguments of the function", factory=dict)
+    roles: tuple[str, ...] = option(
+        "names of the roles that play an episode, such as 'proposer' and 'solver': each has a URL, conversations and a "
+        "reward of its own, which is compared with the same role's in the prompt's other episodes; empty: one without "
+        "a name",
+        default=(),
+    )
     workers: int = option(
         "worker processes that call the function, so that what it computes does not hold up the driver; 0: the driver",
         default=0,
@@ -82,9 +91,14 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         both = "a function and samplers.episodes.command are set, but one of them plays an episode; remove the other"
         yield Problem("function", both if options.command else empty)
         return
+    upper = [name.upper() for name in options.roles]  # as in the environment of a command
+    for name in options.roles:
+        if not re.fullmatch(NAME, name) or upper.count(name.upper()) > 1:
+            yield Problem("roles", f"got {name!r}, wanted names of letters, digits and _, each of them once")
+            break
     tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
     if options.command:
-        tried["command"] = lambda: command_of(options.command)
+        tried["command"] = lambda: command_of(options.command, options.roles)
         if options.workers:
             yield Problem("workers", "call a function; a command has a process for each episode already; remove it")
         if options.options:

@@ -6,17 +6,17 @@ import asyncio
 import functools
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from corerl.config import imported, require_callable
 from corerl.data import Prompt
-from corerl.messages import short_repr
+from corerl.messages import did_you_mean, short_repr
 from corerl.rollout import (
     Failure,
     Judged,
@@ -30,6 +30,11 @@ from corerl.rollout import (
 from corerl_agents.chat_server import API_KEY
 from corerl_agents.dialects.base import MODEL
 from corerl_agents.pictures import picture_part
+from corerl_agents.posted import NoReward
+
+Rewarded = float | Outcome | None  # None: a posted reward, or what `reward.name` returns
+Played = Rewarded | Mapping[str, Rewarded]  # what a function made of an episode; by role if it has several
+WANTED = "a finite number, numbers by name, one for each turn, or None"
 
 
 class Asked(Protocol):
@@ -43,10 +48,19 @@ class Episode:
     """The argument of a user's function: a prompt, and the URL where the policy answers."""
 
     prompt: Prompt  # text, answer, and the row's fields
-    base_url: str  # OpenAI-compatible, for this episode alone
+    base_url: str  # OpenAI-compatible, for this episode alone, or for one of its roles
+    roles: Mapping[str, str] = field(factory=dict)  # base URLs by name; empty without `samplers.episodes.roles`
     api_key: str = API_KEY
     model: str = MODEL
     _server: Asked  # at base_url
+
+    def role(self, name: str) -> Episode:
+        """The episode as the role of this name plays it: requests of the result are that role's. Raises ValueError for
+        a name that is not in `samplers.episodes.roles`."""
+        if name not in self.roles:
+            known = f"roles are {', '.join(self.roles)}" if self.roles else "set samplers.episodes.roles"
+            raise ValueError(f"episode.role: no role {name!r}; {known}{did_you_mean(name, self.roles)}")
+        return evolve(self, base_url=self.roles[name])
 
     @property
     def anthropic_url(self) -> str:
@@ -111,14 +125,14 @@ class EpisodeFunction:
 
     setting: ClassVar[str] = "samplers.episodes.function"  # with the name
     name: str
-    # (episode, **options) -> a number, numbers by name, one for each turn, or None; or an awaitable of that
+    # (episode, **options) -> WANTED, or that of each role by name; or an awaitable of it
     function: Callable[..., Any]
     options: Mapping[str, Any] = field(factory=dict)
 
-    async def play(self, episode: Episode, *, name: str = "episode function") -> float | Outcome | None:
-        """Run the function; returns the episode's reward, if it gives one. Coroutines run in the loop of all users'
-        coroutines, and are cancelled with this one; other functions run in threads of this `name`, which nothing
-        ends."""
+    async def play(self, episode: Episode, *, name: str = "episode function") -> Played:
+        """Run the function; returns the episode's reward, or those of its roles, as far as it gives them. Coroutines
+        run in the loop of all users' coroutines, and are cancelled with this one; other functions run in threads of
+        this `name`, which nothing ends."""
         if inspect.iscoroutinefunction(self.function):
             value = self._called(episode)  # which runs none of it yet
         else:
@@ -128,9 +142,13 @@ class EpisodeFunction:
         if value is None or isinstance(value, Failure):
             return value
         try:
+            if episode.roles:
+                return _by_role(value, episode.roles)
             if (reward := _reward(value)) is not None:
                 return reward
-            what = f"returned {short_repr(value)}, wanted a finite number, numbers by name, one for each turn, or None,"
+            what = f"returned {short_repr(value)}, wanted {WANTED},"
+        except NoReward as error:
+            what = f"returned {error},"
         except BaseException as error:  # of the value's own code, such as a tensor's that is on no device
             what = f"returned a value that raised {described(error)}"
         return self.failure("no-number", what, episode.prompt)
@@ -175,6 +193,20 @@ def _reward(value: Any) -> float | Judged | None:
     if isinstance(value, Mapping):
         return Judged(reward=sum(found), parts=dict(zip(map(str, value), found, strict=True)))
     return Judged(reward=sum(found), turns=found)
+
+
+def _by_role(value: Any, roles: Collection[str]) -> dict[str, Rewarded]:
+    """Raises NoReward, whose text says what was returned."""
+    known, found = ", ".join(roles), dict[str, Rewarded]()
+    if not isinstance(value, Mapping):
+        raise NoReward(f"{short_repr(value)}, wanted a reward for each role by its name ({known}), or None")
+    for name, each in value.items():
+        if name not in roles:
+            raise NoReward(f"a reward for {short_repr(name)}, wanted those of the roles {known}")
+        found[name] = None if each is None else _reward(each)
+        if each is not None and found[name] is None:
+            raise NoReward(f"{short_repr(each)} for the role {name!r}, wanted {WANTED}")
+    return found
 
 
 def resolve_function(name: str, options: Mapping[str, Any]) -> EpisodeFunction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from corerl.messages import short_repr
@@ -35,6 +35,17 @@ def read_reward(content: Any) -> Judged:
             raise NoReward(f"parts.{name}: got {short_repr(each, SHOWN)}, wanted a finite number")
         parts[name] = part
     return Judged(reward=reward, parts=parts)
+
+
+def read_rewards(content: Mapping[str, Any], roles: Collection[str]) -> dict[str, Judged]:
+    """Those of several roles, in `{"reward": {"white": 1.0, "black": {"reward": -1.0, "parts": {"moves": 9}}}}`. Raises
+    NoReward."""
+    given = content["reward"]
+    if not isinstance(given, Mapping) or len(content) > 1 or given.keys() - set(roles):
+        form = json.dumps({"reward": dict.fromkeys(roles, 1.0)})
+        raise NoReward(f"got {short_repr(content, SHOWN)}, wanted a reward for each role, as in {form}")
+    each = {name: one if isinstance(one, Mapping) else {"reward": one} for name, one in given.items()}
+    return {name: read_reward(one) for name, one in each.items()}
 
 
 class PostedReward:

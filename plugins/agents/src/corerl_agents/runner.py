@@ -8,19 +8,19 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams, append, continued, stops_of
 from corerl.messages import note
 from corerl.pictures import Picture, PictureReader
-from corerl.rollout import Failure, Judged, Outcome
+from corerl.rollout import Failure, Judged
 from corerl.types import IntArray, all_shown
 from corerl_agents.chat_requests import ChatAnswer, ChatRequest, OnPiece, Piece
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.conversation import Answer, Difference, Message, RenderedRequest, Renderer, Row, read_messages
-from corerl_agents.episodes import Episode, EpisodeFunction
+from corerl_agents.episodes import Episode, EpisodeFunction, Played, Rewarded
 from corerl_agents.gathering import Gathering
 from corerl_agents.histories import History, Turn
 from corerl_agents.pictures import Shown, with_pictures
@@ -38,14 +38,15 @@ Generate = Callable[[GenerateRequest], Awaitable[Generation]]  # of rows
 
 @define(kw_only=True, eq=False)
 class EpisodeState:
-    """One episode and its state."""
+    """What one role says in an episode; of most episodes, that is all."""
 
     number: int  # episodes start, and are batched, in this order
     prompt: Prompt
-    sample: int = 0  # its number among those of its prompt
+    sample: int = 0  # the episode's number among those of its prompt
     key: int  # noise key
+    role: str = ""  # one of `samplers.episodes.roles`
     root: History = field(init=False)  # while it is played
-    outcome: float | Outcome | None = None
+    outcome: Rewarded = None
     posted: PostedReward = field(factory=PostedReward)
     _rows: list[Row] | None = None  # once it has ended
     answered: int = 0  # requests so far
@@ -69,6 +70,10 @@ class EpisodeState:
     @property
     def ended(self) -> bool:
         return self._rows is not None
+
+    def forget_turn_rewards(self) -> None:
+        for history in self.root:
+            history.reward = 0.0
 
     def end(self) -> None:
         """Answer no more, and keep the rows alone: the garbage collector would look through all that the episodes of a
@@ -126,44 +131,45 @@ class EpisodeRunner:
 
     async def play(
         self,
-        states: Sequence[EpisodeState],
+        episodes: Sequence[Sequence[EpisodeState]],
         generate: Generate,
         *,
         gathers: bool = False,
         on_ended: Callable[[int], None] = lambda ended: None,
     ) -> None:
-        """Play these episodes to their end; `generate` gets one row at a time or, if this `gathers`, concurrent
-        requests together. `on_ended` is called with how many have ended. Ends all episodes and raises if `generate`
-        raises, or if it is cancelled: their requests are answered no more, though their functions may go on."""
+        """Play these episodes, each given by the states of its roles, to their end; `generate` gets one row at a time
+        or, if this `gathers`, concurrent requests together. `on_ended` is called with how many have ended. Ends all
+        episodes and raises if `generate` raises, or if it is cancelled: their requests are answered no more, though
+        their functions may go on."""
         gathering = Gathering(generate) if gathers else None
         ended = 0
         on_ended(ended)
 
-        async def one(state: EpisodeState) -> None:
+        async def one(states: Sequence[EpisodeState]) -> None:
             nonlocal ended
-            await self._play(state, generate, gathering)
+            await self._play(states, generate, gathering)
             ended += 1
             on_ended(ended)
 
         try:
             async with asyncio.TaskGroup() as playing:
                 async with self._starting:
-                    for state in states:
+                    for states in episodes:
                         await self._places.acquire()
-                        task = playing.create_task(one(state), name=f"episode of {state.name}")
+                        task = playing.create_task(one(states), name=f"episode of {states[0].name}")
                         task.add_done_callback(lambda _: self._places.release())
         except BaseExceptionGroup as failed:
             first = failed.exceptions[0]
             raise first from first.__cause__
 
-    async def _play(self, state: EpisodeState, generate: Generate, gathering: Gathering | None) -> None:
-        state.root = History(key=state.key)
+    async def _play(self, states: Sequence[EpisodeState], generate: Generate, gathering: Gathering | None) -> None:
+        number, name, prompt = states[0].number, states[0].name, states[0].prompt
         # Gets the error of engines that could not answer.
         failed: asyncio.Future[NoReturn] = asyncio.get_running_loop().create_future()
 
         async def generated(request: GenerateRequest) -> Generation:
             try:
-                return await (gathering.generate(request, state.number) if gathering else generate(request))
+                return await (gathering.generate(request, number) if gathering else generate(request))
             except Refused:
                 raise
             except Exception as error:  # the run's, not the client's
@@ -171,41 +177,73 @@ class EpisodeRunner:
                     failed.set_exception(error)
                 raise _over() from error
 
-        base_url = self._server.open(
-            functools.partial(self._answer, state, generated),
-            functools.partial(setattr, state, "refusal"),
-            state.posted.post,
-        )
+        urls = {}
+        for state in states:
+            state.root = History(key=state.key)
+            answering = functools.partial(self._answer, state, generated)
+            refusing = functools.partial(setattr, state, "refusal")
+            urls[state.role] = self._server.open(answering, refusing, state.posted.post)
+        roles = {role: url for role, url in urls.items() if role}
+        if roles:
+            refuses = _OfRoles(tuple(roles))
+            urls[""] = self._server.open(refuses.answer, functools.partial(setattr, states[0], "refusal"), refuses.post)
         if gathering is not None:
             gathering.joins()
-        episode = Episode(prompt=state.prompt, base_url=base_url, server=self._server)
-        function = asyncio.create_task(self._function.play(episode, name=f"function of {state.name}"), name=state.name)
+        episode = Episode(prompt=prompt, base_url=urls[""], roles=roles, server=self._server)
+        function = asyncio.create_task(self._function.play(episode, name=f"function of {name}"), name=name)
         try:
             waited: list[asyncio.Future[Any]] = [function, failed]
             await asyncio.wait(waited, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
             if failed.done():
                 failed.result()
-            state.outcome = self._outcome(state, function)
+            outcomes = self._outcomes(states, function)
+            for state in states:
+                state.outcome = outcomes if isinstance(outcomes, Failure) else outcomes[state.role]
+                if isinstance(outcomes, Failure):
+                    state.forget_turn_rewards()  # those of a role that is right, where another one is not
         finally:
-            state.end()
+            for state in states:
+                state.end()
             function.cancel()
             failed.cancel()
-            self._server.shut(base_url)
+            for url in urls.values():
+                self._server.shut(url)
             if gathering is not None:
                 gathering.leaves()
 
-    def _outcome(self, state: EpisodeState, function: asyncio.Task[float | Outcome | None]) -> float | Outcome | None:
+    def _outcomes(
+        self, states: Sequence[EpisodeState], function: asyncio.Task[Played]
+    ) -> Failure | Mapping[str, Rewarded]:
+        """The reward of each role that has spoken; what fails in one fails the episode."""
+        prompt = states[0].prompt
         if not function.done():
-            return self._function.late(self._timeout, state.prompt)
+            return self._function.late(self._timeout, prompt)
         outcome = function.result()
-        # A client's own error seldom says more than the status.
-        if isinstance(outcome, Failure) and state.refusal and state.refusal not in outcome.message:
-            outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {state.refusal}")
-        if not state.answered and not isinstance(outcome, Failure):
-            outcome = self._function.failure("silent", "sent no request to the policy", state.prompt)
-        if (posted := state.posted.judged) is not None and not isinstance(outcome, Failure):
+        if isinstance(outcome, Failure):
+            # A client's own error seldom says more than the status.
+            refusal = next((state.refusal for state in states if state.refusal), "")
+            if refusal and refusal not in outcome.message:
+                outcome = evolve(outcome, message=f"{outcome.message}; its last request was refused: {refusal}")
+            return outcome
+        if not any(state.answered for state in states):
+            return self._function.failure("silent", "sent no request to the policy", prompt)
+        given = outcome if isinstance(outcome, Mapping) else {state.role: outcome for state in states}
+        found: dict[str, Rewarded] = {state.role: None for state in states}
+        for state in (state for state in states if state.answered):
+            if state.role not in given and state.posted.judged is None:
+                what = f"gave no reward for the role {state.role!r}, which has played, and none was posted to its URL;"
+                return self._function.failure("no-number", f"{what} None leaves it to reward.name", prompt)
+            rewarded = found[state.role] = self._rewarded(state, given.get(state.role))
+            if isinstance(rewarded, Failure):
+                return rewarded
+        return found
+
+    def _rewarded(self, state: EpisodeState, outcome: Rewarded) -> Rewarded:
+        """The reward that the function gave, or else the posted one; those of turns are noted in their histories."""
+        if (posted := state.posted.judged) is not None:
             if outcome is not None:
-                what = f"gave a reward, but another one, {posted.reward:g}, was posted to the episode's URL"
+                of, url = (f" for the role {state.role!r}", "its") if state.role else ("", "the episode's")
+                what = f"gave a reward{of}, but another one, {posted.reward:g}, was posted to {url} URL"
                 return self._function.failure("no-number", what, state.prompt)
             outcome = posted
         if isinstance(outcome, Judged) and outcome.turns:
@@ -297,7 +335,8 @@ class EpisodeRunner:
         self._require_row(state.root, history, difference)
         shown = all_shown([conversation.shown, (asked.picture, asked.pictures)])
         request = self._request(history.key_at(place), tokens, shown, length, chat)
-        name = f"answer to {state.name}, turn {len(conversation.exchanges) + 1}"
+        turn_of = f"{state.name}, {state.role}" if state.role else state.name
+        name = f"answer to {turn_of}, turn {len(conversation.exchanges) + 1}"
         answer = asyncio.create_task(self._generated(state, generate, history, asked, request), name=name)
         turn = Turn(chat=chat, place=place, since=state.answered, request=request, answer=answer)
         history.turns.append(turn)
@@ -458,6 +497,23 @@ class EpisodeRunner:
         history.full = said
         state.empty.append((state.answered, history))
         return ChatAnswer(text="", finish_reason="length", prompt_token_ids=prompt)
+
+
+@frozen
+class _OfRoles:
+    """Behind the URL of an episode with roles, which belongs to none of them."""
+
+    roles: tuple[str, ...]
+
+    async def answer(self, chat: ChatRequest, on_piece: OnPiece) -> ChatAnswer:
+        raise self._refused("send requests")
+
+    def post(self, body: bytes) -> None:
+        raise self._refused("post rewards")
+
+    def _refused(self, what: str) -> Refused:
+        urls = f"one of {', '.join(self.roles)}: episode.role({self.roles[0]!r}), or {{base_url_{self.roles[0]}}}"
+        return Refused(f"the episode has roles (samplers.episodes.roles); {what} to the URL of {urls}", code="no_role")
 
 
 def _over() -> Refused:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from corerl.data import Prompt
 from corerl.engines import UNLIMITED, GenerateRequest, Generation, SamplingParams
+from corerl.ops import hash_key
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
-from corerl.types import PICTURE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
+from corerl.types import PICTURE, ROLE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.commands import command_of
 from corerl_agents.config import EpisodesConfig
@@ -64,16 +64,17 @@ class EpisodeSampler(Sampler):
         """Play one episode per row. If a function fails, its sample keeps what was sampled until then, with the failure
         in the rollout's `outcomes`."""
         await self._function.started()
-        states, on_progress = states_of(prompts, request), None if background else self.context.on_progress
+        episodes = states_of(prompts, request, self.options.roles)
+        on_progress = None if background else self.context.on_progress
         await self._runner(request.params).play(
-            states,
+            episodes,
             functools.partial(self.context.generate, urgent=not background, on_tokens=on_tokens),
             # With `on_tokens` a run samples all the time: engines are busy, and what comes then is sent together.
             # Engines that answer several calls at once wait for no request that could be sampled with another.
             gathers=self.context.calls == 1 and on_tokens is None,
-            on_ended=lambda ended: None if on_progress is None else on_progress(ended, len(states)),
+            on_ended=lambda ended: None if on_progress is None else on_progress(ended, len(episodes)),
         )
-        return played(prompts, request, states)
+        return played(prompts, request, episodes)
 
     def _runner(self, params: SamplingParams) -> EpisodeRunner:
         """One for all groups that are played in the background: it limits how many."""
@@ -96,33 +97,49 @@ class EpisodeSampler(Sampler):
 def player_of(options: EpisodesConfig) -> EpisodeFunction:
     """What plays an episode. Raises ConfigError."""
     if options.command:
-        return command_of(options.command)
+        return command_of(options.command, options.roles)
     function = resolve_function(options.function, options.options)
     return PlayedByWorkers.start(function, options.workers) if options.workers else function
 
 
-def states_of(prompts: Sequence[Prompt], request: GenerateRequest) -> list[EpisodeState]:
-    """An episode for each row of `request`."""
+def states_of(
+    prompts: Sequence[Prompt], request: GenerateRequest, roles: Sequence[str] = ()
+) -> list[list[EpisodeState]]:
+    """Of an episode for each row of `request`, the state of each of its roles; without roles, of the one that has no
+    name."""
     group, sample = rows_of(len(prompts), len(request) // len(prompts))
     return [
-        EpisodeState(number=number, prompt=prompts[index], sample=int(each), key=int(key))
+        [
+            EpisodeState(number=number, prompt=prompts[index], sample=int(each), key=own, role=role)
+            for role, own in keys_of(int(key), roles).items()
+        ]
         for number, (index, each, key) in enumerate(zip(group, sample, request.noise_keys, strict=True))
     ]
 
 
-def played(prompts: Sequence[Prompt], request: GenerateRequest, states: Sequence[EpisodeState]) -> Rollout:
-    """The rollout of these episodes, all of which have ended."""
-    group, sample = rows_of(len(prompts), len(request) // len(prompts))
-    rows = [
-        state.rows or [Row.unanswered(request.take_rows(np.array([number])))] for number, state in enumerate(states)
-    ]
-    episode = np.repeat(np.arange(len(states)), [len(each) for each in rows])
-    batch = _batch(list(itertools.chain(*rows)), request.params.temperature)
+def keys_of(key: int, roles: Sequence[str]) -> dict[str, int]:
+    """The noise key of each role: what two of them are asked alike, they answer differently."""
+    return {role: hash_key(key, place) for place, role in enumerate(roles)} or {"": key}
+
+
+def played(prompts: Sequence[Prompt], request: GenerateRequest, episodes: Sequence[Sequence[EpisodeState]]) -> Rollout:
+    """The rollout of these episodes, all of which have ended. A role that said nothing has no row, unless none did."""
+    found = []  # (number of the episode, role's state, its rows)
+    for number, states in enumerate(episodes):
+        spoke = [(number, state, state.rows) for state in states if state.rows]
+        found += spoke or [(number, states[0], [Row.unanswered(request.take_rows(np.array([number])))])]
+    counts = [len(rows) for *_, rows in found]
+    place = np.repeat([number for number, *_ in found], counts)
+    group, sample = rows_of(len(prompts), len(episodes) // len(prompts))
+    columns: dict[str, Array] = {"group": group[place], "sample": sample[place]}
+    if episodes[0][0].role:
+        columns[ROLE] = np.repeat([state.role for _, state, _ in found], counts)
+    batch = _batch([row for *_, rows in found for row in rows], request.params.temperature)
     return Rollout(
-        batch=batch.with_row_columns(group=group[episode], sample=sample[episode], episode=episode),
+        batch=batch.with_row_columns(**columns, episode=np.repeat(np.arange(len(found)), counts)),
         prompts=tuple(prompts),
-        texts=[row.text for each in rows for row in each],
-        outcomes=[state.outcome for state, each in zip(states, rows, strict=True) for _ in each],
+        texts=[row.text for *_, rows in found for row in rows],
+        outcomes=[state.outcome for _, state, rows in found for _ in rows],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -28,6 +28,7 @@ from corerl_agents.episodes import Episode, EpisodeFunction
 from corerl_agents.histories import Turn
 from corerl_agents.refused import Refused
 from corerl_agents.runner import EpisodeRunner, EpisodeState
+from corerl_agents.sampler import keys_of
 from corerl_agents.texts import FollowingTexts
 
 END = "<|end|>"
@@ -43,24 +44,35 @@ LONG = RolloutConfig(max_tokens=2**20)
 
 @frozen(kw_only=True)
 class Scripted:
-    """An episode to pass to a rollout function, and the requests of the function that were not refused."""
+    """An episode to pass to a rollout function, and what became of it."""
 
     episode: Episode
-    state: EpisodeState
     tokenizer: PreTrainedTokenizerBase
-    requests: list[ChatRequest] = field(factory=list)
+    _states: Sequence[EpisodeState]
+    _asked: list[tuple[EpisodeState, ChatRequest]] = field(factory=list)  # what was not refused
+
+    def role(self, name: str) -> Scripted:
+        """What is said of one of `samplers.episodes.roles` alone."""
+        own = [state for state in self._states if state.role == name]
+        return evolve(self, episode=self.episode.role(name), states=own)
+
+    @property
+    def requests(self) -> list[ChatRequest]:
+        """Those of the function that were not refused."""
+        return [chat for state, chat in self._asked if state in self._states]
 
     @property
     def text(self) -> str:
-        """What the reward gets where the function returns None: the last answer so far."""
-        return next((row.text for row in self.state.rows if row.final), "")
+        """What the reward gets where the function returns None: the last answer so far, of the first role if there are
+        several."""
+        return next((row.text for row in self._states[0].rows if row.final), "")
 
     @property
     def rows(self) -> list[list[tuple[str, bool]]]:
         """What each row of the episode would be so far: its texts with special tokens, and whether they are trained
         on."""
         rows = []
-        for row in self.state.rows:
+        for row in (row for state in self._states for row in state.rows):
             edges = np.flatnonzero(np.diff(row.loss_mask)) + 1
             parts = zip(np.split(row.tokens, edges), np.split(row.loss_mask, edges), strict=True)
             rows.append([(str(self.tokenizer.decode(tokens)), bool(mask[0])) for tokens, mask in parts])
@@ -106,15 +118,18 @@ def scripted(
         handed.set_result(episode)
         over.wait()
 
-    state = EpisodeState(number=0, prompt=prompt, key=0)
-    requests: list[ChatRequest] = []
+    options = options or EpisodesConfig()
+    states = [
+        EpisodeState(number=0, prompt=prompt, key=key, role=role) for role, key in keys_of(0, options.roles).items()
+    ]
+    asked: list[tuple[EpisodeState, ChatRequest]] = []
     begun: list[Turn] = []
 
     async def policy(request: GenerateRequest) -> Generation:
-        turn = next(turn for turn in state.turns if _is_of(request, turn))
+        state, turn = next((state, turn) for state in states for turn in state.turns if _is_of(request, turn))
         if turn not in begun:
             begun.append(turn)
-            requests.append(turn.chat)
+            asked.append((state, turn.chat))
         if len(begun) > len(answers):
             raise Refused(f"the script has only {len(answers)} answers, but one more was requested")
         return _generated(answers[begun.index(turn)], request, tokenizer)
@@ -125,16 +140,16 @@ def scripted(
             tokenizer=tokenizer,
             params=params,
             function=EpisodeFunction(name="the script", function=play),
-            config=options or EpisodesConfig(),
+            config=options,
             longest_prompt=longest - rollout.max_tokens if longest else UNLIMITED,
             template_options=template_options,
             special_tokens=special_tokens,
         )
-        await runner.play([state], policy)
+        await runner.play([states], policy)
 
     playing = loop.begin(run())
     try:
-        yield Scripted(episode=handed.result(), state=state, tokenizer=tokenizer, requests=requests)
+        yield Scripted(episode=handed.result(), tokenizer=tokenizer, states=states, asked=asked)
     finally:
         over.set()
         playing.result()

@@ -25,8 +25,8 @@ from attrs import field, frozen
 
 from corerl.data import Prompt
 from corerl.errors import ConfigError, WorkerDied
-from corerl.rollout import EventLoop, Outcome, ServingProcess, described, exit_status
-from corerl_agents.episodes import Episode, EpisodeFunction, resolve_function
+from corerl.rollout import EventLoop, ServingProcess, described, exit_status
+from corerl_agents.episodes import Episode, EpisodeFunction, Played, resolve_function
 from corerl_agents.http_client import HttpClient
 
 GRACE = 10.0  # seconds that an episode may go on in its worker after the run has given it up
@@ -129,7 +129,7 @@ class Workers:
         WorkerDied."""
         await asyncio.gather(*map(asyncio.wrap_future, self._first))
 
-    async def play(self, prompt: Prompt, base_url: str, name: str) -> Outcome | float | Died | None:
+    async def play(self, episode: Episode, name: str) -> Played | Died:
         """Play an episode in the worker that plays fewest. If this is cancelled, so is a coroutine there. Raises
         WorkerDied if there are no more workers."""
         with self._lock:
@@ -138,7 +138,7 @@ class Workers:
             number = next(self._numbers)
             able = [worker for worker in self._all if not worker.retired]
             worker = min(able, key=lambda each: len(each.playing))
-            worker.send(number, prompt, base_url, name)
+            worker.send(number, episode.prompt, episode.base_url, dict(episode.roles), name)
             ended = worker.playing[number] = Future[Any]()
             ended.set_running_or_notify_cancel()  # it goes on there, whatever becomes of who waits
         try:
@@ -237,8 +237,8 @@ class PlayedByWorkers(EpisodeFunction):
     async def started(self) -> None:
         await self.workers.started()
 
-    async def play(self, episode: Episode, *, name: str = "episode function") -> float | Outcome | None:
-        outcome = await self.workers.play(episode.prompt, episode.base_url, name)
+    async def play(self, episode: Episode, *, name: str = "episode function") -> Played:
+        outcome = await self.workers.play(episode, name)
         if isinstance(outcome, Died):
             others = f", as was the function of {outcome.episodes - 1} others there" * (outcome.episodes > 1)
             what = f"was running in a worker process that ended ({outcome.status}){others},"
@@ -275,8 +275,8 @@ def _serve(connection: Connection, name: str, options: Mapping[str, Any]) -> Non
     while True:
         number, *asked = connection.recv()
         if asked:
-            prompt, base_url, task = asked
-            episode = Episode(prompt=prompt, base_url=base_url, server=client)
+            prompt, base_url, roles, task = asked
+            episode = Episode(prompt=prompt, base_url=base_url, roles=roles, server=client)
             with sending:
                 played = playing[number] = loop.begin(function.play(episode, name=task))
             played.add_done_callback(functools.partial(ended, number, prompt))

@@ -29,7 +29,7 @@ class OpenEnvConfig:
         "the system message; unset: how an action is written, by the environment's schema; empty: none", default=None
     )
     episodes: EpisodesConfig = option(
-        "as [samplers.episodes], but for what plays: function, command, options, workers", factory=EpisodesConfig
+        "as [samplers.episodes], but for what plays: function, command, options, workers, roles", factory=EpisodesConfig
     )
 
 

@@ -33,7 +33,7 @@ class VerifiersConfig:
         validator=at_least(0),
     )
     episodes: EpisodesConfig = option(
-        "as [samplers.episodes], but for what plays: function, command, options, workers", factory=EpisodesConfig
+        "as [samplers.episodes], but for what plays: function, command, options, workers, roles", factory=EpisodesConfig
     )
 
 
