@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_process import HERE
+
 EXAMPLES = Path(__file__).parents[1] / "examples" / "environments"
 MODEL = Path(sys.prefix) / "smollm2"
 NEEDED = 6.0  # GiB of memory of a run in one process
-EVERY_SAMPLE = 'extensions=[{name="jsonl",options={samples="all"}}]'
+# In this process, whose backend computes in float32.
+RUN = [*HERE, "train.precision=float32", f"model.path={MODEL}", 'extensions=[{name="jsonl",options={samples="all"}}]']
 needs_smollm2 = pytest.mark.skipif(not MODEL.exists(), reason=f"{MODEL} is not there; `make smollm2` makes it")
 
 

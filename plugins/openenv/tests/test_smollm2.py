@@ -11,9 +11,9 @@ import pytest
 
 from corerl.config import load_config
 from tests.end_to_end.command import metrics
-from tests.in_process import HERE, execute_here
+from tests.in_process import execute_here
 from tests.machine import wait_for_memory
-from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, MODEL, NEEDED, lines_of, needs_smollm2
+from tests.smollm2 import EXAMPLES, NEEDED, RUN, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "echo.toml"
 
@@ -33,8 +33,8 @@ def test_smollm2_learns_what_the_echo_is_worth(tmp_path: Path, monkeypatch: pyte
     assert subprocess.run(written, stdout=subprocess.DEVNULL).returncode == 0
     monkeypatch.syspath_prepend(site)
     wait_for_memory(NEEDED, "a run of SmolLM2")
-    own = [f"model.path={MODEL}", f"run.dir={tmp_path}/run", "run.steps=6"]
-    assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 6
+    own = [f"run.dir={tmp_path}/run", "run.steps=6"]
+    assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 6
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(shown) == 6 * 16
     for each in shown:

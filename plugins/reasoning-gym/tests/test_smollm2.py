@@ -10,9 +10,9 @@ import reasoning_gym
 
 from corerl.config import load_config
 from tests.end_to_end.command import metrics
-from tests.in_process import HERE, execute_here
+from tests.in_process import execute_here
 from tests.machine import wait_for_memory
-from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, MODEL, NEEDED, lines_of, needs_smollm2
+from tests.smollm2 import EXAMPLES, NEEDED, RUN, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "reasoning_gym.toml"
 SCORE = {"Find": "gcd", "Solv": "products"}  # by how its questions begin
@@ -27,8 +27,8 @@ def test_the_config_has_at_most_25_lines() -> None:
 @pytest.mark.processes
 def test_smollm2_learns_two_tasks_in_a_few_steps(tmp_path: Path) -> None:
     wait_for_memory(NEEDED, "a run of SmolLM2")
-    own = [f"model.path={MODEL}", f"run.dir={tmp_path}/run", "run.steps=6", "data.held_out=0"]
-    assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 6
+    own = [f"run.dir={tmp_path}/run", "run.steps=6", "data.held_out=0"]
+    assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 6
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(shown) == 6 * 48
     for each in shown:

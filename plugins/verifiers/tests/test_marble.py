@@ -17,9 +17,9 @@ from corerl_verifiers.environment import load, rows, tasks_of
 from corerl_verifiers.sampler import Play, Serving
 from corerl_verifiers.spec import VerifiersConfig
 from tests.end_to_end.command import metrics
-from tests.in_process import HERE, execute_here
+from tests.in_process import execute_here
 from tests.machine import paced, wait_for_memory
-from tests.smollm2 import EVERY_SAMPLE, EXAMPLES, MODEL, NEEDED, lines_of, needs_smollm2
+from tests.smollm2 import EXAMPLES, NEEDED, RUN, lines_of, needs_smollm2
 
 CONFIG = EXAMPLES / "marble.toml"
 needs_marble = pytest.mark.skipif(importlib.util.find_spec("marble_v1") is None, reason="`make test-verifiers` has it")
@@ -59,8 +59,8 @@ def test_smollm2_is_trained_on_what_the_marble_does(tmp_path: Path) -> None:
     from marble_v1.taskset import parse_layout
 
     wait_for_memory(NEEDED, "a run of SmolLM2")
-    own = [f"model.path={MODEL}", f"run.dir={tmp_path}/run", "run.steps=1"]
-    assert execute_here(load_config(CONFIG, [*HERE, *own, EVERY_SAMPLE])).steps_done == 1
+    own = [f"run.dir={tmp_path}/run", "run.steps=1"]
+    assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 1
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert len(shown) == 4
     for each in shown:
