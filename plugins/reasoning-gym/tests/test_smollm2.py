@@ -1,0 +1,39 @@
+"""A pretrained model on two tasks, which a config of 25 lines names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+
+from corerl.config import load_config
+from tests.end_to_end.command import metrics
+from tests.in_process import execute_here
+from tests.machine import wait_for_memory
+from tests.smollm2 import EXAMPLES, NEEDED, RUN, lines_of, needs_smollm2
+
+CONFIG = EXAMPLES / "reasoning_gym.toml"
+SCORE = {"Find": "gcd", "Solv": "products"}  # by how its questions begin
+
+
+def test_the_config_has_at_most_25_lines() -> None:
+    assert len(lines_of(CONFIG)) <= 25
+
+
+@needs_smollm2
+@pytest.mark.nightly
+@pytest.mark.processes
+def test_smollm2_learns_two_tasks_in_a_few_steps(tmp_path: Path) -> None:
+    wait_for_memory(NEEDED, "a run of SmolLM2")
+    own = [f"run.dir={tmp_path}/run", "run.steps=6", "data.held_out=0"]
+    assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 6
+    shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert len(shown) == 6 * 48
+    for each in shown:
+        question = each["prompt"].partition("user: ")[2]
+        score = reasoning_gym.get_score_answer_fn(SCORE[question[:4]])
+        assert each["reward"] == pytest.approx(score(each["response"].strip(), {"answer": each["answer"]}))
+    rewards = [line["rollout/reward"] for line in metrics(tmp_path / "run") if "train/loss" in line]
+    assert sum(rewards[-3:]) > sum(rewards[:3])
