@@ -87,6 +87,16 @@ def test_half_of_the_samples_are_of_the_engine_with_old_weights(page: Any) -> No
     assert "trainer" in page.locator(".readout").inner_text()
 
 
+def test_a_click_on_a_curve_opens_its_run(page: Any) -> None:
+    go(page, "view=curves&metrics=rollout/logprob_diff&run=0")
+    chart = page.locator(".chart svg")
+    chart.locator("polyline").nth(2).wait_for()
+    x, y = chart.locator("polyline").nth(2).get_attribute("points").split()[-1].split(",")
+    chart.click(position={"x": float(x) - 1, "y": float(y) + 3})
+    page.locator(".line .reward").first.wait_for()
+    assert "run=2" in page.url and f"step={STEPS - 1}" in page.url
+
+
 def test_keys_lead_everywhere(page: Any) -> None:
     page.locator(".card").first.wait_for()
     page.keyboard.press("3")

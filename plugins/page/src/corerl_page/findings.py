@@ -68,7 +68,7 @@ def _mismatch(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
             "keeps old weights all the same or computes another model, and if only some samples differ, only some "
             "engines do",
             fix="sort the samples by log-prob difference; corerl doctor --config RUN/config.toml --layers; "
-            "weights.verify_every compares engines' weights more often",
+            "weights.verify_every compares engines' weights more often, of engines that can report them",
             metric="rollout/logprob_diff",
             view="samples",
         )

@@ -42,13 +42,13 @@ function ticks(low, high, count) {
 
 /**
  * A chart of `series`: [{label, color, steps, values}]. With `stacked` they add up, as areas. `onstep` is called with
- * the step of a click.
+ * the step of a click, and with the series whose line is nearest.
  */
 export function chart({ title, series, smoothing = 0, log = false, stacked = false, height = 170, onstep }) {
   const plot = svg("svg", { role: "img", "aria-label": describe(title, series) });
   const legend = h("div", { class: "legend" });
   const figure = h("figure", { class: "chart" }, h("figcaption", {}, title), plot, legend);
-  const known = series.flatMap((each) => each.steps);
+  const known = series.flatMap((each) => each.steps), last = known.reduce((most, each) => Math.max(most, each), -Infinity);
   let scale = null, at = null;
 
   const lines = series.map((each) => ({ ...each, smooth: smoothed(each.values, stacked ? 0 : smoothing) }));
@@ -67,7 +67,7 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
       return;
     }
     const limits = (values) => values.reduce(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
-    const [first, last] = limits(known);
+    const [first] = limits(known);
     const convert = log ? Math.log10 : (each) => each;
     let [low, high] = limits(finite.map(convert));
     const margin = (high - low || Math.abs(high) || 1) * 0.06;
@@ -128,8 +128,9 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
     }
     legend.replaceChildren(...lines.map((each) => {
       const index = step == null ? each.steps.length - 1 : nearest(each.steps, step);
+      const other = each.steps[index] !== (step ?? last) && each.values[index] != null ? ` at ${each.steps[index]}` : "";
       return h("span", {}, h("i", { style: { background: each.color } }), each.label, " ",
-        h("b", {}, number(each.values[index])));
+        h("b", {}, number(each.values[index])), other);
     }));
     if (step != null) legend.append(h("span", { class: "step" }, `step ${step}`));
   }
@@ -144,7 +145,18 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
     if (scale) cursor.dispatchEvent(new CustomEvent("step", { detail: stepAt(event) }));
   });
   plot.addEventListener("pointerleave", () => cursor.dispatchEvent(new CustomEvent("step", { detail: null })));
-  plot.addEventListener("click", (event) => scale && onstep?.(stepAt(event)));
+  function lineAt(event, step) {
+    const y = event.clientY - plot.getBoundingClientRect().top;
+    const away = (each) => {
+      const value = each.smooth[nearest(each.steps, step)];
+      return value == null || (log && value <= 0) ? Infinity : Math.abs(scale.y(value) - y);
+    };
+    return lines.reduce((best, each) => (away(each) < away(best) ? each : best));
+  }
+
+  plot.addEventListener("click", (event) => {
+    if (scale) onstep?.(stepAt(event), lineAt(event, stepAt(event)));
+  });
   const follow = (event) => (figure.isConnected ? show(event.detail) : cursor.removeEventListener("step", follow));
   cursor.addEventListener("step", follow);
   new ResizeObserver(() => draw()).observe(plot);

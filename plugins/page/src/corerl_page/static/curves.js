@@ -26,8 +26,8 @@ export async function show(page) {
   const list = h("div", { class: "metrics" }, boxes());
   const charts = wanted.map((name) => chart({
     title: name, smoothing, log, height: 210,
-    series: runs.map((run, at) => ({ label: run.name, color: color(run.id), ...found[at].series[name] })).filter((each) => each.steps),
-    onstep: (step) => state.set({ view: "samples", step, run: runs[0].id, sample: "" }),
+    series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...found[at].series[name] })).filter((each) => each.steps),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
   }));
   return h("div", { class: "columns" },
     h("aside", {}, search,

@@ -22,8 +22,8 @@ export async function show(page) {
   const cards = runs.map((run, at) => card(run, found[at], metrics[at].series));
   const charts = CURVES.filter(([name]) => metrics.some((each) => each.series[name])).map(([name, title]) => chart({
     title,
-    series: runs.map((run, at) => ({ label: run.name, color: color(run.id), ...metrics[at].series[name] })).filter((each) => each.steps),
-    onstep: (step) => state.set({ view: "samples", step, run: runs[0].id, sample: "" }),
+    series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...metrics[at].series[name] })).filter((each) => each.steps),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
   }));
   return [h("section", { class: "cards" }, cards), h("section", { class: "charts" }, charts)];
 }
