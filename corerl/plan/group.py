@@ -111,7 +111,7 @@ def _of_a_group(config: Config, *, engines: bool) -> Config:
     `engines`, what is about these and taking turns with them."""
     algorithm, cluster = AlgorithmConfig(), ClusterConfig()
     kept = OF_ENGINES if engines else ("max_tokens",)
-    turns = () if engines else ("placement", "offload", "offload_kinds")
+    turns = () if engines else ("placement", "offload")
     return evolve(
         config,
         run=RunConfig(mode="train" if engines else "train-only", seed=config.run.seed),

@@ -192,25 +192,17 @@ class Forecaster:
         return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
 
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
-        """What others hold on the device meanwhile: nothing but their processes and what stays there, if they take
-        turns. An engine's caches are not known here."""
+        """What others hold on the device meanwhile: nothing but their processes, if they take turns. An engine's caches are not known here."""
         config, own = self.plan.config, self.plan.config.own_devices
         together = [each for each in self.plan.processes.roles if each == role or {each, role}.isdisjoint(own)]
         engine = config.run.has_engines and config.cluster.placement == "colocated"
         others = [each for each in together if each != role and each in known]
-        if role in self.plan.processes.sharing:
-            found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}
-            parts = {what: count for what, count in found.items() if count}
-        else:
+        parts: dict[str, int] = {}
+        if role not in self.plan.processes.sharing:
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
             if engine and role not in own:
                 parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
-
-    def _stays(self, memory: RoleMemory) -> dict[MemoryKind, int]:
-        """What a rank that takes turns holds in every stage."""
-        sleeps = self.plan.config.cluster.offload_kinds
-        return {kind: count for kind, count in _between_steps(memory).items() if kind not in sleeps}
 
     @property
     def _sent(self) -> int:
