@@ -93,6 +93,11 @@ def test_roles_that_never_sleep_add_up_on_their_device(tmp_path: Path) -> None:
     assert "the critic" not in alone and "the engine's weights" not in alone
 
 
+def with_actor(forecaster: Forecaster, actor: Any) -> Forecaster:
+    processes = evolve(forecaster.plan.processes, roles={"actor": actor})
+    return Forecaster(evolve(forecaster.plan, processes=processes))
+
+
 def test_what_cannot_be_predicted_is_said_with_its_reason(tmp_path: Path) -> None:
     forecaster = forecaster_of(on_gpus(tmp_path))
     plan = forecaster.plan.processes.roles["actor"]
