@@ -23,8 +23,8 @@ from corerl.config.schema import (
     RolloutConfig,
 )
 from corerl.data.files import GivenRows, Rows
-from corerl.data.load import load_prompts
 from corerl.data.prompts import HeldOut, PromptSource
+from corerl.data.rows import load_prompts
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
