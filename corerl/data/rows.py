@@ -115,7 +115,8 @@ class RowPrompts(PromptSource):
                 unanswered.add("without an answer", where)
             keys = prompt_key, answer_key, tools_key
             digests.append(digest(without_nulls(row), *keys, pictures=bool(prompt.pictures)))
-            asked.append(digest_of_question(prompt.text, _references(prompt)))
+            references = [each.reference for each in prompt.pictures if isinstance(each, FoundPicture)]
+            asked.append(digest_of_question(prompt.text, references))
         size = len(digests)
         self._numbers = np.delete(np.arange(size + len(left_out)), left_out) if left_out else None  # [n] of their rows
         of = f"{len(left_out)} of {size + len(left_out)} rows of {rows.name}"
@@ -221,10 +222,6 @@ class RowPrompts(PromptSource):
                 f"need it{way}",
             )
         return value, pictures
-
-
-def _references(prompt: Prompt) -> list[Any]:
-    return [each.reference for each in prompt.pictures if isinstance(each, FoundPicture)]
 
 
 def _read(read: Callable[[Any], T], value: Any, field: str, what: str) -> T:

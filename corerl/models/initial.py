@@ -191,14 +191,15 @@ class RandomSource:
             box = (tuple(offsets), tuple(sizes))
             return initial.values[within(box, ((0,) * len(sizes), self._shapes[name]))].float().to(self._device)
         out = torch.empty(tuple(sizes), device=self._device)
-        key = hash_key(self._seed, _name_key(name))
+        own = hashlib.blake2b(name.encode(), digest_size=8).digest()  # equal in every process, unlike hash()
+        key = hash_key(self._seed, int.from_bytes(own, "little", signed=True))
         shape = self._shapes[name]
         # Flat indices in the whole tensor, of the box's entries in row 0.
         indices = torch.zeros((), dtype=torch.int64, device=self._device)
         for dim in range(1, len(shape)):
             stride = math.prod(shape[dim + 1 :])
-            own = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=self._device)
-            indices = indices[..., None] + stride * own
+            places = torch.arange(offsets[dim], offsets[dim] + sizes[dim], device=self._device)
+            indices = indices[..., None] + stride * places
         row = math.prod(shape[1:])
         step = max(1, VALUES[self._device.type] // max(1, indices.numel()))
         for low in range(0, sizes[0], step):
@@ -225,8 +226,3 @@ def _sampled(initial: Normal | Uniform, key: int, counters: Tensor) -> Tensor:
         inside = edge + (1 - 2 * edge) * unit(key, counters)
         return (initial.mean + initial.std * math.sqrt(2) * torch.erfinv(2 * inside - 1)).float()
     return normal(key, counters) * initial.std + initial.mean
-
-
-def _name_key(name: str) -> int:
-    """An int64 from a name that is equal in every process, unlike hash()."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
