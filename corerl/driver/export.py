@@ -22,9 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.backend.state import of_sums, rounded_sum
 from corerl.checkpoint.commit import read_state
-from corerl.checkpoint.format import WEIGHTS
+from corerl.checkpoint.format import WEIGHTS, write_tensors
 from corerl.checkpoint.reader import CheckpointSource, read_extra
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.config.structuring import structure
 from corerl.config.toml_text import to_plain
@@ -37,11 +36,11 @@ from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS, peft_config, targets_i
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, CONFIG, GENERATION, end_tokens, load_tokenizer
+from corerl.plan.check import Problems
 from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trained_of_tower, trains_tower
 from corerl.plan.settle import settle_adapters
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource, finite
-from corerl.weights.files import write_tensors
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: older versions of tokenizers read them.

@@ -9,8 +9,7 @@ from typing import TextIO
 
 from corerl.errors import PluginConflict
 from corerl.messages import printable, shorten, shorten_to_end
-from corerl.observability.history import PHASES
-from corerl.observability.run_state import RunState, duration, number, prompt_text, rough_duration, scores
+from corerl.observability.run_state import PHASES, RunState, duration, number, prompt_text, rough_duration, scores
 from corerl.observability.specs import ConsoleOptions
 from corerl.pictures import PICTURES
 from corerl.plugin.events import (

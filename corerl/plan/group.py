@@ -7,7 +7,6 @@ from pathlib import Path
 from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.problems import Problems
 from corerl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -19,7 +18,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.check import contradictions_of_a_group
+from corerl.plan.check import Problems, contradictions_of_a_group
 from corerl.plan.make import resolve_config
 from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
 from corerl.plan.plan import GroupPlan
