@@ -15,7 +15,7 @@ from corerl.plugin.spec import API, CommandSpec
 CORE = {
     name: CommandSpec(implementation=implementation, api=API, summary=summary)
     for name, implementation, summary in (
-        ("train", "corerl.cli.train:add_arguments", "train as a configuration specifies"),
+        ("train", "corerl.cli.config:add_train_arguments", "train as a configuration specifies"),
         ("eval", "corerl.cli.eval:add_arguments", "score weights on the held-out prompts"),
         (
             "export",

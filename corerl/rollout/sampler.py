@@ -21,8 +21,7 @@ from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
 from corerl.pictures import Picture, PictureReader, read
-from corerl.rollout.encoding import encode, expand
-from corerl.rollout.reasoning import Openings
+from corerl.rollout.encoding import Openings, encode, expand
 from corerl.types import PICTURE, Array, IntArray, OnProgress, Output, SampleBatch, all_shown, offsets_of, rows_at
 
 if TYPE_CHECKING:
