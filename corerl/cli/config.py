@@ -1,4 +1,4 @@
-"""What takes a configuration: `corerl train FILE [KEY=VALUE ...]`, and `corerl config check|show`, which start nothing."""
+"""What takes a configuration: `corerl train FILE [KEY=VALUE ...]`, and `corerl config check|show`, which read it."""
 
 from __future__ import annotations
 
