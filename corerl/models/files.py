@@ -1,5 +1,6 @@
 """Find the tensors of a model in the files of a Hugging Face directory as transformers finds them: under names with or
-without the model's prefix, and with a head that is the embedding or one of its own.
+without the model's prefix, and with a head that is the embedding or one of its own; or make them at random, initialized
+as transformers does it, any box of them alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The state of a run from its events, and its numbers as short texts, for the live display and the plain lines."""
+"""The state of a run and its metrics by name, from its events or from metrics.jsonl, and its numbers as short texts,
+for the live display and the plain lines."""
 
 from __future__ import annotations
 

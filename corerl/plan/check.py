@@ -1,5 +1,5 @@
 """Find what contradicts itself in a config, long before the first GPU minute: a line for each problem, which begins
-with the path of a setting."""
+with the path of a setting; and collect what is wrong with a run, to report it all at once."""
 
 from __future__ import annotations
 

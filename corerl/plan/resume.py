@@ -1,5 +1,5 @@
 """Find where a run begins: its directory, in which nothing is overwritten, and the checkpoint that it resumes from,
-with the state that the driver left there."""
+with the state that the driver left there; compare the run's rows with the checkpoint's, and hold out the same ones."""
 
 from __future__ import annotations
 

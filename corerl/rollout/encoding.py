@@ -1,4 +1,5 @@
-"""Encode prompts as tokens: texts with the tokenizer's begin tokens, chats with its chat template."""
+"""Encode prompts as tokens: texts with the tokenizer's begin tokens, chats with its chat template, which may
+open a reasoning tag before the answer."""
 
 from __future__ import annotations
 
