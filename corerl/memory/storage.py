@@ -1,5 +1,5 @@
-"""Release the device memory behind tensors and restore it bit for bit, while every view of it stays valid;
-and keep named copies of a rank's weights in host memory: a reference policy is one, not a second model on the device."""
+"""Release the device memory behind tensors and restore it bit for bit, while every view of it stays valid; and keep
+named copies of a rank's weights in host memory: a reference policy is one, not a second model on the device."""
 
 from __future__ import annotations
 
