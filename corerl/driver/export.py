@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.backend.state import of_sums, rounded_sum
@@ -175,7 +174,6 @@ class _Saved:
             kept=_kept(model, hf, self.shapes),
             # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
             kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
-            shard_bytes=SHARD_BYTES,
         )
 
     def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -324,12 +322,12 @@ def export_directory(
     *,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     generation: Mapping[str, Any] | None = None,
     files: Iterable[Path] = (),
-    kept: Iterable[tuple[str, Tensor]] = (),
+    kept: Iterable[tuple[str, torch.Tensor]] = (),
     kept_config: Mapping[str, Any] | None = None,
-    shard_bytes: int = 5 * 2**30,
+    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write config, tokenizer, `tensors` (HF name, tensor), then `kept` as they are, the generation_config.json
     `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
@@ -358,7 +356,7 @@ def export_directory(
     return written
 
 
-def write_adapters(path: str | Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+def write_adapters(path: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
     """Write a directory of PEFT: the adapters `tensors` and the adapter_config.json `config`. As `export_directory`."""
     with _staged(Path(path)) as staging:
         for name, tensor in tensors.items():
@@ -398,12 +396,15 @@ def _staged(path: Path) -> Iterator[Path]:
 
 
 def _write_shards(
-    directory: Path, tensors: Iterable[tuple[str, Tensor]], kept: Iterable[tuple[str, Tensor]], shard_bytes: int
+    directory: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    kept: Iterable[tuple[str, torch.Tensor]],
+    shard_bytes: int,
 ) -> tuple[int, str]:
     """Write the shards; returns bytes, and the dtype of most of `tensors`. Shards are named at the end, when their
     number is known."""
     shards: list[list[str]] = []
-    shard: dict[str, Tensor] = {}
+    shard: dict[str, torch.Tensor] = {}
     held = total = 0
     dtypes: Counter[str] = Counter()
 
