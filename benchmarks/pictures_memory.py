@@ -35,9 +35,9 @@ from benchmarks.report import ROOT, commit, machine
 from benchmarks.scale import Reader, Row, layouts_of, measure, status
 from corerl.cluster.runtime import ray_session
 from corerl.config import DataConfig, ModelConfig
-from corerl.data.load import load_prompts
 from corerl.data.packing import pack, plan_forward
 from corerl.data.prompts import PromptStream
+from corerl.data.rows import load_prompts
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.event_loop import EventLoop
 from corerl.models.tokenizer import character_tokenizer

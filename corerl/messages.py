@@ -102,11 +102,11 @@ def listed(items: Sequence[str], longest: int) -> str:
 def printable(text: str) -> str:
     """The text with all characters escaped, as in Python, that move a terminal's cursor, color it or do not show: what
     a file holds or a model samples may be anything."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    )
 
 
 def shorten(text: str, longest: int) -> str:

@@ -17,7 +17,7 @@ from corerl.checkpoint.writer import stage, write
 from corerl.config.load import load_config, recorded
 from corerl.config.schema import ModelConfig
 from corerl.config.toml_text import to_plain
-from corerl.data.load import load_prompts
+from corerl.data.rows import load_prompts
 from corerl.models.config import hf_config
 from corerl.models.tokenizer import character_tokenizer
 from corerl.weights.chunks import Chunk

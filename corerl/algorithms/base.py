@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from attrs import field, frozen
 
+from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import ACTOR
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
@@ -76,8 +77,18 @@ class Algorithm(ABC):
         """How each role of the spec is trained."""
 
 
+@frozen(kw_only=True)
+class Clip:
+    """Options of algorithms with PPO's clipped loss."""
+
+    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
+    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
+
+
 class ActorOnly(Algorithm):
     """Trains the actor alone, with a loss whose parameters `clip_low` and `clip_high` are options."""
+
+    options: Clip
 
     loss: ClassVar[str] = "clipped"
 

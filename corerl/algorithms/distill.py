@@ -8,8 +8,8 @@ import numpy as np
 from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast
-from corerl.algorithms.base import ActorOnly, Advantages, ForwardPass
-from corerl.config.options import at_least, between, finite, option
+from corerl.algorithms.base import ActorOnly, Advantages, Clip, ForwardPass
+from corerl.config.options import at_least, finite, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, Output, SampleBatch
 
@@ -18,15 +18,13 @@ LOGPROBS = "teacher_logprobs"  # the column
 
 
 @frozen(kw_only=True)
-class Options:
+class Options(Clip):
     reward_coef: float = option(
         "weight of a sample's reward, which is added to the advantage of each of its tokens; 0 learns from the teacher "
         "alone",
         default=0.0,
         validator=[at_least(0), finite],
     )
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
 class Distill(ActorOnly):

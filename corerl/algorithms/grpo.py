@@ -7,17 +7,15 @@ from functools import partial
 from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
-from corerl.algorithms.base import ActorOnly, Advantages
-from corerl.config.options import at_least, between, option
+from corerl.algorithms.base import ActorOnly, Advantages, Clip
+from corerl.config.options import at_least, option
 from corerl.plugin.spec import AlgorithmSpec
 from corerl.types import FloatArray, SampleBatch
 
 
 @frozen(kw_only=True)
-class Options:
+class Options(Clip):
     normalize_std: bool = option("divide a group's centered rewards by their standard deviation", default=True)
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
 class GRPO(ActorOnly):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from attrs import frozen
 
 from corerl.algorithms.advantages import at_last_token, explained_variance, gae, whiten
-from corerl.algorithms.base import Advantages, Algorithm, ForwardPass, Objective
+from corerl.algorithms.base import Advantages, Algorithm, Clip, ForwardPass, Objective
 from corerl.config.options import at_least, between, option
 from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
@@ -16,7 +16,7 @@ CRITIC = "critic"
 
 
 @frozen(kw_only=True)
-class Options:
+class Options(Clip):
     gamma: float = option("discount factor per token", default=1.0, validator=between(0, 1))
     gae_lambda: float = option(
         "lambda of generalized advantage estimation; 1 uses full returns, lower values trust the critic more",
@@ -26,8 +26,6 @@ class Options:
     whiten: bool = option(
         "normalize the advantages of a rollout batch to mean 0 and standard deviation 1", default=True
     )
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
     dual_clip: float = option(
         "bound of the ratio where the advantage is negative, such as 3 (Ye et al. 2020, eq. 5); 0: none",
         default=0.0,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
-from attrs import frozen
 
 from corerl.algorithms.advantages import (
     at_last_token,
@@ -18,16 +17,9 @@ from corerl.algorithms.advantages import (
     sample_rewards,
     whiten,
 )
-from corerl.algorithms.base import ActorOnly, Advantages
-from corerl.config.options import at_least, between, option
+from corerl.algorithms.base import ActorOnly, Advantages, Clip
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem
 from corerl.types import FloatArray, SampleBatch
-
-
-@frozen(kw_only=True)
-class Options:
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
 class ReinforcePlusPlus(ActorOnly):
@@ -39,8 +31,6 @@ class ReinforcePlusPlus(ActorOnly):
 
     Hu 2025, "REINFORCE++: A Simple and Efficient Approach for Aligning Large Language Models".
     """
-
-    options: Options
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         earned = token_rewards + at_last_token(rewards, samples)
@@ -64,7 +54,7 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
         return Advantages(advantages=whiten(broadcast(better, samples), samples.columns["loss_mask"]))
 
 
-def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
+def check(options: Clip, run: AlgorithmRun) -> Iterator[Problem]:
     """Of the variant with a baseline."""
     if run.rollout.samples < 2:
         yield Problem(
@@ -75,7 +65,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-    config=Options,
+    config=Clip,
     api=(2, 0),
     summary="compares rewards over the whole batch, for any number of samples per prompt (Hu 2025)",
     compares=False,
@@ -83,7 +73,7 @@ SPEC = AlgorithmSpec(
 )
 BASELINE_SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
-    config=Options,
+    config=Clip,
     api=(2, 0),
     summary="compares the samples of a prompt, and normalizes over the whole batch (Hu 2025)",
     # A group of equal rewards is at 0 only until the batch's mean over tokens is taken off.

@@ -4,19 +4,11 @@ REINFORCE-Style Optimization for Learning from Human Feedback in LLMs"."""
 from __future__ import annotations
 
 import numpy as np
-from attrs import frozen
 
 from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
-from corerl.algorithms.base import ActorOnly, Advantages
-from corerl.config.options import at_least, between, option
+from corerl.algorithms.base import ActorOnly, Advantages, Clip
 from corerl.plugin.spec import AlgorithmSpec
 from corerl.types import Array, FloatArray, IntArray, SampleBatch
-
-
-@frozen(kw_only=True)
-class Options:
-    clip_low: float = option("the ratio is clipped below 1 - clip_low", default=0.2, validator=between(0, 1))
-    clip_high: float = option("the ratio is clipped above 1 + clip_high", default=0.2, validator=at_least(0))
 
 
 class RLOO(ActorOnly):
@@ -28,8 +20,6 @@ class RLOO(ActorOnly):
     PPO's clipped one. In the first optimizer step on a batch all ratios are 1, and its gradient is that of REINFORCE;
     the clip bounds later ones.
     """
-
-    options: Options
 
     def advantages(self, samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
         each = sample_rewards(samples, rewards, token_rewards)
@@ -50,7 +40,7 @@ def left_one_out(rewards: Array, groups: IntArray) -> FloatArray:
 
 SPEC = AlgorithmSpec(
     implementation="corerl.algorithms.rloo:RLOO",
-    config=Options,
+    config=Clip,
     api=(2, 0),
     summary="compares each sample with the others of its prompt (Ahmadian et al. 2024)",
     by_prompt=True,

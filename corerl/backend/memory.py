@@ -9,8 +9,7 @@ import torch
 
 from corerl.backend.primitives import Primitives, StateKey
 from corerl.memory.device import GIB, DeviceMeter, empty_cache
-from corerl.memory.host_weights import HostWeights
-from corerl.memory.storage import StorageSleeper, resident_bytes
+from corerl.memory.storage import HostWeights, StorageSleeper, resident_bytes
 from corerl.models.config import hf_config
 from corerl.models.files import model_files
 from corerl.types import MemoryKind, SleepResult, WakeResult

@@ -18,15 +18,16 @@ from corerl.checkpoint.format import (
     SavedBox,
     checksums,
     publish,
+    room_for,
     stored_name,
     temporary_name,
     tensor_file,
     write_index,
+    write_tensors,
 )
 from corerl.errors import SaveFailed
 from corerl.messages import message_of
 from corerl.weights.chunks import Chunk
-from corerl.weights.files import room_for, write_tensors
 
 Job: TypeAlias = Callable[[], object]
 

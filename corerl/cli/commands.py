@@ -15,7 +15,7 @@ from corerl.plugin.spec import API, CommandSpec
 CORE = {
     name: CommandSpec(implementation=implementation, api=API, summary=summary)
     for name, implementation, summary in (
-        ("train", "corerl.cli.train:add_arguments", "train as a configuration specifies"),
+        ("train", "corerl.cli.config:add_train_arguments", "train as a configuration specifies"),
         ("eval", "corerl.cli.eval:add_arguments", "score weights on the held-out prompts"),
         (
             "export",
@@ -56,7 +56,10 @@ def _summaries() -> dict[str, str]:
 
 
 def _add_chosen(subparsers: Any, name: str) -> None:
-    loaded = _core(name) if name in CORE else load(Kind.COMMANDS, name)
+    if (spec := CORE.get(name)) is not None:
+        loaded = Loaded(name=name, distribution="corerl", version="", value=spec.implementation, spec=spec)
+    else:
+        loaded = load(Kind.COMMANDS, name)
     add_arguments = load_implementation(Kind.COMMANDS, loaded)
     code = f"command {loaded}: {loaded.spec.implementation}"
 
@@ -69,8 +72,3 @@ def _add_chosen(subparsers: Any, name: str) -> None:
         add_arguments(parser)
     except (Exception, SystemExit) as error:
         raise PluginBroken(f"{code} cannot add its arguments: {one_line(error)}") from error
-
-
-def _core(name: str) -> Loaded:
-    spec = CORE[name]
-    return Loaded(name=name, distribution="corerl", version="", value=spec.implementation, spec=spec)

@@ -1,4 +1,4 @@
-"""`corerl config check|show`: check whether a configuration can run, or print it in full, without starting anything."""
+"""What takes a configuration: `corerl train FILE [KEY=VALUE ...]`, and `corerl config check|show`, which read it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--help-texts", action="store_true", help="with each setting's help as a comment above it")
     show.set_defaults(run=run_show)
     for action in (check, show):
-        action.add_argument("file", metavar="FILE", help="a TOML file")
-        action.add_argument(
-            "overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8"
-        )
+        _add_file(action)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_file(parser)
+    parser.set_defaults(run=run_train)
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a TOML file")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", default=[], help="such as rollout.temperature=0.8")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from corerl.config.load import load_config
+    from corerl.imports import uncollected
+
+    config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
+    with uncollected():
+        from corerl.loop import train
+    train(config)
+    return 0
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -35,7 +53,7 @@ def run_check(args: argparse.Namespace) -> int:
     from corerl.messages import note
     from corerl.plan.resolve import ignored_tables
 
-    config = load_config(args.file, args.overrides)  # before torch is imported, so that its errors come at once
+    config = load_config(args.file, args.overrides)
     ignored = ignored_tables(config)
     for line in ignored:  # first: they may explain what is wrong
         note(line)

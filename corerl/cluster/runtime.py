@@ -54,8 +54,9 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
             _init(address, cpus, forward)
         except Exception as error:
             # On a busy machine Ray gives up on its own processes after some 30 seconds; the next ones find their files
-            # in memory.
-            if address or ray.is_initialized() or not _timed_out(error):
+            # in memory. Ray has no type of its own for that.
+            late = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+            if address or ray.is_initialized() or not late:
                 raise
             ray.shutdown()
             _init(address, cpus, forward)
@@ -105,11 +106,6 @@ def _keep_token_private() -> None:
     with contextlib.suppress(OSError, RuntimeError):  # Ray says so if it needs a home directory that does not exist
         directory.mkdir(exist_ok=True)
         directory.chmod(stat.S_IRWXU)
-
-
-def _timed_out(error: Exception) -> bool:
-    """Whether Ray did not start in time, for which it has no type of its own."""
-    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
 
 
 def _disk() -> str:

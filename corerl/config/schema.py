@@ -83,13 +83,6 @@ class ClusterConfig:
         "shown that memory suffices for both",
         default="auto",
     )
-    offload_kinds: tuple[MemoryKind, ...] = option(
-        "what of their memory these ranks put to sleep; kinds that are left out stay on the device: param (what passes "
-        "read), master (float32 copies, where a backend keeps separate ones), grad, optimizer (moments)",
-        default=tuple(MemoryKind),
-        validator=filled,
-        needs=("cluster.offload=auto|always", "cluster.placement=colocated"),
-    )
     timeout: float = option(
         "time limit of a collective, in seconds",
         default=600.0,

@@ -6,10 +6,10 @@ if TYPE_CHECKING:
     from corerl.data.chat import parse_json as parse_json
     from corerl.data.chat import read_message as read_message
     from corerl.data.files import Refused as Refused
-    from corerl.data.load import load_prompts as load_prompts
     from corerl.data.packing import plan_forward as plan_forward
     from corerl.data.packing import plan_steps as plan_steps
     from corerl.data.prompts import Prompt as Prompt
+    from corerl.data.rows import load_prompts as load_prompts
 else:
     from corerl.imports import on_demand
 

@@ -50,13 +50,9 @@ def _counts(value: Any) -> bool:
     )
 
 
-def digest_of_text(text: str) -> int:
-    return xxh3_64_intdigest(text.strip().encode(errors="surrogatepass"))
-
-
 def digest_of_question(text: str, references: Sequence[Any]) -> int:
     """Of a text and the pictures that it is asked of; without any, as of the text."""
-    asked = digest_of_text(text)
+    asked = xxh3_64_intdigest(text.strip().encode(errors="surrogatepass"))
     return xxh3_64_intdigest(_with_bytes([asked, references]).encode()) if references else asked
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.algorithms.advantages import of_episodes
+from corerl.algorithms.advantages import of_episodes, soft_overlong_penalty
 from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.algorithms.kl import token_kl
-from corerl.algorithms.overlong import soft_overlong_penalty
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig
 from corerl.errors import DataError
 from corerl.rollout.scoring import PartSums, add_parts

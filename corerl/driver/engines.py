@@ -128,7 +128,7 @@ class Engines:
             group, fleet = started.groups[ACTOR], started.fleet
             assert fleet is not None
             residency = Residency(
-                plan=residency_plan(processes.sharing, passed={ACTOR}, sleeps=plan.cluster.offload_kinds),
+                plan=residency_plan(processes.sharing, passed={ACTOR}),
                 groups={name: started.groups[name] for name in processes.sharing},
                 fleet=fleet,
                 progress=progress,

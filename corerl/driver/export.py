@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
+import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.backend.state import of_sums, rounded_sum
 from corerl.checkpoint.commit import read_state
-from corerl.checkpoint.format import WEIGHTS
+from corerl.checkpoint.format import WEIGHTS, write_tensors
 from corerl.checkpoint.reader import CheckpointSource, read_extra
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.config.structuring import structure
 from corerl.config.toml_text import to_plain
-from corerl.errors import ModelError
+from corerl.errors import ModelError, SaveFailed
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
-from corerl.models.export import export_directory, write_adapters
 from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, meta_model
-from corerl.models.lora import peft_config, targets_in
+from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS, peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
-from corerl.models.tokenizer import CHARACTERS, GENERATION, end_tokens, load_tokenizer
+from corerl.models.tokenizer import CHARACTERS, CONFIG, GENERATION, end_tokens, load_tokenizer
+from corerl.plan.check import Problems
 from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trained_of_tower, trains_tower
 from corerl.plan.settle import settle_adapters
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
-from corerl.weights.chunks import TensorSource
+from corerl.weights.chunks import TensorSource, finite
 
 SHARD_BYTES = 4 * 2**30
 # Copied from the tokenizer's directory: older versions of tokenizers read them.
@@ -168,7 +174,6 @@ class _Saved:
             kept=_kept(model, hf, self.shapes),
             # As it was written: an older transformers, as engines have, may not read the words of the one that writes.
             kept_config=kept_config(model.path, hf) if model.path and reads_pictures(hf) else {},
-            shard_bytes=SHARD_BYTES,
         )
 
     def _tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -310,3 +315,127 @@ def _of(directory: str, names: Sequence[str] = TOKENIZER_FILES) -> list[Path]:
     if not directory or directory.startswith(CHARACTERS):
         return []
     return [file for name in names if (file := Path(directory) / name).is_file()]
+
+
+def export_directory(
+    path: str | Path,
+    *,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    generation: Mapping[str, Any] | None = None,
+    files: Iterable[Path] = (),
+    kept: Iterable[tuple[str, torch.Tensor]] = (),
+    kept_config: Mapping[str, Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Write config, tokenizer, `tensors` (HF name, tensor), then `kept` as they are, the generation_config.json
+    `generation`, and copies of `files` that are not among these to `path`; returns the bytes of the tensors.
+    `kept_config`: fields of config.json to write as given.
+
+    At most one shard of `shard_bytes` is held in memory. Each tensor is copied to the CPU as it comes, so the stream
+    may reuse its buffers. Tied weights come once, under the name used in the files. Called by one process; an existing
+    directory is replaced only when the new one is complete. Raises SaveFailed if writing fails, and ModelError for a
+    tensor with NaN or infinite values.
+    """
+    with _staged(Path(path)) as staging:
+        written, dtype = _write_shards(staging, tensors, kept, shard_bytes)
+        config = copy.deepcopy(config)
+        config.dtype = config.get_text_config().dtype = dtype
+        config.save_pretrained(staging)
+        if kept_config:
+            written_config = json.loads((staging / CONFIG).read_text(encoding="utf-8"))
+            _write_json(staging / CONFIG, {**written_config, **kept_config})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(staging)
+        if generation is not None:
+            _write_json(staging / GENERATION, generation)
+        for file in files:
+            if not (staging / file.name).exists():
+                shutil.copyfile(file, staging / file.name)
+    return written
+
+
+def write_adapters(path: str | Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
+    """Write a directory of PEFT: the adapters `tensors` and the adapter_config.json `config`. As `export_directory`."""
+    with _staged(Path(path)) as staging:
+        for name, tensor in tensors.items():
+            if not finite(tensor):
+                raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
+        held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_tensors(held, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
+        _write_json(staging / PEFT_CONFIG, config)
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """A directory to write to, which takes the place of `path` once the block is done. Raises SaveFailed if writing
+    fails."""
+    path = path.resolve()  # keeps a link to another disk
+    staging, replaced = path.with_name(f".{path.name}.writing"), path.with_name(f".{path.name}.replaced")
+    try:
+        for left_over in (staging, replaced):
+            shutil.rmtree(left_over, ignore_errors=True)
+        staging.mkdir(parents=True)
+        yield staging
+        if path.exists():
+            os.rename(path, replaced)
+        os.rename(staging, path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)  # free the disk space again
+        if replaced.exists() and not path.exists():
+            os.rename(replaced, path)
+        if isinstance(error, OSError | SafetensorError):  # safetensors raises the latter for a full disk
+            raise SaveFailed(f"the model could not be exported to {path}: {error}") from error
+        raise
+
+
+def _write_shards(
+    directory: Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    kept: Iterable[tuple[str, torch.Tensor]],
+    shard_bytes: int,
+) -> tuple[int, str]:
+    """Write the shards; returns bytes, and the dtype of most of `tensors`. Shards are named at the end, when their
+    number is known."""
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    held = total = 0
+    dtypes: Counter[str] = Counter()
+
+    def flush() -> None:
+        write_tensors(shard, directory / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
+    new = ((name, tensor, True) for name, tensor in tensors)
+    old = ((name, tensor, False) for name, tensor in kept)
+    for name, tensor, made in itertools.chain(new, old):
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > shard_bytes:
+            flush()
+            held = 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held += size
+        total += size
+        if not made:
+            continue
+        if not finite(shard[name]):
+            raise ModelError(f"{name!r} has NaN or infinite values as {tensor.dtype}; nothing is exported")
+        dtypes[str(tensor.dtype).removeprefix("torch.")] += size
+    flush()
+    ((dtype, _),) = dtypes.most_common(1)
+    if len(shards) == 1:
+        os.rename(directory / "0.part", directory / SINGLE)
+        return total, dtype
+    files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for index, file in enumerate(files):
+        os.rename(directory / f"{index}.part", directory / file)
+    weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    (directory / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    return total, dtype

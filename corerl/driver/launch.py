@@ -13,7 +13,6 @@ from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.control import Control, StopRequest
 from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.engines import Engines
-from corerl.driver.evaluations import Evaluations
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.processes import start_processes
@@ -23,7 +22,7 @@ from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
-from corerl.driver.sampling import Sampling, start_rewards
+from corerl.driver.sampling import Evaluations, Sampling, start_rewards
 from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
@@ -226,7 +225,6 @@ def _residency(plan: Plan, roles: Mapping[str, Role], fleet: EngineFleet | None,
             sharing,
             passed={each.role for each in plan.algorithm.passes},
             frozen={name for name, role in roles.items() if role.loss is None},
-            sleeps=plan.cluster.offload_kinds,
         ),
         groups={name: roles[name].group for name in sharing},
         fleet=fleet,

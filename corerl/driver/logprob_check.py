@@ -22,7 +22,7 @@ from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sampler import Sampler, assemble
-from corerl.types import FloatArray, IntArray, SampleBatch
+from corerl.types import FloatArray, SampleBatch
 
 SAMPLES = 8  # that are scored at least, if there are so many
 SCORED = 512  # sampled tokens above which no further sample is: one router's tie must not decide
@@ -54,12 +54,8 @@ def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
     if not len(by_length):
         return samples.take_rows(by_length)
     count = max(SAMPLES, math.ceil(SCORED / counted[by_length].mean()))
-    return samples.take_rows(by_length[_spaced(len(by_length), count)])
-
-
-def _spaced(size: int, count: int) -> IntArray:
-    """[n] at most `count` different indices below `size`, the first and the last among them."""
-    return np.unique(np.linspace(0, size - 1, min(size, count)).round().astype(np.int64))
+    places = np.linspace(0, len(by_length) - 1, min(len(by_length), count))  # the first and the last among them
+    return samples.take_rows(by_length[np.unique(places.round().astype(np.int64))])
 
 
 @define(kw_only=True, eq=False)

@@ -63,7 +63,10 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
     steps that report them, all others are averaged. The gradient norm is averaged over applied steps, if any."""
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     metrics = {
-        _under(prefix, name): _over_steps([step.metrics[name] for step in steps if name in step.metrics])
+        # The actor's expert load has a group of its own.
+        name if prefix == "train" and name.startswith("moe/") else f"{prefix}/{name}": _over_steps(
+            [step.metrics[name] for step in steps if name in step.metrics]
+        )
         for name in names
         if not name.startswith("logprob_")  # only meaningful before the first step moves the policy
     }
@@ -74,11 +77,6 @@ def train_metrics(steps: Sequence[TrainResult], lr: float, *, prefix: str = "tra
     metrics[f"{prefix}/lr"] = lr
     metrics[f"{prefix}/tokens"] = float(sum(step.tokens for step in steps))
     return metrics
-
-
-def _under(prefix: str, name: str) -> str:
-    """A metric's name; the actor's expert load has a group of its own."""
-    return name if prefix == "train" and name.startswith("moe/") else f"{prefix}/{name}"
 
 
 def _over_steps(parts: Sequence[Metric]) -> float:

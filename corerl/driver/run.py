@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 from attrs import Factory, asdict, define, evolve, field, frozen
 
+from corerl.algorithms.advantages import without_truncated
 from corerl.algorithms.kl import adapted_coefficient
-from corerl.algorithms.overlong import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.control import Control
 from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.engines import Engines
-from corerl.driver.evaluations import Evaluations
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
@@ -27,7 +26,7 @@ from corerl.driver.recovery import Recovery, RestartPoint
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import require_there
-from corerl.driver.sampling import Sampling
+from corerl.driver.sampling import Evaluations, Sampling
 from corerl.driver.step_reports import StepReports
 from corerl.driver.streamed_step import StreamedStep
 from corerl.engines.fleet import EngineFleet

@@ -20,11 +20,6 @@ class TransformersConfig:
     )
 
 
-@frozen(kw_only=True)
-class FakeConfig:
-    vocab_size: int = option("tokens are sampled from [0, vocab_size)", default=16, validator=at_least(1))
-
-
 TRANSFORMERS = EngineSpec(
     implementation="corerl.engines.transformers:TransformersEngine",
     config=TransformersConfig,
@@ -32,10 +27,4 @@ TRANSFORMERS = EngineSpec(
     summary="transformers' own generate(), on CPU or GPU",
     adapters=True,
     pictures=True,
-)
-FAKE = EngineSpec(
-    implementation="corerl.engines.fake:FakeEngine",
-    config=FakeConfig,
-    api=(2, 0),
-    summary="no model: tokens are a function of prompt, noise and weights version; for tests",
 )

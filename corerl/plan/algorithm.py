@@ -19,10 +19,10 @@ from corerl.algorithms.base import (
 )
 from corerl.algorithms.kl import DIFFERENTIATED
 from corerl.algorithms.registry import policy_loss, users_estimate, users_postprocess
-from corerl.config.problems import Problems
 from corerl.config.schema import KL_ESTIMATOR, AlgorithmConfig, Config, SideRoleChoice, TrainConfig
 from corerl.errors import ContractError, PluginBroken
 from corerl.messages import one_line
+from corerl.plan.check import Problems
 from corerl.plan.resolve import ROLES, Plugins, check_spec
 from corerl.plan.roles import CLIPPED
 from corerl.plugin.registry import Kind, Loaded, load_implementation

@@ -1,5 +1,5 @@
 """Find what contradicts itself in a config, long before the first GPU minute: a line for each problem, which begins
-with the path of a setting."""
+with the path of a setting; and collect what is wrong with a run, to report it all at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import attrs
 from corerl.config.options import RAYS, READ_AT_START, Need
 from corerl.config.schema import MOST_SAMPLES, Config
 from corerl.config.toml_text import class_fields
-from corerl.errors import ConfigError
+from corerl.errors import ConfigError, UserError
 from corerl.messages import did_you_mean_path, listed, short_repr
 from corerl.plugin.spec import ACTOR
 
@@ -246,3 +247,45 @@ def require_no_code_of_a_model(config: Config) -> None:
                         f"{name}: {directory!r} is the working directory, where modules are looked for, and has code "
                         f"that may have come with the model ({listed(code, SHOWN)}); run the command in another one"
                     )
+
+
+# ---- all problems together -------------------------------------------------------------------------------------------
+
+
+TABLE = re.compile(rf"(?:{'|'.join(attrs.fields_dict(Config))})[.\[=:]")  # a line that begins with its path
+
+
+class Problems:
+    """Collects user errors, to raise them together."""
+
+    def __init__(self) -> None:
+        self._found: list[UserError] = []
+
+    def add(self, *lines: str) -> None:
+        """Add lines that begin with the settings that they are about."""
+        self._found += map(ConfigError, lines)
+
+    @contextmanager
+    def stage(self, setting: str = "") -> Iterator[None]:
+        """Collect a UserError raised in the block, which ends only the block. `setting` is put before lines that do not
+        begin with a path in the config."""
+        try:
+            yield
+        except UserError as error:
+            self._found.append(_at(setting, error) if setting else error)
+
+    def raise_all(self) -> None:
+        """Raise a single error as it is, several as one ConfigError with the lines of all."""
+        errors = list({error.message: error for error in self._found}.values())
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise ConfigError("\n".join(error.message for error in errors)) from ExceptionGroup("problems", errors)
+
+
+def _at(path: str, error: UserError) -> UserError:
+    """The same error, with `path` before each line that has none."""
+    lines = [line if TABLE.match(line) else f"{path}: {line}" for line in error.message.splitlines()]
+    placed = type(error)("\n".join(lines))
+    placed.__cause__ = error
+    return placed

@@ -12,7 +12,6 @@ from attrs import evolve, fields, frozen
 from transformers import PreTrainedTokenizerBase
 
 from corerl.config.functions import imported
-from corerl.config.problems import Problems
 from corerl.config.schema import (
     Config,
     DataConfig,
@@ -23,13 +22,14 @@ from corerl.config.schema import (
     RolloutConfig,
 )
 from corerl.data.files import GivenRows, Rows
-from corerl.data.load import load_prompts
 from corerl.data.prompts import HeldOut, PromptSource
+from corerl.data.rows import load_prompts
 from corerl.engines.base import UNLIMITED, SamplingParams
 from corerl.errors import CorerlError, PluginBroken, UserError
 from corerl.messages import note, one_line
 from corerl.models.tokenizer import end_tokens, ignored_sampling
 from corerl.pictures import PictureReader, read
+from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins, check_spec
 from corerl.plugin.pictures import reader_class
 from corerl.plugin.registry import Kind, Loaded, load_implementation

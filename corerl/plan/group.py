@@ -7,7 +7,6 @@ from pathlib import Path
 from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.problems import Problems
 from corerl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -19,7 +18,7 @@ from corerl.config.schema import (
 )
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import plan_algorithm
-from corerl.plan.check import contradictions_of_a_group
+from corerl.plan.check import Problems, contradictions_of_a_group
 from corerl.plan.make import resolve_config
 from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
 from corerl.plan.plan import GroupPlan
@@ -111,7 +110,7 @@ def _of_a_group(config: Config, *, engines: bool) -> Config:
     `engines`, what is about these and taking turns with them."""
     algorithm, cluster = AlgorithmConfig(), ClusterConfig()
     kept = OF_ENGINES if engines else ("max_tokens",)
-    turns = () if engines else ("placement", "offload", "offload_kinds")
+    turns = () if engines else ("placement", "offload")
     return evolve(
         config,
         run=RunConfig(mode="train" if engines else "train-only", seed=config.run.seed),

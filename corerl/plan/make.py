@@ -11,7 +11,6 @@ from attrs import evolve
 
 from corerl.checkpoint.commit import NO_FAULTS, Faults
 from corerl.config.load import as_config, recorded
-from corerl.config.problems import Problems
 from corerl.config.schema import Config
 from corerl.config.toml_text import to_plain, toml_value
 from corerl.errors import ConfigError, Unsupported
@@ -22,7 +21,7 @@ from corerl.plan.algorithm import (
     notices_of_sampling,
     plan_algorithm,
 )
-from corerl.plan.check import contradictions, require_even, require_no_code_of_a_model
+from corerl.plan.check import Problems, contradictions, require_even, require_no_code_of_a_model
 from corerl.plan.data import (
     RolloutPlan,
     load_eval_sets,

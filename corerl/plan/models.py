@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from corerl.checkpoint.format import WEIGHTS, unusable
 from corerl.checkpoint.reader import CheckpointSource
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.errors import CheckpointError, ModelError
 from corerl.kinds import experts_of
@@ -32,6 +31,7 @@ from corerl.models.parts import parts_of
 from corerl.models.readers import SafetensorsSource
 from corerl.models.routing import routers
 from corerl.models.tokenizer import load_tokenizer, require_room_for_tokens, require_same_tokens
+from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
 from corerl.weights.adapters import is_adapter

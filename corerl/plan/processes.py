@@ -10,13 +10,13 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from corerl.cluster.arrangement import Placement, arrange
-from corerl.config.problems import Problems
 from corerl.config.schema import ClusterInfo, Config
 from corerl.config.toml_text import to_plain
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError
 from corerl.plan.algorithm import AlgorithmPlan
+from corerl.plan.check import Problems
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, check_spec

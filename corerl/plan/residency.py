@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 
 from corerl.config.schema import ClusterConfig, Config
 from corerl.errors import ConfigError
@@ -52,19 +52,17 @@ def residency_plan(
     roles: Sequence[str],
     passed: Collection[str],
     frozen: Collection[str] = (),
-    sleeps: Collection[MemoryKind] = ALL_KINDS,
 ) -> dict[str, Stage]:
     """The stages of a step by name, for the `roles` that share devices with engines; {} without such roles. Roles in
-    `passed` run a forward pass before training; those that are `frozen` neither train nor save. Of their memory only
-    the kinds in `sleeps` ever leave the device.
+    `passed` run a forward pass before training; those that are `frozen` neither train nor save.
 
     Each stage holds only what it reads, to minimize its peak: roles train and save one after the other, and engines
-    get memory for weights only once a rank holds nothing but its parameters, and what never leaves.
+    get memory for weights only once a rank holds nothing but its parameters.
     """
     if not roles:
         return {}
     trained = [role for role in roles if role not in frozen]
-    stages = {
+    return {
         COMPARE: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         ACTOR_WEIGHTS: Stage(ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
         FORWARD: Stage(ranks={role: frozenset({MemoryKind.PARAM}) for role in roles if role in passed}),
@@ -75,11 +73,6 @@ def residency_plan(
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }
-    if stays := ALL_KINDS - frozenset(sleeps):
-        for name, stage in stages.items():
-            ranks = {role: stage.ranks.get(role, frozenset()) | stays for role in roles}
-            stages[name] = evolve(stage, ranks=ranks)
-    return stages
 
 
 def offloaded(config: Config, device: str) -> tuple[str, ...]:

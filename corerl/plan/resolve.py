@@ -11,11 +11,11 @@ from typing import Any
 from attrs import evolve, fields, frozen
 
 from corerl.algorithms.base import REFERENCE
-from corerl.config.problems import Problems
 from corerl.config.schema import AlgorithmConfig, ClusterInfo, Config, ExtensionChoice, RewardConfig, RolesConfig
 from corerl.config.structuring import structure
 from corerl.errors import ConfigError, CorerlError, PluginBroken, PluginError
 from corerl.messages import nearest, one_line
+from corerl.plan.check import Problems
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import (
     INSTALL_HINTS,

@@ -13,11 +13,11 @@ from attrs import evolve, field, frozen
 from corerl.algorithms.base import Objective
 from corerl.checkpoint.reader import written_ranks
 from corerl.config.options import GLOO_INTERFACE
-from corerl.config.problems import Problems
 from corerl.config.schema import ClusterConfig, ClusterInfo, Config, ExtensionChoice, RoleConfig, TrainConfig
 from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
-from corerl.kinds import experts_of
+from corerl.kinds import MemoryKind, experts_of
+from corerl.plan.check import Problems
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
 from corerl.plugin import hooktrace
@@ -150,7 +150,7 @@ def _assignment(
             lora=cluster.lora,
             frozen=cluster.frozen,
             resume=resume,
-            sleeps=config.cluster.offload_kinds if role in offloaded(config, cluster.device) else (),
+            sleeps=tuple(MemoryKind) if role in offloaded(config, cluster.device) else (),
         ),
         extensions=tuple(evolve(own, options=to_plain(own.options)) for own, _ in extensions),
         transport=config.weights.transport if transport is not None else "",

@@ -12,12 +12,12 @@ from attrs import evolve
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from corerl.config.load import as_config
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from corerl.data.files import is_pattern
 from corerl.errors import ConfigError
 from corerl.models.lora import saved_settings
 from corerl.models.tokenizer import CHARACTERS, known_tokens
+from corerl.plan.check import Problems
 from corerl.plan.resolve import Plugins
 from corerl.plugin.capabilities import Capability
 from corerl.plugin.spec import ACTOR

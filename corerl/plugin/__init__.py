@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span
     from corerl.plugin.events import StepFinished as StepFinished
-    from corerl.plugin.helpers import REINSTALL_TORCH as REINSTALL_TORCH
-    from corerl.plugin.helpers import check_library as check_library
-    from corerl.plugin.helpers import check_nccl as check_nccl
-    from corerl.plugin.helpers import slow_attention as slow_attention
-    from corerl.plugin.helpers import version_numbers as version_numbers
     from corerl.plugin.hooks import Context as Context
     from corerl.plugin.hooks import ProcessFailure as ProcessFailure
     from corerl.plugin.hooks import RunControl as RunControl
@@ -45,6 +40,7 @@ if TYPE_CHECKING:
     from corerl.plugin.registry import scan as scan
     from corerl.plugin.registry import usable as usable
     from corerl.plugin.spec import API as API
+    from corerl.plugin.spec import REINSTALL_TORCH as REINSTALL_TORCH
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
     from corerl.plugin.spec import CommandSpec as CommandSpec
@@ -67,7 +63,11 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import SlowPath as SlowPath
     from corerl.plugin.spec import TransportSpec as TransportSpec
     from corerl.plugin.spec import Variant as Variant
+    from corerl.plugin.spec import check_library as check_library
+    from corerl.plugin.spec import check_nccl as check_nccl
     from corerl.plugin.spec import ok as ok
+    from corerl.plugin.spec import slow_attention as slow_attention
+    from corerl.plugin.spec import version_numbers as version_numbers
 else:
     from corerl.imports import on_demand
 

@@ -6,15 +6,15 @@ if TYPE_CHECKING:
     from corerl.event_loop import EventLoop as EventLoop
     from corerl.event_loop import in_thread as in_thread
     from corerl.event_loop import start_user_coroutine as start_user_coroutine
+    from corerl.rollout.encoding import OPENING as OPENING
+    from corerl.rollout.encoding import TAGS as TAGS
+    from corerl.rollout.encoding import Openings as Openings
     from corerl.rollout.encoding import Rejected as Rejected
     from corerl.rollout.encoding import encode_texts as encode_texts
     from corerl.rollout.encoding import expand as expand
+    from corerl.rollout.encoding import left_open as left_open
     from corerl.rollout.encoding import render as render
     from corerl.rollout.encoding import wrong_option as wrong_option
-    from corerl.rollout.reasoning import OPENING as OPENING
-    from corerl.rollout.reasoning import TAGS as TAGS
-    from corerl.rollout.reasoning import Openings as Openings
-    from corerl.rollout.reasoning import left_open as left_open
     from corerl.rollout.rewards import Failure as Failure
     from corerl.rollout.rewards import Judged as Judged
     from corerl.rollout.rewards import Outcome as Outcome

@@ -1,4 +1,4 @@
-"""Rollout steps that engines sample: what the schedules in `ordered`, `one_step_off` and `asynchronous` share."""
+"""Rollout steps that engines sample: what the schedules in `ordered` and `asynchronous` share."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.event_loop import EventLoop
 from corerl.ops.noise import hash_keys
 from corerl.pictures import Picture, PictureReader, read
-from corerl.rollout.encoding import encode, expand
-from corerl.rollout.reasoning import Openings
+from corerl.rollout.encoding import Openings, encode, expand
 from corerl.types import PICTURE, Array, IntArray, OnProgress, Output, SampleBatch, all_shown, offsets_of, rows_at
 
 if TYPE_CHECKING:
@@ -209,6 +208,8 @@ class Sampler(ABC):
         column, pictures = all_shown([(column, own) for (_, column), own in zip(encoded, shown, strict=True)])
         group, sample = rows_of(len(prompts), samples)
         repeated, rows = rows_at(offsets, group)
+        seen: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+        before = np.array([next(seen[prompt.index]) for prompt in prompts], dtype=np.int64)  # [P] of this step
         return GenerateRequest(
             tokens=tokens[repeated],
             offsets=rows,
@@ -217,7 +218,7 @@ class Sampler(ABC):
                 self.context.seed,
                 rollout_step,
                 np.array([prompt.index for prompt in prompts])[group],
-                (noise_salt * len(prompts) + _occurrence(prompts)[group]) * samples + sample,
+                (noise_salt * len(prompts) + before[group]) * samples + sample,
             ),
             params=params,
             picture=column[repeated],
@@ -369,9 +370,3 @@ def _with_experts(batches: Sequence[SampleBatch]) -> Sequence[SampleBatch]:
 def rows_of(prompts: int, samples: int) -> tuple[IntArray, IntArray]:
     """[R], [R] each row's prompt index and sample number."""
     return np.repeat(np.arange(prompts), samples), np.tile(np.arange(samples), prompts)
-
-
-def _occurrence(prompts: Sequence[Prompt]) -> IntArray:
-    """[P] how many times each prompt occurred earlier in this step."""
-    seen: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
-    return np.array([next(seen[prompt.index]) for prompt in prompts], dtype=np.int64)

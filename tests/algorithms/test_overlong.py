@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from corerl.algorithms.overlong import soft_overlong_penalty, without_truncated
+from corerl.algorithms.advantages import soft_overlong_penalty, without_truncated
 from corerl.types import SampleBatch
 
 

@@ -4,7 +4,8 @@ import statistics
 
 import numpy as np
 
-from corerl.algorithms.rloo import RLOO, Options, left_one_out
+from corerl.algorithms.base import Clip
+from corerl.algorithms.rloo import RLOO, left_one_out
 from corerl.types import SampleBatch
 
 
@@ -32,5 +33,5 @@ def test_penalties_of_tokens_count_as_their_samples() -> None:
         row_columns={"group": np.array([7, 7])},
     )
     penalties = np.array([0, -0.5, -0.5, 0, 0], dtype=np.float32)
-    found = RLOO(Options()).advantages(batch, np.array([3, 0], dtype=np.float32), penalties).advantages
+    found = RLOO(Clip()).advantages(batch, np.array([3, 0], dtype=np.float32), penalties).advantages
     assert (found.dtype, found.tolist()) == (np.float32, [0, 2, 2, 0, -2])

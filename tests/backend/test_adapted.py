@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from corerl.backend import StateKey
 from corerl.config.schema import LoraConfig
+from corerl.driver.export import write_adapters
 from corerl.errors import ModelError
-from corerl.models.export import write_adapters
 from corerl.models.lora import peft_config
 from corerl.trainer.worker import Worker
 from corerl.types import Array, Output

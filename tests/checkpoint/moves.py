@@ -15,8 +15,8 @@ from corerl.checkpoint.commit import begin
 from corerl.checkpoint.format import WEIGHTS
 from corerl.checkpoint.reader import CheckpointSource
 from corerl.config.schema import ModelConfig
+from corerl.driver.export import export_directory
 from corerl.models.config import hf_config
-from corerl.models.export import export_directory
 from corerl_testing.compare import Tensors, assert_follows, different, same_bits, saved_tensors
 from corerl_testing.subject import Checkpoint, Runs
 

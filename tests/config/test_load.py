@@ -155,17 +155,6 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ),
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
         ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
-        (
-            '[cluster]\noffload_kinds = ["params"]',
-            (
-                "cluster.offload_kinds[0]: expected one of 'param', 'master', 'grad', 'optimizer', got string "
-                "'params'; did you mean 'param'?"
-            ),
-        ),
-        (
-            "[cluster]\noffload_kinds = []",
-            "cluster.offload_kinds: must not be empty",
-        ),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from corerl.config.schema import DataConfig
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
+from corerl.data.rows import load_prompts
 
 
 def write(path: Path, *lines: str) -> Path:

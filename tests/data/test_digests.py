@@ -13,8 +13,8 @@ from xxhash import xxh3_64_intdigest
 
 from corerl.config.schema import DataConfig, DataSource
 from corerl.data.digests import digest, packed, places, unpacked
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.data.rows import load_prompts
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered, write
 

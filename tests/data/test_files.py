@@ -12,8 +12,8 @@ import pytest
 
 from corerl.config.load import config_of
 from corerl.config.schema import DataConfig, DataSource
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource
+from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError, DataError
 from corerl.plan.settle import with_absolute_paths
 from tests.data.files import load, numbered, parquet, write

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from corerl.config.schema import DataConfig, DataSource
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
+from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError
 from tests.data.files import load, numbered, write
 

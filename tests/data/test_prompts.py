@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from corerl.config.schema import DataConfig, DataSource
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptStream, SortDigits
+from corerl.data.rows import load_prompts
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered
 

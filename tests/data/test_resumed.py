@@ -11,9 +11,9 @@ import pytest
 from attrs import define
 
 from corerl.config.schema import DataConfig, DataSource
-from corerl.data.load import load_prompts
 from corerl.data.prompts import PromptSource, PromptStream
-from corerl.data.resumed import resume_data
+from corerl.data.rows import load_prompts
+from corerl.plan.resume import resume_data
 from tests.data.files import load, write
 
 OLD = [f"p{n}" for n in range(20)]

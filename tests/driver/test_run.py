@@ -16,15 +16,15 @@ from attrs import evolve
 from corerl.algorithms.base import REFERENCE
 from corerl.config.schema import CheckpointConfig, Config
 from corerl.data.prompts import Prompt
-from corerl.driver import evaluations
 from corerl.driver import run as driver
+from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.earlier_policies import EarlierPolicies
-from corerl.driver.evaluations import Evaluations, answers_in
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.driver.run import Run
+from corerl.driver.sampling import Evaluations, answers_in
 from corerl.driver.step_reports import StepNotices, StepReports
 from corerl.engines.base import SamplingParams
 from corerl.errors import DataError, ResizeFailed, SaveFailed
@@ -576,7 +576,7 @@ def test_each_set_is_evaluated_at_its_own_steps(
         told: Any = {"failures": {"raised": 2}, "first_failure": "why"}
         return Evaluation(metrics={f"eval/{name}": float(step)}, shown=shown, samples=shown, **told)
 
-    monkeypatch.setattr(evaluations, "evaluate", evaluate)
+    monkeypatch.setattr(of_driver, "evaluate", evaluate)
     heard = list[Any]()
     monkeypatch.setattr(Progress, "emit", lambda self, event: heard.append(event))
     sets = [a_set("a", every=2), a_set("b", every=3), a_set("c", every=0), a_set("d", every=10)]
@@ -666,7 +666,7 @@ def test_a_resumed_run_shows_the_answers_from_before_training(
         async def evaluate(*_: Any, **__: Any) -> Evaluation:
             return Evaluation(metrics={}, shown=answers(response), pictures=pictures)
 
-        monkeypatch.setattr(evaluations, "evaluate", evaluate)
+        monkeypatch.setattr(of_driver, "evaluate", evaluate)
         saves, ears = Files(-1), Ears()
         common = {"eval_sets": [a_set()], "source": Source(), "stop": Stop(True), "run_dir": tmp_path}
         run = make_run(make_config(), checkpoints=saves, ears=ears, **common, **parts)

@@ -8,9 +8,9 @@ from attrs import evolve
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import GenerateRequest, SamplingParams
 from corerl.engines.continuation import append, continued
-from corerl.engines.fake import FakeEngine
-from corerl.engines.specs import FakeConfig
 from corerl.errors import EngineFailed
+from corerl_testing.fake_engine import FakeEngine
+from corerl_testing.fake_spec import FakeConfig
 from tests.engines.models import context, pause_after, spread, update
 
 WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2, 2)}

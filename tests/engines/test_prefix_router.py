@@ -8,9 +8,9 @@ import pytest
 from corerl.config.schema import ModelConfig
 from corerl.engines import prefix_router
 from corerl.engines.base import EngineContext, Generation
-from corerl.engines.fake import FakeEngine
 from corerl.engines.prefix_router import PrefixRouter, in_order
-from corerl.engines.specs import FakeConfig
+from corerl_testing.fake_engine import FakeEngine
+from corerl_testing.fake_spec import FakeConfig
 from tests.engines.services import generation_of, request_of
 from tests.pictured import PICTURES
 from tests.pictured import request_of as pictured_request

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from corerl.config.schema import DataConfig
-from corerl.data.load import load_prompts
 from corerl.data.prompts import Prompt
+from corerl.data.rows import load_prompts
 from examples.smollm2.tasks import TASKS, reward, write
 
 

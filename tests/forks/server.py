@@ -44,7 +44,7 @@ PRELOAD = [
     *(
         "corerl.rollout.source",
         "corerl.rollout.asynchronous",
-        "corerl.rollout.one_step_off",
+        "corerl.rollout.ordered",
         "corerl_agents.sampler",
         "corerl.rollout.rewards",
     ),

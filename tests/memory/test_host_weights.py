@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from corerl.errors import ModelError, WrongState
-from corerl.memory.host_weights import HostWeights
 from corerl.memory.pool import HostMemory, Piece
+from corerl.memory.storage import HostWeights
 from corerl.weights.chunks import Chunk
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.config.schema import ModelConfig
+from corerl.driver.export import export_directory, write_adapters
 from corerl.errors import ModelError, SaveFailed
 from corerl.models.config import hf_config
-from corerl.models.export import export_directory, write_adapters
 from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.names import hf_boxes
 from corerl.models.readers import INDEX, SINGLE

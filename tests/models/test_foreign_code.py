@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from corerl.config.schema import ModelConfig
+from corerl.driver.export import export_directory
 from corerl.engines.base import EngineContext
 from corerl.engines.specs import TransformersConfig
 from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
-from corerl.models.export import export_directory
 from corerl.models.files import meta_model
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
 from corerl.plan.models import require_weights

@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
-from corerl.models.initial import Constant, Fixed, Initial, Normal, RandomSource, Uniform, initials
+from corerl.models.files import Constant, Fixed, Initial, Normal, RandomSource, Uniform, initials
 from corerl.models.names import hf_boxes
 from corerl.ops.noise import normal
 from corerl_testing.models import KINDS, tiny_config
@@ -97,7 +97,7 @@ def test_a_box_has_the_values_that_the_whole_tensor_has_there(monkeypatch: pytes
     ]:
         part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         assert torch.equal(source.read("w", offsets, sizes), full[part])
-    monkeypatch.setattr("corerl.models.initial.VALUES", {"cpu": 40})
+    monkeypatch.setattr("corerl.models.files.VALUES", {"cpu": 40})
     assert torch.equal(whole(source, "w"), full)
 
 
@@ -108,7 +108,7 @@ def test_only_the_box_that_is_asked_for_is_drawn(monkeypatch: pytest.MonkeyPatch
         drawn.append(counters.numel())
         return normal(key, counters)
 
-    monkeypatch.setattr("corerl.models.initial.normal", counted)
+    monkeypatch.setattr("corerl.models.files.normal", counted)
     RandomSource(tiny_config("qwen3"), {"w": (1000, 1000)}, seed=0).read("w", (10, 20), (5, 6))
     assert sum(drawn) == 30
 
@@ -138,5 +138,5 @@ def test_a_gpu_draws_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) ->
         assert drawn.is_cuda
         torch.testing.assert_close(drawn.cpu(), whole(on_cpu, name), rtol=1e-6, atol=0)
     full = whole(on_gpu, "w")
-    monkeypatch.setattr("corerl.models.initial.VALUES", {"cuda": 4000})
+    monkeypatch.setattr("corerl.models.files.VALUES", {"cuda": 4000})
     assert torch.equal(on_gpu.read("w", (100, 7), (300, 900)), full[100:400, 7:907])

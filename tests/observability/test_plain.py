@@ -5,7 +5,7 @@ from pathlib import Path
 
 from attrs import evolve
 
-from corerl.observability.plain import PlainView
+from corerl.observability.console import PlainView
 from corerl.observability.run_state import RunState
 from corerl.plugin.events import Evaluated, Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole

@@ -11,9 +11,9 @@ from attrs import evolve
 
 from corerl.config.schema import Config, LoraConfig, ModelConfig
 from corerl.config.structuring import structure
+from corerl.driver.export import write_adapters
 from corerl.errors import UserError
 from corerl.models.config import hf_config
-from corerl.models.export import write_adapters
 from corerl.models.files import kept_digest, meta_model
 from corerl.models.lora import peft_config
 from corerl.models.names import shapes_of

@@ -32,7 +32,6 @@ def paths(*overrides: str) -> list[str]:
         "algorithm.routing_replay=recompute algorithm.old_logprobs=recompute",
         "algorithm.overlong=penalty algorithm.overlong_buffer=256",
         "algorithm.kl_coef=0.1 algorithm.kl_target=0.1",
-        'cluster.offload_kinds=["grad","param","optimizer","master"]',
         "cluster.address=h:1 cluster.resources.h200=1 roles.actor.ranks=1000",
         "weights.every=3 run.mode=rollout-only",  # nothing is sent
         "eval.samples=8 eval.temperature=0.5 eval.top_p=0.9",

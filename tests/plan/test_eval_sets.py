@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corerl.data.load import load_prompts
+from corerl.data.rows import load_prompts
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan

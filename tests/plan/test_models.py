@@ -12,14 +12,14 @@ from attrs import evolve
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
-from corerl.config.problems import Problems
 from corerl.config.schema import Config, LoraConfig, ModelConfig
+from corerl.driver.export import write_adapters
 from corerl.errors import CheckpointError, ModelError
 from corerl.models.config import hf_config
-from corerl.models.export import write_adapters
 from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
 from corerl.models.names import shapes_of
+from corerl.plan.check import Problems
 from corerl.plan.group import plan_group
 from corerl.plan.models import (
     RoleModel,

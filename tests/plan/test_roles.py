@@ -27,6 +27,7 @@ from corerl.config.schema import (
     WeightsConfig,
 )
 from corerl.errors import Unsupported
+from corerl.kinds import MemoryKind
 from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
@@ -249,12 +250,8 @@ def test_memory_is_given_back_only_where_it_is_shared(
 
 
 def test_a_role_knows_what_of_its_memory_will_sleep() -> None:
-    some = ("grad", "optimizer")
-    for offload, sleeps in (("always", some), ("never", ())):
-        cluster = ClusterConfig(
-            offload=offload,  # type: ignore[arg-type]
-            offload_kinds=some,
-        )
+    for offload, sleeps in (("always", tuple(MemoryKind)), ("never", ())):
+        cluster = ClusterConfig(offload=offload)  # type: ignore[arg-type]
         role = planned(config_for(cluster=cluster)).assignments[0].config
         assert role.sleeps == sleeps
 

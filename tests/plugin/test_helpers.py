@@ -8,8 +8,7 @@ import pytest
 
 from corerl.config.schema import ClusterInfo
 from corerl.kinds import InPieces, ModelSize
-from corerl.plugin.helpers import IN_PIECES, check_library, slow_attention
-from corerl.plugin.spec import Finding, Level
+from corerl.plugin.spec import IN_PIECES, Finding, Level, check_library, slow_attention
 
 
 def found(distribution: str = "numpy") -> Finding:

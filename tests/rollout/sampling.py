@@ -9,8 +9,7 @@ import numpy as np
 from corerl.data.prompts import PromptStream, SortDigits
 from corerl.engines.base import SamplingParams
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.one_step_off import OneStepOffRollouts
-from corerl.rollout.ordered import OrderedRollouts
+from corerl.rollout.ordered import OneStepOffRollouts, OrderedRollouts
 from corerl.rollout.rewards import Reward, find_reward
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout

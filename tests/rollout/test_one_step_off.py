@@ -14,8 +14,7 @@ from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import DataError, EngineFailed
 from corerl.rollout.dynamic_sampling import DynamicSampling
-from corerl.rollout.one_step_off import OneStepOffRollouts
-from corerl.rollout.ordered import OrderedRollouts
+from corerl.rollout.ordered import OneStepOffRollouts, OrderedRollouts
 from corerl.rollout.rewards import Reward
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies

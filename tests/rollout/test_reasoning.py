@@ -9,8 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from corerl.data.prompts import Prompt
-from corerl.rollout.encoding import encode, render
-from corerl.rollout.reasoning import TAGS, Openings, generation_prompt, left_open
+from corerl.rollout.encoding import TAGS, Openings, encode, generation_prompt, left_open, render
 from corerl_agents.script import byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -93,24 +93,6 @@ def test_roles_that_never_sleep_add_up_on_their_device(tmp_path: Path) -> None:
     assert "the critic" not in alone and "the engine's weights" not in alone
 
 
-def test_memory_that_never_sleeps_counts_in_every_stage(tmp_path: Path) -> None:
-    config = on_gpus(tmp_path, train={"precision": "bfloat16"}, **CRITIC)
-    usual = forecaster_of(config)
-    some = forecaster_of(evolve(config, cluster=evolve(config.cluster, offload_kinds=("param", "grad"))))
-    kinds = {}
-    for role in ("actor", "critic"):
-        memory = usual.role(role)
-        assert not isinstance(memory, str)
-        kinds[role] = {kind: memory.rank.kinds[kind] for kind in (MemoryKind.MASTER, MemoryKind.OPTIMIZER)}
-        assert kinds[role][MemoryKind.OPTIMIZER] > 0
-    both = sum(count for each in kinds.values() for count in each.values())
-    before, after = usual.forecast().stages, some.forecast().stages
-    assert before.keys() == after.keys() and len(before) > 3
-    for name, stage in after.items():
-        own = name.partition(" ")[2] if name.startswith("train") else ""  # its own were there before
-        assert stage.total - before[name].total == both - sum(kinds.get(own, {}).values()), name
-
-
 def with_actor(forecaster: Forecaster, actor: Any) -> Forecaster:
     processes = evolve(forecaster.plan.processes, roles={"actor": actor})
     return Forecaster(evolve(forecaster.plan, processes=processes))
@@ -197,9 +179,6 @@ def test_roles_that_share_devices_pass_samples_at_once(tmp_path: Path) -> None:
     assert actor.total == teacher.total
     own = sum(count for part, count in actor.parts.items() if part.startswith(("actor's", "activations")))
     assert teacher.parts["the actor as it passes"] == own > 0
-    sleeps = {"cluster": {"offload_kinds": ["master", "grad", "optimizer"]}}
-    again = memory_of(on_gpus(tmp_path, **{**TEACHER, **sleeps, "algorithm": algorithm})).stages
-    assert again["forward actor"].total == again["forward teacher"].total == actor.total
 
 
 def test_a_tower_is_counted_whole_on_each_rank(tmp_path: Path) -> None:

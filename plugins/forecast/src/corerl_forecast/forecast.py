@@ -166,15 +166,13 @@ class Forecaster:
 
     def _passing(self, role: str, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory, sharing = known[role], self.plan.processes.sharing
-        held = _between_steps(memory)
-        if role in sharing:
-            held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
+        held = {PARAM: memory.rank.kinds[PARAM]} if role in sharing else _between_steps(memory)
         parts = {f"{role}'s {NAMES[kind]}": count for kind, count in held.items() if count}
         parts[self._activations(role)] = memory.passing - memory.rank.kinds[PARAM]
         if role in sharing:  # what takes turns passes at the same time
             others = {each.role for each in self.plan.algorithm.passes if each.role != role}
             for each in sorted(others & known.keys() & {*sharing}):
-                parts[f"the {each} as it passes"] = known[each].passing - self._stays(known[each]).get(PARAM, 0)
+                parts[f"the {each} as it passes"] = known[each].passing
         return StageMemory(stage=_passing(role), parts={**parts, **self._beside(role, known)})
 
     def _activations(self, role: str) -> str:
@@ -183,34 +181,26 @@ class Forecaster:
 
     def _updating(self, known: Mapping[str, RoleMemory]) -> StageMemory:
         memory = known[ACTOR]
-        held = {PARAM: memory.rank.kinds[PARAM], **self._stays(memory)}
         parts = {
-            **{f"{ACTOR}'s {NAMES[kind]}": count for kind, count in held.items()},
+            f"{ACTOR}'s {NAMES[PARAM]}": memory.rank.kinds[PARAM],
             "buckets": 2 * (self.plan.config.weights.bucket_bytes or proportionate_bucket(self._sent)),
             "the engine's weights": self._engine,
         }
         return StageMemory(stage=UPDATE, parts={**parts, **self._beside(ACTOR, known)})
 
     def _beside(self, role: str, known: Mapping[str, RoleMemory]) -> dict[str, int]:
-        """What others hold on the device meanwhile: nothing but their processes and what stays there, if they take
-        turns. An engine's caches are not known here."""
+        """What others hold on the device meanwhile: nothing but their processes, if they take turns.
+        An engine's caches are not known here."""
         config, own = self.plan.config, self.plan.config.own_devices
         together = [each for each in self.plan.processes.roles if each == role or {each, role}.isdisjoint(own)]
         engine = config.run.has_engines and config.cluster.placement == "colocated"
         others = [each for each in together if each != role and each in known]
-        if role in self.plan.processes.sharing:
-            found = {f"the {each}": sum(self._stays(known[each]).values()) for each in others}
-            parts = {what: count for what, count in found.items() if count}
-        else:
+        parts: dict[str, int] = {}
+        if role not in self.plan.processes.sharing:
             parts = {f"the {each}": sum(_between_steps(known[each]).values()) for each in others}
             if engine and role not in own:
                 parts["the engine's weights"] = self._engine
         return {**parts, "processes": PROCESS * (len(together) + engine)}
-
-    def _stays(self, memory: RoleMemory) -> dict[MemoryKind, int]:
-        """What a rank that takes turns holds in every stage."""
-        sleeps = self.plan.config.cluster.offload_kinds
-        return {kind: count for kind, count in _between_steps(memory).items() if kind not in sleeps}
 
     @property
     def _sent(self) -> int:

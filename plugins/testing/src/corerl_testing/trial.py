@@ -11,7 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from corerl.algorithms import ACTOR, Advantages, AlgorithmSpec, LossInputs, LossResult
-from corerl.algorithms.overlong import without_truncated
+from corerl.algorithms.advantages import without_truncated
 from corerl.backend import MetricSum, resolve_loss, to_device
 from corerl.config import Config, config_of
 from corerl.data import plan_steps

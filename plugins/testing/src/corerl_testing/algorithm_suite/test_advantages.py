@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from corerl.algorithms import Advantages
-from corerl.algorithms.overlong import without_truncated
+from corerl.algorithms.advantages import without_truncated
 from corerl.types import Array, Output, rows_at
 from corerl_testing.marks import algorithm_check as check
 from corerl_testing.tolerances import ADVANTAGES

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.config.problems import Problems
 from corerl.errors import ConfigError, Unsupported
+from corerl.plan.check import Problems
 
 
 def collect(problems: Problems, error: Exception) -> None:

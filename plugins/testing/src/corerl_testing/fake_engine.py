@@ -9,12 +9,12 @@ import numpy as np
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, EngineContext, GenerateRequest, Generation, OnFinished, Received, ignore
 from corerl.engines.lifecycle import EngineLifecycle
-from corerl.engines.specs import FakeConfig
 from corerl.ops.noise import hash_keys
 from corerl.types import offsets_of
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest
 from corerl.weights.transport import Address
+from corerl_testing.fake_spec import FakeConfig
 
 if TYPE_CHECKING:
     import torch

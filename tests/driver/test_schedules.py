@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from corerl.algorithms.schedules import learning_rate
+from corerl.driver.roles import learning_rate
 
 
 def rates(decay: str, *, warmup_steps: int, total_steps: int, final_ratio: float = 0.1) -> list[float]:

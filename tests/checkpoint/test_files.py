@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from corerl.weights.files import room_for, write_tensors
+from corerl.checkpoint.format import room_for, write_tensors
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
