@@ -78,10 +78,13 @@ def _write(directory: Path, fields: dict[str, Any], device: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = fields["eos_token_id"]
     model.save_pretrained(directory, max_shard_size="4GB")
-    inner = Tokenizer(models.WordLevel({f"w{token}": token for token in range(fields["vocab_size"])}, unk_token="w0"))
+    # Names of special tokens are found within words too.
+    special = {"<pad>": PAD, "<begin>": BEGIN, "<end>": END}
+    words = special | {f"w{token}": token for token in range(SPECIAL, fields["vocab_size"])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token=f"w{BEGIN}", eos_token=f"w{END}", pad_token=f"w{PAD}", unk_token=f"w{PAD}"
+        tokenizer_object=inner, bos_token="<begin>", eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
     )
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(directory)
