@@ -17,8 +17,8 @@ from attrs import frozen
 
 from benchmarks.shapes import SHAPES, tiny_shape
 
-BEGIN, END, PAD = 1, 2, 0  # token ids
-SPECIAL = 3  # the first token id that prompts have
+PAD, BEGIN, END, NEWLINE = range(4)  # token ids
+SPECIAL = 4  # the first token id that is a word
 SHORTEST, LONGEST = 10, 100  # tokens of a prompt
 ATTENTION = "packed"  # the name under which peers/attention.py registers
 
@@ -70,7 +70,7 @@ def write_checkpoint(directory: Path, fields: Mapping[str, Any], *, device: str)
 
 def _write(directory: Path, fields: dict[str, Any], device: str) -> None:
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
@@ -78,14 +78,15 @@ def _write(directory: Path, fields: dict[str, Any], device: str) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = fields["eos_token_id"]
     model.save_pretrained(directory, max_shard_size="4GB")
-    # Names of special tokens are found within words too.
-    special = {"<pad>": PAD, "<begin>": BEGIN, "<end>": END}
+    # Special tokens are found within words too. verl asks a tokenizer of this kind of model for two that Qwen's has.
+    special = {"<pad>": PAD, "<begin>": BEGIN, "<|im_end|>": END, "\n": NEWLINE}
     words = special | {f"w{token}": token for token in range(SPECIAL, fields["vocab_size"])}
     inner = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<begin>", eos_token="<end>", pad_token="<pad>", unk_token="<pad>"
+        tokenizer_object=inner, bos_token="<begin>", eos_token="<|im_end|>", pad_token="<pad>", unk_token="<pad>"
     )
+    tokenizer.add_tokens([AddedToken("\n", normalized=False)])
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(directory)
 
