@@ -253,7 +253,7 @@ def make(
 def main() -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
-    command.add_argument("--side", choices=(*SIDES, "both"), default="both")
+    command.add_argument("--side", choices=(*SIDES, "both", "none"), default="both", help="none: of kept steps alone")
     command.add_argument("--steps", type=int, default=3, help="that count")
     command.add_argument("--warm", type=int, default=2, help="steps before them")
     command.add_argument("--attention", default="triton", help="SGLang's attention backend, on both sides")
@@ -269,7 +269,7 @@ def main() -> int:
     command.add_argument("--tiny", action="store_true", help="CoreRL alone in a small size, on a CPU")
     command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
-    if args.tiny and args.side != "corerl":
+    if args.tiny and args.side in ("verl", "both"):
         command.error("--tiny: verl needs a GPU, add --side corerl")
     whole, reports = True, []
     with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
@@ -281,8 +281,9 @@ def main() -> int:
             if args.overrides:
                 print("\n".join(verl_overrides(case, args, checkpoint, data_of(case, args, keep.resolve())[1])))
                 continue
-            fields = work.fields_of(case, tiny=args.tiny)
-            work.write_checkpoint(checkpoint, fields, device="cpu" if args.tiny else "cuda")
+            if args.side != "none":
+                fields = work.fields_of(case, tiny=args.tiny)
+                work.write_checkpoint(checkpoint, fields, device="cpu" if args.tiny else "cuda")
             steps, made = make(name, case, args, keep, checkpoint)
             whole = whole and made
             reports.append(report(name, case, steps, args.warm))
