@@ -73,7 +73,9 @@ class Ended:
 class Process:
     """A program. Use it as a context: whatever is left of it is killed at the end."""
 
-    def __init__(self, command: Sequence[str], *, directory: Path, environment: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self, command: Sequence[str], *, directory: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ):
         """Its output goes to a file in `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
         self._output = directory / "output"

@@ -1,7 +1,7 @@
 """For verl: attention of packed rows by the FlashAttention kernel in torch, as transformers' attention `packed`.
 
-verl's own choice is the package flash-attn, of which there is no wheel for torch 2.11; transformers' others build a mask
-of all pairs of tokens. verl imports this module by its option `model.external_lib`.
+verl's own choice is the package flash-attn, of which there is no wheel for torch 2.11; transformers' others build a
+mask of all pairs of tokens. verl imports this module by its option `model.external_lib`.
 """
 
 from __future__ import annotations

@@ -134,7 +134,9 @@ def verl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory
     metrics = directory / "metrics.jsonl"
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data)]
     environment = {
-        **{"VERL_FILE_LOGGER_PATH": str(metrics), "HF_HOME": str(directory / "cache"), "HYDRA_FULL_ERROR": "1"},
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "HF_HOME": str(directory / "cache"),
+        "HYDRA_FULL_ERROR": "1",
         **dict(each.split("=", 1) for each in args.verl_environment),
     }
     with Process([*command, f"hydra.run.dir={directory}"], directory=directory, environment=environment) as run:
@@ -194,7 +196,7 @@ def report(name: str, case: Case, steps: Mapping[str, Steps], warm: int) -> Repo
         numbers = [Number(what=f"{name}: CoreRL's tokens a second over verl's", values=ratios, unit="x")]
     for side, each in counted.items():
         numbers += [
-            Number(what=f"{name}, {side}: sampled", values=[1 / seconds for seconds in by_token(each)], unit="tokens/s"),
+            Number(what=f"{name}, {side}", values=[1 / seconds for seconds in by_token(each)], unit="tokens/s"),
             Number(what=f"{name}, {side}: a sample", values=[step["length"] for step in each], unit="tokens"),
             *(
                 Number(what=f"{name}, {side}: {part}", values=values, unit="s")

@@ -1,4 +1,4 @@
-"""The work that CoreRL and a peer are both given: one checkpoint with random weights, a tokenizer, prompts and a reward.
+"""The work that CoreRL and a peer are given: one checkpoint with random weights, a tokenizer, prompts and a reward.
 
 Each token of the tokenizer is a word, `w17` for example, so that any sampled row of tokens has a text, and a text the
 same tokens on both sides.
