@@ -48,8 +48,8 @@ def attention(
     """Query [1, H, T, D], key and value [1, Hkv, T, D] to [1, T, H, D]."""
     if len(query) != 1:
         raise ValueError(f"got {len(query)} padded rows, expected one of packed tokens: set model.use_remove_padding")
-    rows = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
-    return packed_attention(*rows, layout(position_ids), scaling)[None], None
+    q, k, v = (each[0].transpose(0, 1).to(value.dtype) for each in (query, key, value))
+    return packed_attention(q, k, v, layout(position_ids), scaling)[None], None
 
 
 AttentionInterface.register(ATTENTION, attention)

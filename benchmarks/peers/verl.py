@@ -25,10 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from attrs import evolve
-
 from benchmarks.peers import work
-from benchmarks.peers.work import CASES, TINY, Case
+from benchmarks.peers.work import CASES, Case
 from benchmarks.report import Comparison, Number, Report, finish, joined
 from benchmarks.runs import LARGE, SERVER, Process, Watched, say_steps, sglang, value
 
@@ -278,7 +276,7 @@ def main() -> int:
         keep = args.keep or Path(temporary)
         keep.mkdir(parents=True, exist_ok=True)
         for name in args.case:
-            case = evolve(CASES[name], **(TINY if args.tiny else {}))
+            case = work.tiny_case(CASES[name]) if args.tiny else CASES[name]
             checkpoint = keep.resolve() / f"{case.shape}-{case.ends_every}{'-tiny' * args.tiny}"
             if args.overrides:
                 print("\n".join(verl_overrides(case, args, checkpoint, data_of(case, args, keep.resolve())[1])))

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from benchmarks.shapes import SHAPES, tiny_shape
 
@@ -44,7 +44,11 @@ CASES: Mapping[str, Case] = {
     "lora-8b": Case(shape="8b", new=256, lora=32),
     "lora-8b-adapters": Case(shape="8b", new=256, lora=32, adapters=True, target=1.4),
 }
-TINY = {"new": 12, "micro_batch": 512}  # with --tiny in place of a case's own
+
+
+def tiny_case(case: Case) -> Case:
+    """The same in a size for CPUs."""
+    return evolve(case, new=12, micro_batch=512)
 
 
 def fields_of(case: Case, *, tiny: bool) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 
 from benchmarks.peers import work
 from benchmarks.peers.verl import common, read_verl, report
@@ -77,7 +76,7 @@ def test_packed_attention_for_peers_equals_rows_apart() -> None:
 
     from benchmarks.peers import attention
 
-    fields = work.fields_of(evolve(CASES["short"]), tiny=True)
+    fields = work.fields_of(CASES["short"], tiny=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), attn_implementation="sdpa").eval()
     rows = [torch.randint(3, 97, (length,)) for length in (7, 30, 12)]
