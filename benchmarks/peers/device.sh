@@ -10,7 +10,8 @@
 #   bash benchmarks/peers/device.sh SITE OUT table           # one table of all that was kept
 #
 # SITE is the directory with the wheels of CoreRL and of verl.txt, or "-" where they are in the environment; OUT gets the JSON
-# files. What a call has completed is kept in PEERS_KEEP (/tmp/peers), and a call that is repeated makes the rest.
+# files and the logs. What a call has completed is kept in PEERS_KEEP (/tmp/peers), and a call that is repeated makes the rest.
+# Further words are of benchmarks.peers.verl: `long --steps 2`.
 set -euo pipefail
 site=$1 out=$2 part=$3
 keep=${PEERS_KEEP:-/tmp/peers}
@@ -20,10 +21,10 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 mkdir -p "$out" "$keep"
 
-compare() {  # NAME WORDS...
-    local name=$1
-    shift
-    python3 -m benchmarks.peers.verl --keep "$keep" --warm 1 --deadline 285 --output "$out/$name.json" "$@"
+compare() {  # CASE WORDS...
+    case=$1
+    trap 'cp "$keep/$case"-*.log "$out/"' EXIT
+    python3 -m benchmarks.peers.verl --keep "$keep" --warm 1 --deadline 285 --case "$@" --output "$out/$1.json"
 }
 
 case $part in
@@ -44,11 +45,11 @@ PY
     mapfile -t overrides < "$keep/overrides"
     python3 -m verl.trainer.main_ppo --cfg job "${overrides[@]}" > "$out/verl.yaml"
     ;;
-short) compare short --case short --steps 4 ;;
-ragged) compare ragged --case ragged --steps 2 ;;
-long) compare long --case long --steps 1 ;;
-lora) compare lora --case lora-8b --steps 3 ;;
-lora-adapters) compare lora-adapters --case lora-8b-adapters --steps 3 ;;
+short) compare short --steps 4 "${@:4}" ;;
+ragged) compare ragged --steps 2 "${@:4}" ;;
+long) compare long --steps 1 "${@:4}" ;;
+lora) compare lora-8b --steps 3 "${@:4}" ;;
+lora-adapters) compare lora-8b-adapters --steps 3 "${@:4}" ;;
 table) python3 -m benchmarks.peers.verl --keep "$keep" --side none --warm 1 | tee "$out/table.md" ;;
 *) echo "no part $part" >&2; exit 2 ;;
 esac

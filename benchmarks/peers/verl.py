@@ -10,7 +10,7 @@ samples 64 rows with SGLang, scores them, takes one optimizer step and sends the
 those that each side reports (`time/step`, `timing_s/step`), without the first steps. Sides and steps differ in how many
 tokens were sampled, so that what is compared are seconds by response token. README.md lists what is equal.
 
-With `--keep DIRECTORY` checkpoints and steps are kept, and the steps of a side that are there are not made again.
+With `--keep DIRECTORY` checkpoints, steps and logs are kept, and the steps of a side that are there are not made again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ SIDES = ("corerl", "verl")
 Steps = Sequence[Mapping[str, float]]
 PROMPTS, SAMPLES = 8, 8  # of a step; samples are of each prompt
 POLL_SECONDS = 0.2
+LOG = "log"  # what a side printed
 # Metrics of a step that both sides have: seconds, but for the first, which are tokens of a sample.
 NAMES = {
     "length": ("rollout/response_length", "response_length/mean"),
@@ -122,6 +124,7 @@ def corerl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directo
     config.write_text("")
     with Watched(*corerl_settings(case, args, checkpoint, data), directory=directory / "ours", config=config) as run:
         ended = run.wait(args.deadline)
+        (directory / LOG).write_text(ended.output)
         if ended.status != 0:
             say_steps(ended, well=False)
         return [*ended.steps]
@@ -144,6 +147,7 @@ def verl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory
                 break
             time.sleep(POLL_SECONDS)
         steps = read_verl(metrics)
+        (directory / LOG).write_text(run.output())
         if len(steps) < args.warm + args.steps:
             print(f"verl made {len(steps)} steps in {run.now():.0f} s:\n{run.output()[-6000:]}", flush=True)
         return steps
@@ -238,6 +242,7 @@ def make(
         if not file.exists() and args.side in (side, "both"):
             with tempfile.TemporaryDirectory(prefix=f"{side}-") as directory:
                 made = [common(side, step) for step in makers[side](case, args, checkpoint, Path(directory))]
+                shutil.copy(Path(directory) / LOG, keep / f"{name}-{side}.log")
             for number, step in enumerate(made):
                 print(f"{name}, {side}, step {number}: {step}", flush=True)
             if len(made) >= args.warm + args.steps:
