@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks import runs
 from benchmarks.peers import work
-from benchmarks.peers.verl import common, read_verl, report
+from benchmarks.peers.verl import common, read_verl, report, verl_steps
 from benchmarks.peers.work import CASES
 
 # A line of verl 0.9.1's logger `file`, most metrics left out.
@@ -34,6 +37,32 @@ def test_steps_of_verl_are_read_from_its_file_logger(tmp_path: Path) -> None:
     assert common("verl", step) == {"length": 250.0, "step": 1.6, "sampling": 0.9, "training": 0.5, "update": 0.1}
 
 
+TRAINER = """
+import json, os, sys, time
+total = int(next(word for word in sys.argv if word.startswith("trainer.total_training_steps")).split("=")[1])
+with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as sink:
+    for step in range(total):
+        sink.write(json.dumps({"step": step, "data": {"timing_s/step": 1.0 + step}}) + "\\n")
+print("trained", flush=True)
+time.sleep(600)  # as engines that outlive it
+"""
+
+
+@pytest.mark.processes
+def test_a_trainer_is_ended_with_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site" / "verl" / "trainer"
+    package.mkdir(parents=True)
+    (package / "main_ppo.py").write_text(TRAINER)
+    path = os.pathsep.join([str(tmp_path / "site"), runs.ENVIRONMENT["PYTHONPATH"]])
+    monkeypatch.setitem(runs.ENVIRONMENT, "PYTHONPATH", path)
+    words = {"tiny": True, "warm": 1, "steps": 2, "deadline": 60.0, "attention": "triton", "fused": "triton"}
+    args = argparse.Namespace(**words, verl_set=[], verl_environment=["NAME=value"])
+    (tmp_path / "work").mkdir()
+    steps = verl_steps(CASES["short"], args, tmp_path / "checkpoint", tmp_path / "work")
+    assert [step["timing_s/step"] for step in steps] == [1.0, 2.0, 3.0]
+    assert "trained" in (tmp_path / "work" / "log").read_text()
+
+
 def test_sides_are_compared_at_equal_tokens() -> None:
     ours = [{"length": 9.0, "step": 99.0}, {"length": 100.0, "step": 1.0}, {"length": 100.0, "step": 2.0}]
     other = [{"length": 9.0, "step": 99.0}, {"length": 200.0, "step": 3.0}, {"length": 100.0, "step": 4.0}]
@@ -52,6 +81,7 @@ def test_one_token_in_three_thousand_ends_a_ragged_sample() -> None:
     assert work.fields_of(CASES["long"], tiny=False)["eos_token_id"] == work.END
 
 
+@pytest.mark.processes
 def test_texts_of_the_tokenizer_become_the_same_tokens(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
