@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 from attrs import frozen
 
@@ -69,23 +70,16 @@ class Ended:
         return {name.removeprefix("time/"): self.mean(name, after=after) for name in names}
 
 
-class Watched:
-    """One run. Use it as a context: whatever is left of it is killed at the end."""
+class Process:
+    """A program. Use it as a context: whatever is left of it is killed at the end."""
 
     def __init__(
-        self,
-        *settings: str,
-        directory: Path,
-        config: Path = QUICKSTART,
-    ) -> None:
-        """In `directory`, which must not have held a run; `settings` as on the command line."""
+        self, command: Sequence[str], *, directory: Path, environment: Mapping[str, str] = MappingProxyType({})
+    ):
+        """Its output goes to a file in `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory = directory / "run"
         self._output = directory / "output"
         self.temporary = Path(tempfile.mkdtemp(prefix="corerl-"))  # a short path: names of sockets are cut off
-        own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
-        command = [sys.executable, "-c", MAIN, "train", str(config), *own, *settings]
-        self.command = " ".join(["corerl train", os.path.relpath(config, ROOT), *settings])
         self._began = time.monotonic()
         with self._output.open("wb") as sink:
             self.process = subprocess.Popen(
@@ -93,11 +87,11 @@ class Watched:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(self.temporary)},
+                env={**os.environ, **ENVIRONMENT, **environment, "TMPDIR": str(self.temporary)},
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,10 +108,9 @@ class Watched:
         """Seconds since its start."""
         return time.monotonic() - self._began
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Of metrics.jsonl so far."""
-        path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text(errors="replace")
 
     def processes(self) -> dict[int, str]:
         """All that come of it, with their command lines: those of its session, and what these have started."""
@@ -133,6 +126,27 @@ class Watched:
         while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
             found |= more
         return {pid: _command_line(pid) for pid in sorted(found)}
+
+
+class Watched(Process):
+    """A run of `corerl train`."""
+
+    def __init__(
+        self,
+        *settings: str,
+        directory: Path,
+        config: Path = QUICKSTART,
+    ) -> None:
+        """In `directory`, which must not have held a run; `settings` as on the command line."""
+        self.directory = directory / "run"
+        own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
+        self.command = " ".join(["corerl train", os.path.relpath(config, ROOT), *settings])
+        super().__init__([sys.executable, "-c", MAIN, "train", str(config), *own, *settings], directory=directory)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl so far."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     def servers(self) -> list[int]:
         """The engines' servers: processes that lead a session of their own."""
@@ -151,7 +165,7 @@ class Watched:
             seconds=time.monotonic() - self._began,
             steps=[line for line in lines if "time/step" in line],
             evaluations=[line for line in lines if "eval/reward" in line],
-            output=self._output.read_text(errors="replace"),
+            output=self.output(),
         )
 
 

@@ -15,12 +15,17 @@ from benchmarks.report import DIFFERENT
 pytestmark = [pytest.mark.nightly, pytest.mark.processes, pytest.mark.usefixtures("forked_python")]
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTED = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if "parse_args()" in path.read_text())
+STARTED = sorted(
+    ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts)
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if "parse_args()" in path.read_text() and path.stem != "pack"  # which downloads
+)
 SMALL = [
     "engine_throughput 0.6b --tiny",
     "episodes --size 64 --concurrency 32 --rounds 1 --tokens 80",
     "grpo_step 0.6b --tiny",
     "memory fsdp --tiny",
+    "peers.verl --tiny --side corerl --case ragged lora-8b-adapters --steps 2 --warm 1",
     "pictures --tiny --rounds 1",
     "pictures_memory --prompts 4 --size 320x240 --steps 1",
     "pictures_sglang qwen3_vl gemma3 --tiny",

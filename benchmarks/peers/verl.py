@@ -1,0 +1,304 @@
+"""Compare colocated GRPO steps of CoreRL and of verl on one GPU: the same checkpoint, prompts, engine and sizes.
+
+python -m benchmarks.peers.verl --case short ragged long --output found/verl.json
+python -m benchmarks.peers.verl --case lora-8b lora-8b-adapters --keep /tmp/keep --output found/verl-lora.json
+python -m benchmarks.peers.verl --case ragged --side corerl --tiny                          # CoreRL alone, on a CPU
+python -m benchmarks.peers.verl --case short --overrides                                    # what verl is given
+
+Each side runs as its user starts it, `corerl train` and `python -m verl.trainer.main_ppo`, one after the other. A step
+samples 64 rows with SGLang, scores them, takes one optimizer step and sends the weights to the engine; its seconds are
+those that each side reports (`time/step`, `timing_s/step`), without the first steps. Sides and steps differ in how many
+tokens were sampled, so that what is compared are seconds by response token. README.md lists what is equal.
+
+With `--keep DIRECTORY` checkpoints, steps and logs are kept, and the steps of a side that are there are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks.peers import work
+from benchmarks.peers.work import CASES, Case
+from benchmarks.report import Comparison, Number, Report, finish, joined
+from benchmarks.runs import LARGE, SERVER, Process, Watched, say_steps, sglang, value
+
+SIDES = ("corerl", "verl")
+Steps = Sequence[Mapping[str, float]]
+PROMPTS, SAMPLES = 8, 8  # of a step; samples are of each prompt
+POLL_SECONDS = 0.2
+LOG = "log"  # what a side printed
+# Metrics of a step that both sides have: seconds, but for the first, which are tokens of a sample.
+NAMES = {
+    "length": ("rollout/response_length", "response_length/mean"),
+    "step": ("time/step", "timing_s/step"),
+    "sampling": ("time/rollout", "timing_s/gen"),
+    "training": ("time/train", "timing_s/update_actor"),
+    "update": ("time/update_weights", "timing_s/update_weights"),
+}
+# What the engine's server is started with on both sides. A graph for as many rows as a step has, and no more.
+OPTIONS = {**SERVER, "cuda_graph_max_bs_decode": PROMPTS * SAMPLES}
+PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "peft", "tensordict")
+
+
+def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
+    """Of `corerl train`, added to an empty file."""
+    common = [
+        *("backend.name=fsdp", "roles.actor.ranks=1", "rollout.replicas=1", "algorithm.name=grpo", *LARGE),
+        *(f"model.path={checkpoint}", f"data.source={data}", "data.held_out=0"),
+        *("reward.name=benchmarks.peers.work:reward", f"rollout.max_tokens={case.new}"),
+        *(f"rollout.prompts={PROMPTS}", f"rollout.samples={SAMPLES}", f"run.steps={args.warm + args.steps}"),
+        *("train.mini_batches=1", "train.optimizer.lr=1e-6", f"train.tokens_per_micro_batch={case.micro_batch}"),
+        *("eval.every=0", "checkpoint.every=0", "checkpoint.export=false"),
+    ]
+    if case.lora:
+        common += [f"lora.rank={case.lora}", f"lora.alpha={case.lora}"]
+        common += [f"weights.lora={'adapter' if case.adapters else 'merged'}"]
+    if args.tiny:
+        # The engine transformers merges adapters.
+        kept = [each for each in common if not each.startswith("weights.lora")]
+        return [*kept, "cluster.device=cpu", "rollout.engine=transformers", "cluster.offload=always"]
+    engine = sglang(memory=case.memory, attention_backend=args.attention, server=OPTIONS)
+    return [*common, "cluster.device=cuda", "train.precision=bfloat16", *engine, *args.set]
+
+
+def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
+    """Of verl's configuration `ppo_trainer`, in Hydra's syntax."""
+    actor, model, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
+    work_of = [
+        *(f"data.train_files=[{data}]", f"data.val_files=[{data}]", f"data.train_batch_size={PROMPTS}"),
+        *(f"data.max_prompt_length={work.LONGEST}", f"data.max_response_length={case.new}"),
+        *("data.dataloader_num_workers=0", f"trainer.total_training_steps={args.warm + args.steps}"),
+        *("trainer.total_epochs=1000", "trainer.val_before_train=false", "trainer.test_freq=-1"),
+        *("trainer.save_freq=-1", "trainer.resume_mode=disable", "trainer.logger=[console,file]"),
+        *("trainer.nnodes=1", "trainer.n_gpus_per_node=1"),
+        *(f"reward.custom_reward_function.path={work.__file__}", "reward.num_workers=2"),
+        # GRPO without a KL term, critic or entropy bonus. The ratio's denominator are the engine's log-probs, as
+        # CoreRL's are by default, which spares a pass.
+        *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false"),
+        *("algorithm.rollout_correction.bypass_mode=true", f"{actor}.use_kl_loss=false", f"{actor}.entropy_coeff=0"),
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    ]
+    trained = [
+        *(f"{model}.path={checkpoint}", f"{model}.use_remove_padding=true"),
+        f"{model}.enable_gradient_checkpointing=false",
+        f"{model}.external_lib=benchmarks.peers.attention",
+        f"+{model}.override_config.attn_implementation={work.ATTENTION}",
+        # Without flash-attn's cross entropy verl would loop over tokens. Its kernels make no logits at all.
+        *(f"{model}.use_fused_kernels=true", f"{model}.fused_kernel_options.impl_backend={args.fused}"),
+        *(f"{actor}.strategy=fsdp2", f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_mini_batch_size={PROMPTS}"),
+        *(f"{actor}.ppo_max_token_len_per_gpu={case.micro_batch}", f"{actor}.loss_agg_mode=token-mean"),
+        *(f"{actor}.optim.lr=1e-6", f"{actor}.optim.betas=[0.9,0.95]", f"{actor}.optim.weight_decay=0.0"),
+        # One rank holds all: nothing is gained by freeing parameters after a layer, or by moving them to the host.
+        *(f"{actor}.fsdp_config.reshard_after_forward=false", f"{actor}.fsdp_config.param_offload=false"),
+        f"{actor}.fsdp_config.optimizer_offload=false",
+    ]
+    sampled = [
+        *(f"{rollout}.name=sglang", f"{rollout}.n={SAMPLES}", f"{rollout}.tensor_model_parallel_size=1"),
+        *(f"{rollout}.gpu_memory_utilization={case.memory}", f"{rollout}.agent.num_workers=4"),
+        *(
+            f"+{rollout}.engine_kwargs.sglang.{name}={value(each)}"
+            for name, each in {"attention_backend": args.attention, **OPTIONS}.items()
+        ),
+    ]
+    if case.lora:
+        trained += [f"{model}.lora_rank={case.lora}", f"{model}.lora_alpha={case.lora}"]
+        # Weights that are not trained are held in half precision, adapters with them.
+        trained += [f"{model}.lora.merge={value(not case.adapters)}", f"{actor}.fsdp_config.model_dtype=bf16"]
+        if case.adapters:
+            sampled += [f"{rollout}.load_format=safetensors"]  # the server reads the weights, and is sent none
+    return [*work_of, *trained, *sampled, *args.verl_set]
+
+
+def corerl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Steps:
+    data, _ = data_of(case, args, directory)
+    config = directory / "run.toml"
+    config.write_text("")
+    with Watched(*corerl_settings(case, args, checkpoint, data), directory=directory / "ours", config=config) as run:
+        ended = run.wait(args.deadline)
+        (directory / LOG).write_text(ended.output)
+        if ended.status != 0:
+            say_steps(ended, well=False)
+        return [*ended.steps]
+
+
+def verl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Steps:
+    _, data = data_of(case, args, directory)
+    metrics = directory / "metrics.jsonl"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data)]
+    environment = {
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "HF_HOME": str(directory / "cache"),
+        "HYDRA_FULL_ERROR": "1",
+        **dict(each.split("=", 1) for each in args.verl_environment),
+    }
+    with Process([*command, f"hydra.run.dir={directory}"], directory=directory, environment=environment) as run:
+        while run.process.poll() is None and run.now() < args.deadline:
+            # Killed with its last step: its engine's processes outlive it otherwise.
+            if len(read_verl(metrics)) >= args.warm + args.steps:
+                break
+            time.sleep(POLL_SECONDS)
+        steps = read_verl(metrics)
+        (directory / LOG).write_text(run.output())
+        if len(steps) < args.warm + args.steps:
+            print(f"verl made {len(steps)} steps in {run.now():.0f} s:\n{run.output()[-6000:]}", flush=True)
+        return steps
+
+
+def read_verl(metrics: Path) -> list[dict[str, float]]:
+    """The metrics of each step, as verl's logger `file` writes them."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return [json.loads(line)["data"] for line in lines]
+
+
+def data_of(case: Case, args: argparse.Namespace, directory: Path) -> tuple[Path, Path]:
+    """Files of prompts, enough for each step to have its own."""
+    vocabulary = work.fields_of(case, tiny=args.tiny)["vocab_size"]
+    longest = work.SHORTEST if args.tiny else work.LONGEST
+    texts = work.prompts(PROMPTS * (args.warm + args.steps), vocabulary=vocabulary, longest=longest)
+    return work.write_prompts(directory, texts)
+
+
+def common(side: str, step: Mapping[str, float]) -> dict[str, float]:
+    """What both sides measure of a step, under the names in NAMES."""
+    place = SIDES.index(side)
+    return {name: step[names[place]] for name, names in NAMES.items() if names[place] in step}
+
+
+def by_token(steps: Steps) -> list[float]:
+    """Seconds of each step by response token."""
+    return [step["step"] / (step["length"] * PROMPTS * SAMPLES) for step in steps]
+
+
+def report(name: str, case: Case, steps: Mapping[str, Steps], warm: int) -> Report:
+    """Of one case; a side of which nothing is known is left out. `steps` with the names in NAMES."""
+    counted = {side: each[warm:] for side, each in steps.items() if len(each) > warm}
+    comparisons, numbers = [], []
+    if len(counted) == len(SIDES):
+        ours, other = (by_token(counted[side]) for side in SIDES)
+        rounds = min(len(ours), len(other))
+        comparisons = [
+            Comparison(
+                what=f"{name}: a step by response token",
+                against="verl's",
+                ours=[1e3 * each for each in ours[:rounds]],  # of 1,000 tokens
+                other=[1e3 * each for each in other[:rounds]],
+                target=round(1 / case.target, 3),
+            )
+        ]
+        ratios = [theirs / own for own, theirs in zip(ours[:rounds], other[:rounds], strict=True)]
+        numbers = [Number(what=f"{name}: CoreRL's tokens a second over verl's", values=ratios, unit="x")]
+    for side, each in counted.items():
+        numbers += [
+            Number(what=f"{name}, {side}", values=[1 / seconds for seconds in by_token(each)], unit="tokens/s"),
+            Number(what=f"{name}, {side}: a sample", values=[step["length"] for step in each], unit="tokens"),
+            *(
+                Number(what=f"{name}, {side}: {part}", values=values, unit="s")
+                for part in list(NAMES)[1:]
+                if (values := [step[part] for step in each if part in step])
+            ),
+        ]
+    sizes = f"{name}: {case.shape} shape, {PROMPTS} x {SAMPLES} samples of at most {case.new} tokens"
+    return Report(
+        name="peers.verl",
+        size=sizes,
+        comparisons=comparisons,
+        numbers=numbers,
+        note=f"Without the first {warm} steps. Seconds by token are of 1,000 tokens of responses.",
+        versions=versions(),
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue  # of a side that does not run here
+    return found
+
+
+def make(
+    name: str, case: Case, args: argparse.Namespace, keep: Path, checkpoint: Path
+) -> tuple[dict[str, Steps], bool]:
+    """The steps of each side with the names in NAMES, and whether all were made."""
+    makers: dict[str, Callable[[Case, argparse.Namespace, Path, Path], Steps]] = {
+        "corerl": corerl_steps,
+        "verl": verl_steps,
+    }
+    steps: dict[str, Steps] = {}
+    whole = True
+    for side in SIDES:
+        file = keep / f"{name}-{side}.json"
+        if not file.exists() and args.side in (side, "both"):
+            with tempfile.TemporaryDirectory(prefix=f"{side}-") as directory:
+                made = [common(side, step) for step in makers[side](case, args, checkpoint, Path(directory))]
+                shutil.copy(Path(directory) / LOG, keep / f"{name}-{side}.log")
+            for number, step in enumerate(made):
+                print(f"{name}, {side}, step {number}: {step}", flush=True)
+            if len(made) >= args.warm + args.steps:
+                file.write_text(json.dumps(made))
+            else:
+                whole = False
+            steps[side] = made
+        elif file.exists():
+            steps[side] = json.loads(file.read_text())
+    return steps, whole
+
+
+def main() -> int:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
+    command.add_argument("--side", choices=(*SIDES, "both", "none"), default="both", help="none: of kept steps alone")
+    command.add_argument("--steps", type=int, default=3, help="that count")
+    command.add_argument("--warm", type=int, default=2, help="steps before them")
+    command.add_argument("--attention", default="triton", help="SGLang's attention backend, on both sides")
+    command.add_argument("--fused", choices=("triton", "torch"), default="triton", help="verl's kernels for log-probs")
+    command.add_argument("--deadline", type=float, default=420.0, help="seconds of a side, its start included")
+    command.add_argument("--set", nargs="*", default=[], help="more settings of CoreRL")
+    command.add_argument("--verl-set", nargs="*", default=[], help="more overrides of verl's configuration")
+    command.add_argument(
+        "--verl-environment", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of verl's side"
+    )
+    command.add_argument("--keep", type=Path, help="a directory for checkpoints and steps")
+    command.add_argument("--overrides", action="store_true", help="print verl's overrides, one a line, and end")
+    command.add_argument("--tiny", action="store_true", help="CoreRL alone in a small size, on a CPU")
+    command.add_argument("--output", help="a JSON file; without it a table is printed")
+    args = command.parse_args()
+    if args.tiny and args.side in ("verl", "both"):
+        command.error("--tiny: verl needs a GPU, add --side corerl")
+    whole, reports = True, []
+    with tempfile.TemporaryDirectory(prefix="peers-") as temporary:
+        keep = args.keep or Path(temporary)
+        keep.mkdir(parents=True, exist_ok=True)
+        for name in args.case:
+            case = work.tiny_case(CASES[name]) if args.tiny else CASES[name]
+            checkpoint = keep.resolve() / f"{case.shape}-{case.ends_every}{'-tiny' * args.tiny}"
+            if args.overrides:
+                print("\n".join(verl_overrides(case, args, checkpoint, data_of(case, args, keep.resolve())[1])))
+                continue
+            if args.side != "none":
+                fields = work.fields_of(case, tiny=args.tiny)
+                work.write_checkpoint(checkpoint, fields, device="cpu" if args.tiny else "cuda")
+            steps, made = make(name, case, args, keep, checkpoint)
+            whole = whole and made
+            reports.append(report(name, case, steps, args.warm))
+            if args.output:  # after each case: a later one may run out of time
+                finish(joined("peers.verl", reports), args.output)
+    if reports and not args.output:
+        finish(joined("peers.verl", reports), None)
+    return 0 if whole else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    raise SystemExit(main())
