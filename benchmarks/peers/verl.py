@@ -1,7 +1,7 @@
 """Compare colocated GRPO steps of CoreRL and of verl on one GPU: the same checkpoint, prompts, engine and sizes.
 
 python -m benchmarks.peers.verl --case short ragged long --output found/verl.json
-python -m benchmarks.peers.verl --case lora-8b lora-8b-adapters --keep /tmp/keep --output found/verl-lora.json
+python -m benchmarks.peers.verl --case lora-8b lora-8b-adapters --keep kept --output found/verl-lora.json
 python -m benchmarks.peers.verl --case ragged --side corerl --tiny                          # CoreRL alone, on a CPU
 python -m benchmarks.peers.verl --case short --overrides                                    # what verl is given
 

@@ -230,7 +230,8 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
         episode.chat(episode.messages)
         return 0.5
 
-    rollout = play(some, samples=3, timeout=0.5, concurrency=1)
+    limit = paced(0.5)
+    rollout = play(some, samples=3, timeout=limit, concurrency=1)
     waiting.set()
     kinds = [each.kind if isinstance(each, Failure) else each for each in rollout.outcomes]
     assert kinds == ["no-number", "raised", "silent", "timeout", "raised", 0.5]
@@ -243,7 +244,7 @@ def test_a_failing_function_keeps_what_was_sampled(play: Play) -> None:
     )
     assert told[2] == f"samplers.episodes.function 'mine:play' sent no request to the policy {on}"
     assert told[3].startswith(
-        "samplers.episodes.function 'mine:play' took longer than samplers.episodes.timeout=0.5 seconds on "
+        f"samplers.episodes.function 'mine:play' took longer than samplers.episodes.timeout={limit:g} seconds on "
     )
     assert "RuntimeError: n: got 2, wanted 1; leave it out" in told[4]
     plain = play(single, samples=3)
@@ -270,7 +271,7 @@ def test_async_functions_share_a_loop_and_a_time_limit(play: Play) -> None:
                 ended.append(episode)
         return 2.0
 
-    rollout = play(later, timeout=0.5)
+    rollout = play(later, timeout=paced(0.5))
     assert rollout.outcomes[:4] == [2.0] * 4
     assert {each.kind for each in rollout.outcomes[4:] if isinstance(each, Failure)} == {"timeout"}
     assert_equal(rollout, play(single))
