@@ -107,7 +107,7 @@ def given_to_server(model: ModelConfig, directory: Path) -> Given:
 
     directory.mkdir()
     server = mock.Mock(directory=directory, configure=configure)
-    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1}}]}
+    server.get.return_value = {"internal_states": [{"memory_usage": {"weight": 1, "kvcache": 1, "token_capacity": 1}}]}
     engine = SglangEngine(model, SglangConfig(), context(), server)
     return Given(*found[0], engine)
 

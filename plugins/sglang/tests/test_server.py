@@ -335,4 +335,7 @@ def run_server(args):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
     path = {"PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])}
-    return start(servers, tmp_path, "corerl_sglang.launch", path, **{"model_path": "m", "tp_size": 1, **given})
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    return start(
+        servers, tmp_path, "corerl_sglang.launch", path, **{"model_path": str(tmp_path), "tp_size": 1, **given}
+    )

@@ -42,6 +42,7 @@ from corerl.types import (
     TrainResult,
     offsets_of,
 )
+from corerl_testing.require import require
 
 LOSS = LossSpec(
     name="clipped",
@@ -254,7 +255,13 @@ def _plugins(setup: Setup) -> Iterator[tuple[Kind, Loaded]]:
 def start(setup: Setup, *, resume: str = "") -> tuple[Worker, InitResult]:
     """An initialized worker."""
     worker = make_worker(setup, resume=resume)
-    return worker, worker.init("127.0.0.1", 0)
+    found = worker.init("127.0.0.1", 0)
+    require(
+        found.layout.shares_prefixes == setup.train.share_prefixes,
+        f"train.share_prefixes={setup.train.share_prefixes}, but the rank's layout has shares_prefixes="
+        f"{found.layout.shares_prefixes}: micro-batches do not say what samples begin with in common",
+    )
+    return worker, found
 
 
 @contextmanager
