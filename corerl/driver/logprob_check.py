@@ -22,7 +22,7 @@ from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sampler import Sampler, assemble
-from corerl.types import FloatArray, SampleBatch
+from corerl.types import FloatArray, IntArray, SampleBatch
 
 SAMPLES = 8  # that are scored at least, if there are so many
 SCORED = 512  # sampled tokens above which no further sample is: one router's tie must not decide
@@ -56,6 +56,13 @@ def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
     count = max(SAMPLES, math.ceil(SCORED / counted[by_length].mean()))
     places = np.linspace(0, len(by_length) - 1, min(len(by_length), count))  # the first and the last among them
     return samples.take_rows(by_length[np.unique(places.round().astype(np.int64))])
+
+
+def _by_engine(samples: SampleBatch, at: IntArray, sizes: FloatArray) -> str:
+    """The mean of these differences [n], of tokens `at` [n], of each engine; empty unless several sampled them."""
+    engines, own = np.unique(samples.columns.get("engines", np.zeros_like(samples.tokens))[at], return_inverse=True)
+    means = zip(engines.tolist(), (np.bincount(own, weights=sizes) / np.bincount(own)).tolist(), strict=True)
+    return f" ({', '.join(f'engine-{index} by {mean:.3g}' for index, mean in means)})" if len(engines) > 1 else ""
 
 
 @define(kw_only=True, eq=False)
@@ -138,8 +145,8 @@ class LogprobCheck:
         sample = int(samples.row_of[worst])
         config = shlex.quote(str(self.run_dir / CONFIG_FILE))
         text = (
-            f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average over "
-            f"{len(at)} sampled tokens, wanted at most {self.bound:g}; the largest difference is "
+            f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average "
+            f"over {len(at)} sampled tokens{_by_engine(samples, at, sizes)}, wanted at most {self.bound:g}; the largest difference is "
             f"{sizes.max():.3g}, of token {worst - samples.offsets[sample]} in sample {sample} (id "
             f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); find the layer where "
             f"they part: corerl doctor --config {config} --layers; if so much is expected, as of an engine that "
