@@ -12,7 +12,7 @@ from corerl.errors import CorerlError
 from corerl.messages import note
 from corerl.observability import reopen
 from corerl.plugin import Evaluated, Event, RunRewound, RunStarted, StepFinished
-from corerl_page.records import Pieces, chosen, rows_by_sample, tokens_record
+from corerl_page.records import Pieces, chosen, credit_of, rows_by_sample, tokens_record
 from corerl_page.runs import ROLLOUTS_FILE
 from corerl_page.spec import PageOptions
 
@@ -72,13 +72,14 @@ class Recorder:
         batch, pieces = event.batch, self._pieces
         if batch is None or pieces is None:
             return
-        rows = rows_by_sample(batch)
+        rows, credit = rows_by_sample(batch), credit_of(batch)
         lines: Sequence[dict[str, Any]] = [
             {
                 "step": event.step,
                 "kind": "sampled",
                 **event.samples[number].record(),
                 "number": number,
+                **credit[number],
                 **tokens_record(batch, rows[number], pieces, recomputed=self._recomputed, ends=self._ends),
             }
             for number in chosen(len(event.samples), self._options.samples)
