@@ -58,11 +58,11 @@ def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
     return samples.take_rows(by_length[np.unique(places.round().astype(np.int64))])
 
 
-def _by_engine(samples: SampleBatch, at: IntArray, sizes: FloatArray) -> str:
-    """The mean of these differences [n], of tokens `at` [n], of each engine; empty unless several sampled them."""
+def _by_engine(samples: SampleBatch, at: IntArray, sizes: FloatArray) -> dict[str, float]:
+    """The mean of the differences [n], at tokens `at` [n], of each engine by its name."""
     engines, own = np.unique(samples.columns.get("engines", np.zeros_like(samples.tokens))[at], return_inverse=True)
-    means = zip(engines.tolist(), (np.bincount(own, weights=sizes) / np.bincount(own)).tolist(), strict=True)
-    return f" ({', '.join(f'engine-{index} by {mean:.3g}' for index, mean in means)})" if len(engines) > 1 else ""
+    means = np.bincount(own, weights=sizes) / np.bincount(own)
+    return {f"engine-{index}": mean for index, mean in zip(engines.tolist(), means.tolist(), strict=True)}
 
 
 @define(kw_only=True, eq=False)
@@ -143,14 +143,19 @@ class LogprobCheck:
             return
         worst = int(at[np.argmax(sizes)])
         sample = int(samples.row_of[worst])
-        config = shlex.quote(str(self.run_dir / CONFIG_FILE))
+        engines, config = _by_engine(samples, at, sizes), shlex.quote(str(self.run_dir / CONFIG_FILE))
+        each = f" ({', '.join(f'{name} by {own:.3g}' for name, own in engines.items())})" if len(engines) > 1 else ""
+        look = (
+            f"find the layer where they part: corerl doctor --config {config} --layers; if so much is expected, as of "
+            "an engine that quantizes, raise algorithm.mismatch_bound"
+        )
+        if any(own <= self.bound for own in engines.values()):
+            look = "not all engines differ: look at the weights that the others hold, and at their devices"
         text = (
             f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average "
-            f"over {len(at)} sampled tokens{_by_engine(samples, at, sizes)}, wanted at most {self.bound:g}; the largest difference is "
+            f"over {len(at)} sampled tokens{each}, wanted at most {self.bound:g}; the largest difference is "
             f"{sizes.max():.3g}, of token {worst - samples.offsets[sample]} in sample {sample} (id "
-            f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); find the layer where "
-            f"they part: corerl doctor --config {config} --layers; if so much is expected, as of an engine that "
-            "quantizes, raise algorithm.mismatch_bound"
+            f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); {look}"
         )
         if self.stops:
             raise LogprobMismatch(f"{text}, or set algorithm.on_mismatch='warn'")

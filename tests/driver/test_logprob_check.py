@@ -70,9 +70,14 @@ def test_the_difference_names_the_loss_token_that_differs_most() -> None:
 def test_each_engines_own_difference_is_named() -> None:
     trainer = np.array([9.0, -1.5, -1.0, 9.0, -1.0, -4.0, -1.25], np.float32)
     batch = samples([3, 4], [0, 0])
-    for engines, named in ([[0, 2], " (engine-0 by 0.25, engine-2 by 1.08), wanted"], [[2, 2], ", wanted"]):
-        with pytest.raises(LogprobMismatch, match=re.escape(f"over 5 sampled tokens{named}")):
-            make_check().judge(batch.with_columns(engines=np.repeat(engines, [3, 4])), trainer)
+    for engines, bound, named, look in (
+        ([0, 2], 0.1, " (engine-0 by 0.25, engine-2 by 1.08)", "find the layer where they part: corerl doctor"),
+        ([0, 2], 0.5, " (engine-0 by 0.25, engine-2 by 1.08)", "not all engines differ: look at the weights"),
+        ([2, 2], 0.1, "", "find the layer where they part: corerl doctor"),
+    ):
+        with pytest.raises(LogprobMismatch, match=re.escape(f"over 5 sampled tokens{named}, wanted")) as caught:
+            make_check(bound=bound).judge(batch.with_columns(engines=np.repeat(engines, [3, 4])), trainer)
+        assert look in caught.value.message
 
 
 def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
