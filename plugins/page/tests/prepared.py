@@ -1,5 +1,5 @@
-"""Real runs of the quickstart for people to look at: one good, one whose answers are cut off, and one in which an engine
-keeps old weights.
+"""Real runs of the quickstart to look at: one good, one whose answers are cut off, and one in which an engine keeps old
+weights.
 
     python -m plugins.page.tests.prepared DIRECTORY              runs named as what they are
     python -m plugins.page.tests.prepared DIRECTORY x=good y=... under other names, for who is to find out
