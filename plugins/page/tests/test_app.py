@@ -159,5 +159,14 @@ def test_a_resumed_run_replaces_its_steps(get: Get, run_dir: Path) -> None:
     }
 
 
+def test_differences_are_of_the_runs_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.toml").write_text(CONFIG + "run.steps = 7\n")
+    shown = TestClient(app(runs_of([run_dir, other]), key=KEY), base_url="http://localhost:8000")
+    for runs, wanted in {"0,1": [{"name": "run.steps", "values": ["9", "7"]}], "1": [], "0,x": [], "": []}.items():
+        assert shown.get("/api/differences", params={"runs": runs}, headers={"X-Key": KEY}).json() == wanted
+
+
 def test_notices_are_the_files(get: Get) -> None:
     assert get("runs/0/notices") == [{"step": 1, "text": "<b>rewards</b> are equal"}]

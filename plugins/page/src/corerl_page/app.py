@@ -2,6 +2,7 @@
 
     /                                     the page and its files, for whoever asks
     /api/runs                             [{name, path, running, steps, done, changed, files}]
+    /api/differences?runs=0,2             [{name, values: [text or null, one for each run]}]
     /api/runs/R/metrics?names=A,B         {names: [...], series: {A: {steps: [...], values: [number or null, ...]}}}
     /api/runs/R/findings                  [{level, what, why, fix, metric, view}]
     /api/runs/R/steps                     [{step, kinds: {sampled: 64}}]
@@ -9,7 +10,7 @@
                                           {total, cut_off, far, engines: [of each], samples: [summary]}
     /api/runs/R/samples/ID                a line of rollouts.jsonl or samples.jsonl; ?step= says of which file
     /api/runs/R/timeline?from=&to=&width= {from, to, of, tracks: [{process, track, slices}]}, in microseconds
-    /api/runs/R/processes                 [{process, state, last, ended, calls, busy, idle, errors}]
+    /api/runs/R/processes                 [{process, state, last, ended, calls, busy, seconds, idle, errors}]
     /api/runs/R/notices                   [{step, text}]
     /api/runs/R/config                    config.toml
 
@@ -33,6 +34,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
+from corerl_page.differences import differences
 from corerl_page.findings import FEW, findings
 from corerl_page.runs import FAR, Run, by_engine, summaries
 
@@ -94,10 +96,15 @@ def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starle
             return JSONResponse({"error": f"{shorten(request.url.path, 200)} is not served here"}, 404, headers=HEADERS)
         return FileResponse(file, headers=HEADERS)
 
+    def differing(request: Request) -> list[dict[str, Any]]:
+        wanted = {each.strip() for each in request.query_params.get("runs", "").split(",")}
+        return [asdict(each) for each in differences([run for at, run in enumerate(runs) if str(at) in wanted])]
+
     run = "runs/{run:int}"
     return Starlette(
         routes=[
             route("runs", lambda _: [each.state() for each in runs]),
+            route("differences", differing),
             route(f"{run}/metrics", of_run(_metrics)),
             route(f"{run}/findings", of_run(_findings)),
             route(f"{run}/steps", of_run(lambda run, _: run.steps())),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Collection, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,8 +15,14 @@ from corerl.messages import note
 from corerl.observability import reopen
 from corerl.plugin import Evaluated, Event, RunRewound, RunStarted, StepFinished
 from corerl_page.records import Pieces, chosen, credit_of, rows_by_sample, tokens_record
-from corerl_page.runs import ROLLOUTS_FILE
+from corerl_page.runs import ROLLOUTS_FILE, VERSIONS_FILE
 from corerl_page.spec import PageOptions
+
+
+def installed() -> dict[str, str]:
+    """The version of Python and of each distribution, by its name."""
+    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    return {"Python": platform.python_version(), **dict(sorted(found.items()))}
 
 
 class Recorder:
@@ -33,6 +41,7 @@ class Recorder:
         match event:
             case RunStarted():
                 self._open(event.repeats_from)
+                (self._run_dir / VERSIONS_FILE).write_text(json.dumps(installed(), indent=0), encoding="utf-8")
                 self._read(load_config(self._run_dir / CONFIG_FILE))
                 if self._options.serve:
                     self._serve()

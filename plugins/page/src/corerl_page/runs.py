@@ -18,7 +18,7 @@ from corerl.config import CONFIG_FILE
 from corerl.observability import METRICS_FILE, NOTICES_FILE, SAMPLES_FILE
 from corerl_page.timeline import TRACE_FILE, Timeline
 
-ROLLOUTS_FILE = "rollouts.jsonl"
+ROLLOUTS_FILE, VERSIONS_FILE = "rollouts.jsonl", "versions.json"
 FILES = (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE, NOTICES_FILE, TRACE_FILE, CONFIG_FILE)
 
 
@@ -185,6 +185,14 @@ class Run:
         try:
             return tomllib.loads((self.path / CONFIG_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # such as a directory that has metrics alone
+            return {}
+
+    def versions(self) -> dict[str, str]:
+        """Of what was installed as the run began; empty if the extension has not written them."""
+        try:
+            found: dict[str, str] = json.loads((self.path / VERSIONS_FILE).read_text(encoding="utf-8"))
+            return found
+        except (OSError, ValueError):
             return {}
 
     def names(self) -> list[str]:

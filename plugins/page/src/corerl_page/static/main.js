@@ -22,7 +22,7 @@ async function show({ again = false } = {}) {
   const turn = ++showing;
   try {
     const found = await VIEWS[name()].show(page, { again, current: () => turn === showing });
-    if (turn === showing && found) view.replaceChildren(...[found].flat());
+    if (turn === showing && found) view.replaceChildren(...[found].flat().filter(Boolean));
   } catch (error) {
     if (turn === showing) view.replaceChildren(h("p", { class: "problem", role: "alert" }, error.message));
   }
