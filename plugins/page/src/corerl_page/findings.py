@@ -134,7 +134,7 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     tokens = round(run.of("rollout/tokens")) if recomputes and run.values("rollout/tokens") else None
     far = "rollout/logprob_diff_above_0.1"
     shares = f"; {run.counted(far, 'tokens', tokens)} by more than 0.1" if run.values(far) else ""
-    of_engines = "; ".join(map(_of_engine, engines)) if len(engines) > 1 else ""
+    of_engines = f"of the kept samples, {', '.join(map(_of_engine, engines))}; " if len(engines) > 1 else ""
     why = "the loss takes the trainer's log-probs for those that the tokens were sampled with"
     if not recomputes:
         why = "ratios of probabilities begin away from 1, and are clipped"
@@ -143,9 +143,8 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     yield Finding(
         level="error" if max(mean, *(each.diff or 0.0 for each in wrong), 0.0) > 5 * bound else "warning",
         what=f"{run.span('rollout/logprob_diff')}, trainer and engines give sampled tokens log-probs that differ by "
-        f"{mean:.3g} on average, wanted at most {bound:g}{shares}"
-        + (f". By engine: {of_engines}" if of_engines else ""),
-        why=f"{why}; {_reason(engines, wrong, stale)}",
+        f"{mean:.3g} on average, wanted at most {bound:g}{shares}",
+        why=f"{of_engines}{_reason(engines, wrong, stale)}; {why}",
         fix=_remedy(run, engines, wrong, stale),
         metric="rollout/logprob_diff",
         view="samples",
@@ -154,7 +153,7 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
 
 
 def _of_engine(each: OfEngine) -> str:
-    return f"engine-{each.engine} by {each.diff:.3g} ({each.far:,} of {each.diffs:,} samples by more than 0.1)"
+    return f"engine-{each.engine}'s differ by {each.diff:.3g} ({each.far:,} of {each.diffs:,} by more than 0.1)"
 
 
 def _reason(engines: Collection[OfEngine], wrong: Collection[OfEngine], stale: float) -> str:

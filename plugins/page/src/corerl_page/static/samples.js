@@ -68,8 +68,8 @@ function bar({ steps, place, last, kinds, kind, query }) {
     h("label", {}, "step ", input), h("span", { class: "of" }, `of ${last}`),
     h("button", { type: "button", "aria-label": "Next step", disabled: place === steps.length - 1, onclick: () => to(place + 1) }, "›"),
     select("Kind", Object.entries(kinds).map(([each, count]) => [each, `${each}, ${count}`]), kind, (value) => state.set({ kind: value, sample: "" })),
-    engineFilter(list.counts.engines, query), h("span", {}, counts(list.counts)),
-    select("Order", ORDERS, query.sort, (value) => state.set({ sort: value, sample: "" })), search);
+    engineFilter(list.counts.engines, query),
+    select("Order", ORDERS, query.sort, (value) => state.set({ sort: value, sample: "" })), search, counts(list.counts));
 }
 
 function engineFilter(engines, { engine = "" }) {
@@ -80,7 +80,7 @@ function engineFilter(engines, { engine = "" }) {
 
 function counts({ total, cut_off, far, engines }) {
   const own = engines.map((each) => `${named(each.engine)} ${each.far} of ${each.diffs}`).join(", ");
-  return h("b", { class: "bad" }, [
+  return h("b", { class: "bad counts" }, [
     cut_off && `${ofWhole(cut_off, total)} cut off`,
     far && `${ofWhole(far, total)} differ from the trainer by more than 0.1${engines.length > 1 ? `: ${own}` : ""}`,
   ].filter(Boolean).join(" · "));
@@ -205,8 +205,8 @@ async function drawSample(place, run, step, id) {
   const facts = [
     ["reward", number(sample.reward)], ...parts.map(([name, value]) => [`reward, ${name}`, number(value)]),
     [`reward after ${penalties.filter(Boolean).join(" and ") || "penalties"}`,
-      penalized(sample) && `${number(sample.shaped)} (${number(sample.shaped - sample.reward)})`],
-    [`such rewards of its prompt${sample.role ? ` and role ${sample.role}` : ""}`,
+      penalized(sample) && `${number(sample.reward)} ${sample.shaped < sample.reward ? "−" : "+"} ${number(Math.abs(sample.shaped - sample.reward))} = ${number(sample.shaped)}`],
+    [`${penalties.some(Boolean) ? "such " : ""}rewards of its prompt${sample.role ? ` and role ${sample.role}` : ""}`,
       peers && `${peers} samples: mean ${number(mean)}, standard deviation ${number(std)}`],
     [`advantage, mean${weighted}`, sample.advantage != null && number(sample.advantage)],
     ["engine", sample.engines?.map(named).join(", ")],
