@@ -149,8 +149,9 @@ class LogprobCheck:
             f"find the layer where they part: corerl doctor --config {config} --layers; if so much is expected, as of "
             "an engine that quantizes, raise algorithm.mismatch_bound"
         )
-        if any(own <= self.bound for own in engines.values()):
-            look = "not all engines differ: look at the weights that the others hold, and at their devices"
+        wrong = [name for name, own in engines.items() if not own <= self.bound]
+        if len(wrong) < len(engines):
+            look = f"{' and '.join(wrong)} alone: look at the weights held there, and at the device"
         text = (
             f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average "
             f"over {len(at)} sampled tokens{each}, wanted at most {self.bound:g}; the largest difference is "

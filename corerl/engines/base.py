@@ -168,7 +168,7 @@ class Generation:
         default=Factory(lambda self: np.zeros(len(self.offsets) - 1, dtype=np.bool_), takes_self=True)
     )
     # [m] int16: index of the replica that sampled each token. The fleet sets it; engines need not.
-    engines: IntArray = field(default=Factory(lambda self: np.zeros(len(self.tokens), np.int16), takes_self=True))
+    engines: Array = field(default=Factory(lambda self: np.zeros(len(self.tokens), np.int16), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

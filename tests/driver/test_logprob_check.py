@@ -72,7 +72,7 @@ def test_each_engines_own_difference_is_named() -> None:
     batch = samples([3, 4], [0, 0])
     for engines, bound, named, look in (
         ([0, 2], 0.1, " (engine-0 by 0.25, engine-2 by 1.08)", "find the layer where they part: corerl doctor"),
-        ([0, 2], 0.5, " (engine-0 by 0.25, engine-2 by 1.08)", "not all engines differ: look at the weights"),
+        ([0, 2], 0.5, " (engine-0 by 0.25, engine-2 by 1.08)", "; engine-2 alone: look at the weights held there"),
         ([2, 2], 0.1, "", "find the layer where they part: corerl doctor"),
     ):
         with pytest.raises(LogprobMismatch, match=re.escape(f"over 5 sampled tokens{named}, wanted")) as caught:

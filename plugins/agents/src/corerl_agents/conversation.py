@@ -65,7 +65,7 @@ class Exchange:
     tokens: IntArray  # [m] of the answer
     logprobs: FloatArray  # [m]
     versions: IntArray  # [m]
-    engines: IntArray  # [m]
+    engines: Array  # [m] int16
     experts: Array | None = None  # [n + m, MoE layers, experts per token] if the engine reports them
     # Those of earlier tokens that nobody knew until the pass that read these: places [k] in the row, and experts [k].
     earlier: IntArray = _empty(np.int64)
@@ -85,7 +85,7 @@ class Row:
     loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
     logprobs: FloatArray  # [n] 0.0 outside the loss mask
     versions: IntArray  # [n] 0 outside the loss mask
-    engines: IntArray  # [n] of the engine that sampled each token; 0 outside the loss mask
+    engines: Array  # [n] int16, of the engine that sampled each token; 0 outside the loss mask
     turn_rewards: FloatArray  # [n] at the last token of each answer that this row is trained on, 0 elsewhere
     routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
     prompt_length: int  # tokens of the first request
