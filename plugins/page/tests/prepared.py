@@ -1,13 +1,15 @@
 """Real runs of the quickstart to look at: one good, one whose answers are cut off, and one in which an engine keeps old
 weights.
 
-    python -m plugins.page.tests.prepared DIRECTORY              runs named as what they are
-    python -m plugins.page.tests.prepared DIRECTORY x=good y=... under other names, for who is to find out
+    python -m plugins.page.tests.prepared DIRECTORY          runs named as what they are
+    python -m plugins.page.tests.prepared DIRECTORY x y z    under other names, by chance; DIRECTORY/answers.json tells
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +45,9 @@ def prepare(directory: Path, kind: str, *more: str, name: str = "") -> Path:
 
 
 if __name__ == "__main__":
-    named = [each.partition("=") for each in sys.argv[2:]] or [(kind, "=", kind) for kind in RUNS]
-    for own, _, kind in named:
-        prepare(Path(sys.argv[1]), kind, name=own)
+    directory, *names = sys.argv[1:]
+    kinds = random.sample(list(RUNS), len(RUNS)) if names else list(RUNS)
+    answers = dict(zip(names or kinds, kinds, strict=True))
+    for each, kind in answers.items():
+        prepare(Path(directory), kind, name=each)
+    (Path(directory) / "answers.json").write_text(json.dumps(answers))
