@@ -19,10 +19,8 @@ from corerl.weights.transport import Address
 UNLIMITED = np.iinfo(np.int64).max
 
 REQUEST_ROWS = ("noise_keys", "response_lengths", "answered", "limits")  # fields of a request that are [R]
-GENERATION_ROWS, GENERATION_TOKENS = (
-    ("truncated", "unfinished"),
-    ("tokens", "logprobs", "versions", "engines"),
-)  # [R]; [m]
+GENERATION_ROWS = ("truncated", "unfinished")  # fields of a generation that are [R]
+GENERATION_TOKENS = ("tokens", "logprobs", "versions", "engines")  # and [m]
 SCORES = ("logprobs", "top_tokens", "top_logprobs")  # fields of scores, [n, ...]
 
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished

@@ -29,7 +29,7 @@ export async function show(page) {
   const charts = wanted.map((name) => chart({
     title: name, smoothing, log, height: 210,
     series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...found[at].series[name] })).filter((each) => each.steps),
-    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "", engine: "" }),
   }));
   return h("div", { class: "columns" },
     h("aside", {}, search,

@@ -25,7 +25,7 @@ export async function show(page) {
   const charts = CURVES.filter(([name]) => metrics.some((each) => each.series[name])).map(([name, title]) => chart({
     title,
     series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...metrics[at].series[name] })).filter((each) => each.steps),
-    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "", engine: "" }),
   }));
   return [h("section", { class: "cards" }, cards), differing, h("section", { class: "charts" }, charts)];
 }

@@ -122,7 +122,7 @@ async function makeList(address) {
       visible.push(line(at, rows.get(at)));
     }
     inner.replaceChildren(...visible);
-    if (!first.total) inner.replaceChildren(h("p", { class: "quiet" }, "no sample has this text"));
+    if (!first.total) inner.replaceChildren(h("p", { class: "quiet" }, "no sample is like that"));
   }
 
   async function fetchPage(page) {
