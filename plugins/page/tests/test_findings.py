@@ -84,11 +84,24 @@ def test_the_engine_that_differs_is_named() -> None:
     assert "engine-1 has other weights than it says (tokens count as 0 updates old)" in one.why
     assert "rollout.restarts" in one.fix and "--layers" not in one.fix
     (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **metrics)
-    assert "all engines differ" in one.why and "--layers" in one.fix
+    assert "the engines differ alike" in one.why and "--layers" in one.fix
     (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **{**metrics, "rollout__staleness": [1.0]})
     assert "the tokens are 1 updates old" in one.why and "--layers" not in one.fix
     (one,) = found(**metrics)
     assert "old_logprobs = 'recompute'" in one.fix
+
+
+def test_engines_on_both_sides_of_the_bound_are_alike() -> None:
+    assert found(RECOMPUTE, of_engines(0.009, 0.0105), rollout__logprob_diff=[0.0098]) == []
+    (one,) = found(RECOMPUTE, of_engines(0.009, 0.012), rollout__logprob_diff=[0.0105], rollout__staleness=[1.0])
+    assert "the tokens are 1 updates old" in one.why and "other weights" not in one.why
+
+
+def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
+    (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0))
+    assert one.what.startswith(
+        "in the last step, trainer and engines give sampled tokens log-probs that differ by 2 on"
+    )
 
 
 def test_one_wrong_engine_of_many_is_found() -> None:

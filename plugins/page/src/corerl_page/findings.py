@@ -11,6 +11,7 @@ from attrs import define, frozen
 from corerl_page.runs import OfEngine, Summary, by_engine
 
 FEW = 10  # steps that a finding averages over
+CLEARLY = 3  # how many times as far from the trainer an engine is that differs alone
 # As the settings `algorithm.mismatch_bound` and `train.precision` say: mean differences of sides that compute the same.
 BOUNDS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
 CAUSES = {
@@ -74,8 +75,8 @@ class Recent:
         return f"{round(share * whole):,} of {whole:,} {what} ({_percent(share)})"
 
     def span(self, name: str) -> str:
-        """The steps that a metric is averaged over."""
-        steps = len(self.values(name))
+        """The steps that a metric is averaged over, or that samples are of."""
+        steps = len(self.values(name)) or len({each.step for each in self.samples})
         return f"in the last {f'{steps} steps' if steps > 1 else 'step'}"
 
     @property
@@ -127,8 +128,10 @@ def _cut_off(run: Recent) -> Iterator[Finding]:
 def _mismatch(run: Recent) -> Iterator[Finding]:
     mean, bound, stale = run.of("rollout/logprob_diff"), run.bound, run.of("rollout/staleness")
     engines = [each for each in by_engine(run.samples) if each.diff is not None]
-    wrong = [each for each in engines if each.diff and each.diff > bound]
-    if not (mean > bound or wrong):
+    alone = _alone(engines, bound)
+    if math.isnan(mean) and engines:  # a run without metrics
+        mean = sum((each.diff or 0.0) * each.diffs for each in engines) / sum(each.diffs for each in engines)
+    if not (mean > bound or alone):
         return
     recomputes = run.setting("algorithm.old_logprobs") == "recompute"
     tokens = round(run.of("rollout/tokens")) if recomputes and run.values("rollout/tokens") else None
@@ -141,39 +144,48 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     elif run.setting("algorithm.correction", "none") != "none":
         why = "algorithm.correction gives such tokens other weights, in the end none"
     yield Finding(
-        level="error" if max(mean, *(each.diff or 0.0 for each in wrong), 0.0) > 5 * bound else "warning",
+        level="error" if max([mean, *(each.diff or 0.0 for each in alone)]) > 5 * bound else "warning",
         what=f"{run.span('rollout/logprob_diff')}, trainer and engines give sampled tokens log-probs that differ by "
         f"{mean:.3g} on average, wanted at most {bound:g}{shares}",
-        why=f"{of_engines}{_reason(engines, wrong, stale)}; {why}",
-        fix=_remedy(run, engines, wrong, stale),
+        why=f"{of_engines}{_reason(engines, alone, stale)}; {why}",
+        fix=_remedy(run, engines, alone, stale),
         metric="rollout/logprob_diff",
         view="samples",
         sort="-diff",
     )
 
 
+def _alone(engines: Collection[OfEngine], bound: float) -> list[OfEngine]:
+    """Those that differ from the trainer where the others do not; by far, so that stale tokens make no difference."""
+    diffs = [each.diff or 0.0 for each in engines]
+    least = max([bound, *(CLEARLY * diff for diff in diffs if diff <= bound)])
+    far = [each for each in engines if (each.diff or 0.0) > bound]
+    clear = all((each.diff or 0.0) > least for each in far)
+    return far if clear and 0 < len(far) < len(engines) else []
+
+
 def _of_engine(each: OfEngine) -> str:
     return f"engine-{each.engine}'s differ by {each.diff:.3g} ({each.far:,} of {each.diffs:,} by more than 0.1)"
 
 
-def _reason(engines: Collection[OfEngine], wrong: Collection[OfEngine], stale: float) -> str:
+def _reason(engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:
     """What makes log-probs differ, as far as these numbers say."""
-    names = " and ".join(f"engine-{each.engine}" for each in wrong)
-    if wrong and len(wrong) < len(engines):
+    if alone:
+        names = " and ".join(f"engine-{each.engine}" for each in alone)
         return (
             f"the other engines agree with the trainer, so {names} has other weights than it says (tokens count as "
             f"{stale:.2g} updates old), or computes them wrongly"
         )
     if stale >= 0.5:
         return f"the tokens are {stale:.2g} updates old, and log-probs change with each"
-    if wrong:
-        return "all engines differ, so they compute another model than the trainer"
+    if engines:
+        return "the engines differ alike, so they compute another model than the trainer"
     return "either an engine has other weights than it says, or all of them compute another model"
 
 
-def _remedy(run: Recent, engines: Collection[OfEngine], wrong: Collection[OfEngine], stale: float) -> str:
+def _remedy(run: Recent, engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:
     layers = "corerl doctor --config RUN/config.toml --layers finds the layer where they part"
-    if wrong and len(wrong) < len(engines):
+    if alone:
         return (
             "end that engine's process: the run replaces it (rollout.restarts) and sends it the newest weights; "
             "if the curve rises again, look at its device and its log"
@@ -182,7 +194,7 @@ def _remedy(run: Recent, engines: Collection[OfEngine], wrong: Collection[OfEngi
         older = "rollout.source and rollout.max_staleness say how old tokens may be"
         corrected = run.setting("algorithm.correction", "none") != "none"
         return older if corrected else f"{older}; algorithm.correction weights tokens by the difference"
-    if wrong:
+    if engines:
         return layers
     return (
         "the extension page and algorithm.old_logprobs = 'recompute' keep the difference of each sample, with its "
