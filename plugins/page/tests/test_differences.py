@@ -34,6 +34,14 @@ def test_settings_and_versions_that_differ_are_told(tmp_path: Path) -> None:
     assert list(found)[-1] == "version of torch"
 
 
+def test_lists_of_named_tables_are_compared_by_name(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", 'extensions = [{ name = "x", options.every = 1 }, { name = "y", options.every = 2 }]')
+    other = write(tmp_path / "b", 'extensions = [{ name = "y", options.every = 3 }, { name = "x", options.every = 1 }]')
+    assert [(each.name, each.values) for each in differences(runs_of([one, other]))] == [
+        ("extensions.y.options.every", ["2", "3"])
+    ]
+
+
 def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
     assert differences(runs_of([write(tmp_path / name, "a.b = [1, 2]", {"torch": "2"}) for name in "ab"])) == []
 

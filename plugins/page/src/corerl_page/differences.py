@@ -28,6 +28,8 @@ def differences(runs: Sequence[Run]) -> list[Difference]:
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(each, Mapping) and "name" in each for each in value):
+            value = {each["name"]: {key: own for key, own in each.items() if key != "name"} for each in value}
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
