@@ -38,4 +38,4 @@ def test_smollm2_is_trained_on_two_tasks(tmp_path: Path) -> None:
         assert each["reward"] == pytest.approx(score(each["response"].strip(), {"answer": each["answer"]}))
     steps = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
     assert all(line["train/grad_norm"] > 0.0 for line in steps)
-    assert {name for line in steps for name in line if name in ("reward/gcd", "reward/products")} == {"reward/gcd", "reward/products"}
+    assert {"reward/gcd", "reward/products"} <= {name for line in steps for name in line}
