@@ -67,6 +67,7 @@ class SumsConfig(vf.TasksetConfig):
     task: SumConfig = SumConfig()
     largest: int = 3
     endless: bool = False
+    system: str | None = None
 
 
 class Sums(vf.Taskset[Sum, SumsConfig]):
@@ -76,7 +77,8 @@ class Sums(vf.Taskset[Sum, SumsConfig]):
 
     def load(self):
         for a in itertools.count() if self.config.endless else range(self.config.largest):
-            yield Sum(SumData(prompt=f"What is {a} + 3?", answer=str(a + 3)), self.config.task)
+            data = SumData(prompt=f"What is {a} + 3?", answer=str(a + 3), system_prompt=self.config.system)
+            yield Sum(data, self.config.task)
 
 
 __all__ = ["Sums"]

@@ -50,6 +50,14 @@ def test_tasks_are_prompts_and_their_answers() -> None:
     assert len(rows(options(args={"endless": True}, tasks=5))) == 5
 
 
+@pytest.mark.parametrize(("given", "system"), [({}, "Add."), ({"system": "Count."}, "Count."), ({"system": ""}, None)])
+def test_a_system_message_replaces_that_of_tasks(given: dict[str, Any], system: str | None) -> None:
+    found = options(args={"system": "Add."}, **given)
+    tasks = tasks_of(load(found), found)
+    assert [task.data.system_prompt for task in tasks.values()] == [system] * 3
+    assert [row["task"] for row in rows(found)] == list(tasks)
+
+
 def test_agents_run_here_and_talk_unless_the_config_says_otherwise() -> None:
     agent = load(options()).config.agent
     assert (agent.runtime.type, agent.harness.id, agent.max_turns) == ("subprocess", "null", None)

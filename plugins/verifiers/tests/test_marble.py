@@ -59,10 +59,12 @@ def test_smollm2_is_trained_on_what_the_marble_does(tmp_path: Path) -> None:
     from marble_v1.taskset import parse_layout
 
     wait_for_memory(NEEDED, "a run of SmolLM2")
-    own = [f"run.dir={tmp_path}/run", "run.steps=1"]
+    sizes = ["run.steps=1", "rollout.prompts=1", "rollout.samples=2"]
+    # The check before a run reads twenty prompts: minutes in float32.
+    own = [f"run.dir={tmp_path}/run", *sizes, "algorithm.on_mismatch=off"]
     assert execute_here(load_config(CONFIG, [*RUN, *own])).steps_done == 1
     shown = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert len(shown) == 4
+    assert len(shown) == 2
     for each in shown:
         assert "A marble rolls off a fixed ramp" in each["prompt"]
         if parse_layout(each["response"]) is None:

@@ -53,6 +53,12 @@ def test_rewards_and_metrics_are_the_tasks_own(answer: str, reward: float, parts
         assert script.asked == [["What is 2 + 3?"]] and script.text == answer
 
 
+def test_the_policy_is_asked_with_the_configs_system_message() -> None:
+    with playing(["5"], system="Answer by a number.") as (script, outcome):
+        assert isinstance(outcome, Judged) and outcome.reward == 2.5
+        assert script.asked == [["Answer by a number.", "What is 2 + 3?"]]
+
+
 def test_tools_of_a_task_are_called_by_its_harness() -> None:
     with playing([CALL, "It is 5"], args={"task": {"tools": True}}) as (script, outcome):
         assert isinstance(outcome, Judged) and outcome.reward == 2.5

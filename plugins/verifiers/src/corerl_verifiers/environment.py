@@ -56,8 +56,11 @@ def load(options: VerifiersConfig) -> vf.Env[Any]:
 
 
 def tasks_of(env: vf.Env[Any], options: VerifiersConfig) -> dict[str, vf.Task[Any, Any, Any]]:
-    """By the hash of a task's data."""
-    return {task.hash: task for task in (env.taskset.take(options.tasks) if options.tasks else env.taskset)}
+    """By the hash of a task's data, in which the system message is."""
+    found = env.taskset.take(options.tasks) if options.tasks else env.taskset
+    if options.system is not None:
+        found = (task.with_data(system_prompt=options.system or None) for task in found)
+    return {task.hash: task for task in found}
 
 
 def rows(options: VerifiersConfig) -> list[dict[str, Any]]:

@@ -32,6 +32,9 @@ class VerifiersConfig:
         default=0,
         validator=at_least(0),
     )
+    system: str | None = option(
+        "the system message of all tasks, in place of their own; unset: their own; empty: none", default=None
+    )
     episodes: EpisodesConfig = option(
         "as [samplers.episodes], but for what plays: function, command, options, workers, roles", factory=EpisodesConfig
     )
