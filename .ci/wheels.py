@@ -44,7 +44,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 JOBS = 2
 TOOLS = {"test", "docs", "dev", "tutorial"}  # extras of this repository's own
 # Who takes part in a run on a CPU has an entry point in one of these groups.
-PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions", "displays"))
+PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions"))
 
 
 def main(dist: str) -> int:

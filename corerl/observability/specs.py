@@ -1,4 +1,4 @@
-"""The specs and options of the extensions that come with core; imports no torch."""
+"""The spec and options of the extension that comes with core; imports no torch."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
-from corerl.config.options import at_least, option
+from corerl.config.options import option
 from corerl.plugin.spec import ExtensionSpec, Process
-
-
-@frozen(kw_only=True)
-class ConsoleOptions:
-    every: int = option(
-        "rollout steps between lines when the output is not a terminal; slow steps and phases get a line every 20 s",
-        default=10,
-        validator=at_least(1),
-    )
 
 
 @frozen(kw_only=True)
@@ -28,16 +19,6 @@ class JsonlOptions:
     )
 
 
-CONSOLE = ExtensionSpec(
-    implementation="corerl.observability.console:Console",
-    config=ConsoleOptions,
-    api=(2, 0),
-    summary="aligned lines, or on a terminal the display that is installed",
-    process=Process.DRIVER,
-    shows_notices=True,
-    joins="default",
-    place=10,
-)
 JSONL = ExtensionSpec(
     implementation="corerl.observability.jsonl:Jsonl",
     config=JsonlOptions,

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
     from corerl.plugin.spec import CommandSpec as CommandSpec
-    from corerl.plugin.spec import Display as Display
-    from corerl.plugin.spec import DisplaySpec as DisplaySpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec

@@ -28,7 +28,6 @@ from corerl.plugin.spec import (
     AlgorithmSpec,
     BackendSpec,
     CommandSpec,
-    DisplaySpec,
     EngineSpec,
     ExtensionSpec,
     PicturesSpec,
@@ -48,7 +47,6 @@ class Kind(Enum):
     ENGINES = "engines", EngineSpec
     SAMPLERS = "samplers", SamplerSpec
     EXTENSIONS = "extensions", ExtensionSpec
-    DISPLAYS = "displays", DisplaySpec
     ALGORITHMS = "algorithms", AlgorithmSpec
     COMMANDS = "commands", CommandSpec
     TRANSPORTS = "transports", TransportSpec
@@ -88,13 +86,12 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "vision": "count-shapes",
         },
         Kind.EXTENSIONS: {
-            "observe": "curves memory nan-guard profiler tensorboard trace",
+            "observe": "console curves memory nan-guard profiler tensorboard trace",
             "elastic": "elastic",
             "forecast": "forecast",
             "mlflow": "mlflow",
             "wandb": "wandb",
         },
-        Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
         Kind.COMMANDS: {
             "doctor": "doctor",

@@ -49,7 +49,7 @@ PRELOAD = [
         "corerl.rollout.rewards",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
-    *("corerl.observability.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),
+    *("corerl_observe.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),
     *("corerl_testing.scenarios.states", "corerl_testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",
     *BACKENDS,

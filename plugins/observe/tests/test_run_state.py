@@ -5,8 +5,8 @@ import math
 import pytest
 from attrs import evolve
 
-from corerl.observability.run_state import duration, number, prompt_text, rough_duration
-from corerl.plugin.events import SampleShown
+from corerl.plugin import SampleShown
+from corerl_observe.run_state import duration, number, prompt_text, rough_duration
 
 
 @pytest.mark.parametrize(

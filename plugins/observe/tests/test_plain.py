@@ -5,9 +5,9 @@ from pathlib import Path
 
 from attrs import evolve
 
-from corerl.observability.console import PlainView
-from corerl.observability.run_state import RunState
-from corerl.plugin.events import Evaluated, Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
+from corerl.plugin import Evaluated, Event, PhaseProgress, PhaseStarted, RunFinished, SampleShown, StepFinished
+from corerl_observe.console import PlainView
+from corerl_observe.run_state import RunState
 from tests.observability.run import Clock, evaluated, metrics, shown, started, steps, whole
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from corerl.errors import DataError
-from corerl.observability.run_state import History, phases
+from corerl_observe.run_state import History, phases
 
 
 def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
