@@ -739,9 +739,8 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
-        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
-        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, or an installed transport, such as disk and delta of "
+        "corerl[delta]; auto uses ipc if every engine is on a rank's device, else collective",
         default="auto",
     )
     every: int = option(

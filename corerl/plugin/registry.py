@@ -99,7 +99,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "testing": "models new-backend verify",
             "tinker": "serve",
         },
-        Kind.TRANSPORTS: {"delta": "delta"},
+        Kind.TRANSPORTS: {"delta": "disk delta"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()
 }
