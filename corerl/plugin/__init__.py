@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span
     from corerl.plugin.events import StepFinished as StepFinished
+    from corerl.plugin.hooks import BACKEND_HOOKS as BACKEND_HOOKS
     from corerl.plugin.hooks import Context as Context
     from corerl.plugin.hooks import ProcessFailure as ProcessFailure
     from corerl.plugin.hooks import RunControl as RunControl

@@ -86,7 +86,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "vision": "count-shapes",
         },
         Kind.EXTENSIONS: {
-            "observe": "console curves memory nan-guard profiler tensorboard trace",
+            "observe": "console curves hooks memory nan-guard profiler tensorboard trace",
             "elastic": "elastic",
             "forecast": "forecast",
             "mlflow": "mlflow",

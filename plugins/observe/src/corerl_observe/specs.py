@@ -11,7 +11,7 @@ from attrs import Attribute, frozen
 from attrs.validators import min_len
 
 from corerl.config import ClusterInfo, at_least, option
-from corerl.plugin import ExtensionSpec, Problem, Process
+from corerl.plugin import ExtensionSpec, NoOptions, Problem, Process
 from corerl_observe.step_ranges import step_ranges
 
 
@@ -165,6 +165,12 @@ PROFILER = _spec(
     "profiler:Profiler",
     ProfilerOptions,
     "torch's profiler on chosen optimizer steps and ranks, in the run directory's profile/",
+    process=Process.WORKER,
+)
+HOOKS = _spec(
+    "hooks:HookTrace",
+    NoOptions,
+    "a line for each call of a backend's hook and each result, in the run directory's hooks/",
     process=Process.WORKER,
 )
 MEMORY = _spec(
