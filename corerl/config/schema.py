@@ -425,15 +425,6 @@ class AlgorithmConfig:
         default="loss",
         needs={"reward": "algorithm.kl_coef"},
     )
-    kl_target: float = option(
-        "target KL per token, to which kl_coef adapts (Ziegler et al. 2019); 0 keeps kl_coef fixed",
-        default=0.0,
-        validator=[at_least(0), finite],
-        needs="algorithm.kl_coef",
-    )
-    kl_horizon: int = option(
-        "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
-    )
     aggregation: Aggregation | None = option(
         "how token losses are weighted in a step: all tokens equally, all sequences equally, or by 1 / "
         "rollout.max_tokens; unset: token-mean, unless the algorithm says otherwise",

@@ -39,7 +39,6 @@ from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
     EXPERTS,
-    LOSS,
     Ears,
     Group,
     Source,
@@ -117,7 +116,6 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "sampling": sampled,
                 "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
                 "saves": Saves(disk=disk, memory=memory, residency=residency),
-                "kl_coef": config.algorithm.kl_coef,
                 "roles": roles,
                 "residency": residency,
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
@@ -264,23 +262,6 @@ def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None
     # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
     assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
-
-
-def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]) -> None:
-    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
-    actor = Group()
-    run = make_run(make_config(algorithm=algorithm), actor=actor)
-    trained_on = run.prepare(scored())
-    # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
-    # 2 samples / 20.
-    assert trained_on.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
-    assert trained_on.metrics["train/kl_coef"] == 0.5
-    assert run.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 20))
-    run.optimize(trained_on)  # under the coefficient of this step; the adapted one is the next step's
-    assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
-    run.kl_coef = 0.75
-    run.optimize(run.prepare(scored()))
-    assert actor.losses[1].params["kl_coef"] == 0.75
 
 
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:

@@ -50,11 +50,9 @@ weights.versions=2                                        | weights.versions    
 checkpoint.resume=nver                                    | checkpoint.resume          | does not exist
 checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address
 algorithm.name=grop                                       | algorithm.name             | unknown algorithm
-algorithm.kl_target=0.1                                   | algorithm.kl_target        | needs algorithm.kl_coef
 algorithm.kl_in=reward                                    | algorithm.kl_in            | needs algorithm.kl_coef
 {KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
 {KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
-{KL} algorithm.kl_target=0.1 algorithm.kl_horizon=5       | algorithm.kl_horizon       | negative
 {KL} algorithm.reference=/nope                            | algorithm.reference        | is not a directory
 {KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7
 algorithm.reference_every=5                               | algorithm.reference_every  | needs algorithm.kl_coef
