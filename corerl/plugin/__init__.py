@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from corerl.plugin.origins import Origin as Origin
     from corerl.plugin.origins import plugins_here as plugins_here
     from corerl.plugin.origins import unmet as unmet
+    from corerl.plugin.pictures import picture_inputs as picture_inputs
     from corerl.plugin.registry import Entry as Entry
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import Loaded as Loaded

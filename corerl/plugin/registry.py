@@ -77,7 +77,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     kind: {name: f"pip install 'corerl[{extra}]'" for extra, names in extras.items() for name in names.split()}
     for kind, extras in {
         Kind.BACKENDS: {"deepspeed": "deepspeed", "fsdp": "fsdp", "megatron": "megatron", "testing": "plain"},
-        Kind.ENGINES: {"sglang": "sglang", "testing": "fake"},
+        Kind.ENGINES: {"sglang": "sglang", "testing": "fake", "transformers": "transformers"},
         Kind.SAMPLERS: {
             "agents": "episodes",
             "openenv": "openenv",

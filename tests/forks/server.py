@@ -40,7 +40,7 @@ BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._induc
 # Together they import nearly all of what ranks, engines and drivers run. Ray is not among them: it reads its variables
 # when it is imported.
 PRELOAD = [
-    *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
+    *("corerl.trainer.worker", "corerl.engines.service", "corerl_transformers.engine"),
     *(
         "corerl.rollout.source",
         "corerl.rollout.asynchronous",

@@ -9,7 +9,9 @@ from attrs import evolve, frozen
 
 from corerl.config import option
 from corerl.weights import Bucket
-from corerl_testing import TRANSFORMERS, TransformersConfig, TransformersEngine
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import SPEC as TRANSFORMERS
+from corerl_transformers.spec import TransformersConfig
 
 NAME = "plugins.page.tests.stale_engine:SPEC"
 
