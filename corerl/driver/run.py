@@ -399,7 +399,6 @@ class Run:
             **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
-            **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [shown.record() for shown in self.evaluations.before],
         }

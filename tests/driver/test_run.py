@@ -694,15 +694,6 @@ def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callabl
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
 
 
-def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
-    for kept in ({}, {"actor": "0" * 32}):
-        saves = Files(0)
-        run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
-        run.plan = evolve(run.plan, kept=kept)
-        run.save()
-        assert [state.get("kept", {}) for state in saves.states] == [kept]
-
-
 def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
