@@ -69,8 +69,8 @@ def export(
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, adapters merged into its base weights. None is False for such a role. `notify`
-    gets a line if no directory has the base weights. With `replace`, an existing directory is replaced only once the new
-    one is complete.
+    gets a line if no directory has the base weights. With `replace`, an existing directory is replaced only once the
+    new one is complete.
 
     Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
     CheckpointError if the checkpoint lacks a tensor of the role's model or has one in another shape.

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from attrs import evolve
 
+from corerl.errors import DataError
 from corerl.plugin import SampleShown
-from corerl_observe.run_state import duration, number, prompt_text, rough_duration
+from corerl_observe.run_state import History, duration, number, phases, prompt_text, rough_duration
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,85 @@ def test_marks_leave_the_prompt_whose_pictures_are_shown() -> None:
     given = SampleShown(prompt=text, response="", answer="", reward=0.0)
     assert prompt_text(given) == text
     assert prompt_text(evolve(given, pictures=["3f9a" * 4, "00b1" * 4])) == "user: Find x < 3."
+
+
+def test_the_file_of_a_killed_run_is_read_up_to_its_torn_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 7.0}\n{"st'
+    )
+    history = History.read(str(tmp_path), before=2)
+    steps, values = history.series("a")
+    assert steps == [0, 1]
+    assert values[0] == 1.5 and math.isnan(values[1])
+    assert history.series("b") == ([], [])
+
+
+@pytest.mark.parametrize("line", ["what?", "[1]", '{"a": 1}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        History.read(str(tmp_path), before=9)
+    assert str(caught.value) == (
+        f"{tmp_path}/metrics.jsonl:2: {line!r} is not an object with a step; fix or delete the line"
+    )
+
+
+def test_bytes_that_are_no_text_and_a_step_that_is_no_number_are_named_too(tmp_path: Path) -> None:
+    for line in (b'{"step": 1, "a": "\xff"}', b'{"step": Infinity}'):
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b"\n")
+        with pytest.raises(DataError, match=r"metrics.jsonl:2: .*step.* is not an object with a step"):
+            History.read(str(tmp_path), before=9)
+        assert History.read(str(tmp_path), before=0).names() == []  # of a run that begins anew
+
+
+def test_what_a_step_takes_of_late_counts_steps_without_the_phase_as_nothing() -> None:
+    history = History()
+    for step in range(10):
+        history.add(step, {"time/train": 2.0, "time/step": 3.0})
+    history.add(9, {"time/save": 6.0})
+    assert history.recent("time/train", 4) == 2.0
+    assert history.recent("time/save", 4) == 1.5
+    assert history.recent("time/train", 100) == 2.0
+    assert phases(history) == ["train", "save"]
+    assert History().recent("time/train", 4) == 0.0
+
+
+def test_steps_that_only_another_process_knows_and_one_that_has_not_ended_are_not_counted() -> None:
+    history = History()
+    for step in (100, 101):  # resumed elsewhere
+        history.add(step, {"time/train": 2.0, "time/step": 3.0})
+    history.add(102, {"eval/reward": 0.5, "time/eval": 1.0})  # before the step
+    assert history.recent("time/train", 20) == 2.0
+
+
+def test_a_run_begins_and_ends_with_means_over_a_quarter_of_its_steps_but_for_evaluations() -> None:
+    history = History()
+    for step in range(60):
+        history.add(step, {"a": float(step), "b": math.nan if step % 2 else 1.0})
+    history.add(7, {"once": 3.0})
+    for step in (0, 30, 60):
+        history.add(step, {"eval/reward": step / 60})
+    headings, ends = history.ends(["a", "b", "once", "eval/reward", "none"])
+    assert headings == ["means of 10 steps", "start", "end"]
+    assert ends == {"a": [4.5, 54.5], "b": [1.0, 1.0], "once": [3.0, None], "eval/reward": [0.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("steps", "heading", "first", "last"),
+    [(2, "", 0.0, 1.0), (7, "", 0.0, 6.0), (8, "means of 2 steps", 0.5, 6.5), (20, "means of 5 steps", 2.0, 17.0)],
+)
+def test_a_short_run_is_averaged_over_fewer_steps(steps: int, heading: str, first: float, last: float) -> None:
+    history = History()
+    for step in range(steps):
+        history.add(step, {"a": float(step)})
+    assert history.ends(["a"]) == ([heading, "start", "end"], {"a": [first, last]})
+
+
+def test_a_history_that_is_rewound_knows_the_steps_before_alone() -> None:
+    history = History()
+    for step in range(4):
+        history.add(step, {"loss": float(step), **({"eval/reward": 0.5} if step == 3 else {})})
+    history.rewind(2)
+    assert history.series("loss") == ([0, 1], [0.0, 1.0]) and history.names() == ["loss"]
+    history.add(2, {"loss": 7.0})
+    assert history.last("loss") == 7.0
