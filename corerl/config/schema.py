@@ -435,13 +435,6 @@ class AlgorithmConfig:
         "rollout, unless the algorithm says otherwise",
         default=None,
     )
-    old_weights: Literal["current", "rollout", "old"] = option(
-        "the weights that recompute old_logprobs: the actor's before its first step on the batch; those that the "
-        "engines hold; or those that they held before the last update, which have sampled the batch if rollout.source "
-        "is 'one-step-off'. The latter two are kept in host memory",
-        default="current",
-        needs=("algorithm.old_logprobs=recompute", "!run.mode=train-only"),
-    )
     correction: Literal["none", "token", "sequence", "geometric"] = option(
         "importance weights that correct for the mismatch of engine and trainer log-probs: the ratio of probabilities "
         "of each token, their product over a sample, or their geometric mean over it (Yao et al. 2025; Liu et al. "

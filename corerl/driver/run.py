@@ -16,12 +16,12 @@ from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.control import Control
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.engines import Engines
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import require_there
@@ -63,7 +63,7 @@ class Run:
     reports: StepReports
     roles: Mapping[str, Role]
     engines: Engines | None  # None if nothing is sampled
-    earlier: EarlierPolicies
+    reference: ReferencePolicy
     logprob_check: LogprobCheck | None  # None if it is off
     residency: Residency
     sampling: Sampling
@@ -214,7 +214,7 @@ class Run:
                 shared,
                 samples,
                 tuple(each.columns.values()),
-                weights=self.earlier.name_of(each.weights),
+                weights=each.weights,
                 replay=each.replay,
             )
             for each in algorithm.passes
@@ -267,9 +267,9 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.earlier.renews(self.progress.steps_done + 1):
+        if self.reference.renews(self.progress.steps_done + 1):
             self.residency.enter(ACTOR_WEIGHTS)
-            self.earlier.renew()
+            self.reference.renew()
 
     def _start_training(
         self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
@@ -306,7 +306,7 @@ class Run:
         self._streamed, self._pushed_at = None, None
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
-        self.earlier.begin(resumed=bool(point.state))
+        self.reference.begin(resumed=bool(point.state))
         self.sampling.restart(point.state, point.checkpoint)
         if self.engines is not None:
             self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
@@ -323,8 +323,7 @@ class Run:
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(ACTOR_WEIGHTS)
-            self.earlier.begin(resumed=True)
-            self.earlier.updated()
+            self.reference.begin(resumed=True)
         if changed and self.engines is not None:
             self.engines.new_rendezvous()
             self.push_weights()
@@ -339,8 +338,6 @@ class Run:
             return
         new = self._pushed_at != self.actor.next_optimizer_step
         self.engines.update(self.sampling.source, new=new)
-        if new:
-            self.earlier.updated()
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step

@@ -20,8 +20,8 @@ from corerl.driver import run as driver
 from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.progress import Progress
+from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.roles import Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
@@ -77,9 +77,9 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         **parts: Any,
     ) -> Run:
         plan, group, now = plan_of(config, run_dir), actor or Group(), progress(ears, step=rollout_step)
-        earlier: Any = EarlierPolicies(
+        reference: Any = ReferencePolicy(
             group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
-            tags=plan.algorithm.snapshots("actor"),
+            asked="reference" in plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
             progress=now,
         )
@@ -103,7 +103,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             **{
                 **dict.fromkeys(needed),
                 "plan": plan,
-                "earlier": earlier,
+                "reference": reference,
                 "progress": now,
                 "reports": StepReports(
                     recomputes=config.algorithm.old_logprobs == "recompute",
@@ -455,18 +455,15 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
-def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the snapshots of earlier updates would be of these weights too."""
-    kept: list[int] = []
-    monkeypatch.setattr(EarlierPolicies, "updated", lambda policies: kept.append(len(kept)))
+def test_added_engines_get_the_current_weights(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     run.push_weights()
-    assert (fleet.log, kept) == (["receive 0"], [0])
+    assert fleet.log == ["receive 0"]
     fleet.hold_all = False
     run.push_weights()
-    assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
+    assert fleet.log == ["receive 0", "receive 1"]
 
 
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
@@ -731,7 +728,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
 ) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.steps_done)))
-    monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
+    monkeypatch.setattr(ReferencePolicy, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
     engines = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))

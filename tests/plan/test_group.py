@@ -37,7 +37,7 @@ def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
 
 
 def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
-    algorithm = {"old_logprobs": "recompute", "old_weights": "rollout"}
+    algorithm = {"old_logprobs": "recompute", "dynamic_sampling": 2}
     assert planned(rollout={"prompts": 7}, train={"mini_batches": 2}, algorithm=algorithm).role.objective is not None
 
 

@@ -61,7 +61,6 @@ algorithm.correction=token                                | algorithm.correction
 algorithm.correction_floor=0.5                            | algorithm.correction_floor | needs algorithm.correction
 algorithm.correction_cap=3.0                              | algorithm.correction_cap   | needs algorithm.correction
 algorithm.correction_beyond=mask                          | algorithm.correction_beyond | needs algorithm.correction
-algorithm.old_weights=old                                 | algorithm.old_weights      | to be 'recompute'
 algorithm.routing_replay=engine                           | algorithm.routing_replay   | no experts
 algorithm.overlong=penalty algorithm.overlong_buffer=1000 | algorithm.overlong_buffer  | 'penalty' needs 1 to
 algorithm.overlong_buffer=5                               | algorithm.overlong_buffer  | the others 0
