@@ -698,13 +698,6 @@ class RolloutConfig:
         validator=at_least(1),
         needs="rollout.source=asynchronous",
     )
-    stale: Literal["discard", "wait"] = option(
-        "asynchronous: what happens to samples that would become too old; discard: they are dropped and their prompts "
-        "resampled, which costs tokens and, of slow prompts, most; wait: a batch is handed out only once the oldest "
-        "samples can still be trained on in time, so that none is dropped",
-        default="discard",
-        needs="rollout.source=asynchronous",
-    )
     postprocess: str = option(
         "'module:function' that maps a scored batch to another before advantages are computed",
         default="",

@@ -26,7 +26,7 @@ def paths(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "sound",
     [
-        "rollout.source=asynchronous rollout.max_staleness=4 rollout.stale=wait",
+        "rollout.source=asynchronous rollout.max_staleness=4",
         "rollout.source=asynchronous run.mode=eval",
         "algorithm.routing_replay=engine",
         "algorithm.routing_replay=recompute algorithm.old_logprobs=recompute",

@@ -31,7 +31,6 @@ run.mode=rollout-only rollout.source=one-step-off         | rollout.source      
 run.dir=/dev/null/run                                     | run.dir                    | cannot write
 rollout.saved=x                                           | rollout.saved              | needs run.mode to be
 rollout.max_staleness=2                                   | rollout.max_staleness      | to be 'asynchronous'
-rollout.stale=wait                                        | rollout.stale              | to be 'asynchronous'
 rollout.source=asynchronous weights.every=2 checkpoint.every=4 | weights.every         | 'synchronous' or 'streamed'
 rollout.prompts=7 train.mini_batches=2                    | rollout.prompts            | use a multiple of 2, such as 8
 rollout.prompts=1048576 rollout.samples=9                 | rollout.prompts            | samples per step
