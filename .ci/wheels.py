@@ -38,13 +38,14 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKEND = "corerl-fsdp"  # added to the sets that have none, and cannot train
+ENGINE = "corerl-transformers"  # the same
 QUICK = ["run.steps=2", "eval.every=0", "checkpoint.every=0", "roles.actor.ranks=1"]
 QUICK += ["rollout.replicas=1", "rollout.prompts=4"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 JOBS = 2
 TOOLS = {"test", "docs", "dev", "tutorial"}  # extras of this repository's own
 # Who takes part in a run on a CPU has an entry point in one of these groups.
-PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions", "displays"))
+PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions"))
 
 
 def main(dist: str) -> int:
@@ -54,7 +55,7 @@ def main(dist: str) -> int:
         sites = {name: unpacked(wheel, scratch / "sites") for name, wheel in wheels(Path(dist)).items()}
         shutil.copytree(ROOT / "examples", scratch / "examples")
         os.chdir(scratch)
-        sets = {"core alone": {"corerl"}, "core and a backend": {"corerl", BACKEND}}
+        sets = {"core alone": {"corerl"}, "core, a backend and an engine": {"corerl", BACKEND, ENGINE}}
         for extra in metadata.PathDistribution(metadata_of(sites["corerl"])).metadata.get_all("Provides-Extra") or ():
             if extra not in TOOLS:
                 sets[f"corerl[{extra}]"] = ours(f"corerl[{extra}]", sites)
@@ -79,7 +80,7 @@ def main(dist: str) -> int:
         if any(needed.values()):
             trained = covering({frozenset(in_a_run(each, sites)) for each in named}, sites)
             with ThreadPoolExecutor(JOBS) as pool:
-                jobs = [pool.submit(train_bare, {"corerl", BACKEND}, sites, needed)]
+                jobs = [pool.submit(train_bare, {"corerl", BACKEND, ENGINE}, sites, needed)]
                 jobs += [pool.submit(train, names, sites, needed) for names in trained]
                 wrong += [line for job in jobs for line in job.result()]
             print(f"{len(jobs)} runs trained; {time.monotonic() - began:.0f} s in all")
@@ -148,8 +149,8 @@ def points(names: Iterable[str], sites: Mapping[str, Path], *groups: str) -> lis
 
 
 def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
-    """Core, the wheels that take part in a run with all that they require, and a backend if none is one."""
-    parts = {"corerl", *(name for name in names if points([name], sites, *PARTS))}
+    """Core, the wheels that take part in a run with all that they require, an engine, and a backend if none is one."""
+    parts = {"corerl", ENGINE, *(name for name in names if points([name], sites, *PARTS))}
     parts = parts.union(*(ours(name, sites) for name in parts))
     return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
 
@@ -162,7 +163,7 @@ def covering(sets: Iterable[frozenset[str]], sites: Mapping[str, Path]) -> list[
         return set(names) - (backends - {backend_of(names, sites)})
 
     left, chosen = sorted(sets, key=lambda names: (len(names), sorted(names))), list[frozenset[str]]()
-    missing = set[str]().union(*map(used, left)) - {"corerl", BACKEND}  # which train alone
+    missing = set[str]().union(*map(used, left)) - {"corerl", BACKEND, ENGINE}  # which train alone
     while missing:
         chosen.append(max(left, key=lambda names: len(used(names) & missing)))
         missing -= used(chosen[-1])
@@ -307,7 +308,7 @@ def run(
 ) -> list[str]:
     """Two steps of the example that needs most of these wheels, with a backend and a transport of theirs."""
     others = names - {"corerl"}
-    fitting = [each for each in needed if needed[each] and needed[each] <= {*names, BACKEND}]
+    fitting = [each for each in needed if needed[each] and needed[each] <= {*names, BACKEND, ENGINE}]
     example = max(fitting, key=lambda each: (len(needed[each] & names), each))
     backend = points([backend_of(names, sites)], sites, "corerl.backends")[0]
     directory = Path("runs") / uuid.uuid4().hex

@@ -166,7 +166,7 @@ def _metrics(rollout: Rollout, rewards: Any) -> None:
 
 
 def _with_advantages(samples: SampleBatch, rewards: Any, estimate: Estimate) -> SampleBatch:
-    return compute_advantages(samples, rewards, estimate, ALGORITHM.settings, kl_coef=0.0, max_tokens=RESPONSE).samples
+    return compute_advantages(samples, rewards, estimate, ALGORITHM.settings, max_tokens=RESPONSE).samples
 
 
 async def _nobody(*_: Any, **__: Any) -> Generation:

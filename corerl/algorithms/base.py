@@ -13,9 +13,6 @@ from corerl.plugin.spec import ACTOR
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
 REFERENCE = "reference"  # the policy that KL is measured against; a role of that name, or else the actor's snapshot
-ROLLOUT = "rollout"  # the actor whose weights the engines hold, those of the last update
-OLD = "old"  # the actor whose weights they held before that update
-SNAPSHOTS = (REFERENCE, ROLLOUT, OLD)
 
 
 @frozen(kw_only=True, eq=False)
@@ -24,7 +21,7 @@ class ForwardPass:
 
     role: str
     columns: Mapping[str, Output]  # column -> the output that fills it
-    weights: str = ""  # one of SNAPSHOTS, of the actor; "" for the weights as they are
+    weights: str = ""  # REFERENCE, of the actor; "" for the weights as they are
     replay: bool = False  # route through the experts in the column `routed_experts`
 
 

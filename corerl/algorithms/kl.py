@@ -1,5 +1,4 @@
-"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, the penalty of a loss, and an adaptive
-coefficient.
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and the penalty of a loss.
 
 Schulman 2020, "Approximating KL Divergence".
 
@@ -97,28 +96,3 @@ def token_kl(logprobs: FloatArray, reference: FloatArray, loss_mask: BoolArray, 
     divergence = np.zeros(len(loss_mask), dtype=np.float32)
     divergence[loss_mask] = estimate(policy, other).numpy()
     return divergence
-
-
-def adapted_coefficient(coefficient: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
-    """The KL penalty's coefficient for the next step: larger if `kl` was above `target`, else smaller.
-
-        error = clip(kl / target - 1, -0.2, 0.2)
-        coefficient * (1 + error * samples / horizon)
-
-    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2; K = samples / horizon as in
-    their code.
-
-        kl: mean measured in this step, in the unit of `target`
-        target: > 0
-        horizon: number of samples over which the coefficient changes by at most a fifth
-        samples: number of samples in this step
-
-    ConfigError if a step has so many samples that one update could bring the coefficient to 0 or below.
-    """
-    if samples >= 5 * horizon:
-        raise ConfigError(
-            f"algorithm.kl_horizon={horizon:g} is too short for steps of {samples} samples: one step could turn the "
-            f"coefficient negative; use more than {samples / 5:g}"
-        )
-    error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return coefficient * (1.0 + error * samples / horizon)

@@ -27,7 +27,7 @@ def resolve_loss(spec: LossSpec) -> Callable[[LossInputs], LossResult]:
     return _resolved(spec.name, tuple(sorted(spec.params.items())))
 
 
-@lru_cache(maxsize=64)  # bounded: an adaptive coefficient makes a new entry at every step
+@lru_cache(maxsize=64)
 def _resolved(loss: str, given: tuple[tuple[str, Scalar], ...]) -> Callable[[LossInputs], LossResult]:
     params: dict[str, Any] = dict(given)
     function = find_loss(loss)

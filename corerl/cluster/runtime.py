@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,16 @@ from corerl.errors import ConfigError, CorerlError
 from corerl.messages import first_line
 
 CPUS = 1024  # of a Ray that is started here, which only counts them: a run's groups may grow, and others may follow
-FORWARD_SECONDS = 3.0  # for Ray, which polls ten times a second if nothing else runs, to forward the last output
 ANSWER_SECONDS = 20.0  # for a cluster to answer
 GCS_SECONDS = 20  # after which Ray ends a process whose GCS has died, the driver too; 60 by default
 DEMANDS_TOKEN = re.compile(r"AuthenticationError|InvalidAuthToken|Unauthenticated|authentication token", re.IGNORECASE)
 
 
 @contextlib.contextmanager
-def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> Iterator[bool]:
+def ray_session(*, address: str, cpus: float = CPUS) -> Iterator[bool]:
     """Start Ray on this machine with `cpus` logical CPUs and shut it down at the end, or join and leave `address`.
-    Where this process has a Ray already, that is used, and left as it is. With `forward`, output of its processes is
-    printed here too. A start that takes too long is tried once more.
+    Where this process has a Ray already, that is used, and left as it is. A start that takes too long is tried
+    once more.
 
     Yields whether Ray ends with the block. If one of Ray's own processes dies meanwhile, Ray ends this process, or
     calls of its processes raise.
@@ -51,7 +49,7 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         try:
-            _init(address, cpus, forward)
+            _init(address, cpus)
         except Exception as error:
             # On a busy machine Ray gives up on its own processes after some 30 seconds; the next ones find their files
             # in memory. Ray has no type of its own for that.
@@ -59,7 +57,7 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
             if address or ray.is_initialized() or not late:
                 raise
             ray.shutdown()
-            _init(address, cpus, forward)
+            _init(address, cpus)
     except Exception as error:  # Ray may raise a bare Exception here
         if address and DEMANDS_TOKEN.search(str(error)):
             raise _no_token(address) from error
@@ -69,23 +67,21 @@ def ray_session(*, address: str, cpus: float = CPUS, forward: bool = False) -> I
     try:
         yield not address
     finally:
-        if forward:
-            time.sleep(FORWARD_SECONDS)
         ray.shutdown()
 
 
-def _init(address: str, cpus: float, forward: bool) -> None:
+def _init(address: str, cpus: float) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         if address:
-            ray.init(address=address, log_to_driver=forward, logging_level=logging.ERROR, namespace="corerl")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="corerl")
             return
         _keep_token_private()
         ray.init(
             address="local",  # never a cluster that someone else started here
             num_cpus=max(1, int(-(-cpus // 1))),
             include_dashboard=False,
-            log_to_driver=forward,
+            log_to_driver=False,
             logging_level=logging.ERROR,
             namespace="corerl",
             # No workers in advance: ours need environments of their own.

@@ -425,15 +425,6 @@ class AlgorithmConfig:
         default="loss",
         needs={"reward": "algorithm.kl_coef"},
     )
-    kl_target: float = option(
-        "target KL per token, to which kl_coef adapts (Ziegler et al. 2019); 0 keeps kl_coef fixed",
-        default=0.0,
-        validator=[at_least(0), finite],
-        needs="algorithm.kl_coef",
-    )
-    kl_horizon: int = option(
-        "samples over which an adaptive kl_coef can change by at most a fifth", default=10_000, validator=at_least(1)
-    )
     aggregation: Aggregation | None = option(
         "how token losses are weighted in a step: all tokens equally, all sequences equally, or by 1 / "
         "rollout.max_tokens; unset: token-mean, unless the algorithm says otherwise",
@@ -443,13 +434,6 @@ class AlgorithmConfig:
         "log-probs in the ratio's denominator: the engine's, or the trainer's recomputed before the first step; unset: "
         "rollout, unless the algorithm says otherwise",
         default=None,
-    )
-    old_weights: Literal["current", "rollout", "old"] = option(
-        "the weights that recompute old_logprobs: the actor's before its first step on the batch; those that the "
-        "engines hold; or those that they held before the last update, which have sampled the batch if rollout.source "
-        "is 'one-step-off'. The latter two are kept in host memory",
-        default="current",
-        needs=("algorithm.old_logprobs=recompute", "!run.mode=train-only"),
     )
     correction: Literal["none", "token", "sequence", "geometric"] = option(
         "importance weights that correct for the mismatch of engine and trainer log-probs: the ratio of probabilities "
@@ -714,13 +698,6 @@ class RolloutConfig:
         validator=at_least(1),
         needs="rollout.source=asynchronous",
     )
-    stale: Literal["discard", "wait"] = option(
-        "asynchronous: what happens to samples that would become too old; discard: they are dropped and their prompts "
-        "resampled, which costs tokens and, of slow prompts, most; wait: a batch is handed out only once the oldest "
-        "samples can still be trained on in time, so that none is dropped",
-        default="discard",
-        needs="rollout.source=asynchronous",
-    )
     postprocess: str = option(
         "'module:function' that maps a scored batch to another before advantages are computed",
         default="",
@@ -739,9 +716,8 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, disk, or an installed transport, such as delta of corerl[delta]; "
-        "auto uses ipc if every engine is on a rank's device, else collective. delta writes only changes to disk, and "
-        "keeps a copy of the weights in host memory on the first rank and at every engine receiver",
+        "how weights reach engines: ipc, collective, or an installed transport, such as disk and delta of "
+        "corerl[delta]; auto uses ipc if every engine is on a rank's device, else collective",
         default="auto",
     )
     every: int = option(

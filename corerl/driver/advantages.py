@@ -23,8 +23,6 @@ class TrainBatch:
 
     samples: SampleBatch
     metrics: dict[str, float]
-    kl_coef: float = 0.0  # used in this step
-    kl: float | None = None  # to the reference policy, mean over loss tokens; None without a reference
 
 
 def compute_advantages(
@@ -33,17 +31,15 @@ def compute_advantages(
     estimate: Estimate,
     algorithm: AlgorithmConfig,
     *,
-    kl_coef: float,
     max_tokens: int,
     credits_turns: bool = False,
 ) -> TrainBatch:
     """Add the columns that `estimate` computes from the rewards [B] and the columns `old_logprobs`, `ref_logprobs`
     (with a KL penalty) and those of its algorithm's passes; with a correction, `advantages` are weighted by
-    `old_logprobs` and `rollout_logprobs`. `kl_coef` is the current, possibly adapted coefficient. `credits_turns`:
-    as in `AlgorithmSpec`. The row column `shaped_rewards` [B] has each sample's reward after penalties."""
+    `old_logprobs` and `rollout_logprobs`. `credits_turns`: as in `AlgorithmSpec`. The row column `shaped_rewards` [B]
+    has each sample's reward after penalties."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
-    kl: float | None = None
     if algorithm.overlong == "penalty":
         lengths, buffer = samples.row_columns["response_length"], algorithm.overlong_buffer or 0
         episodes, episode_of = samples.episodes
@@ -55,11 +51,11 @@ def compute_advantages(
     if "ref_logprobs" in columns:
         estimator = algorithm.kl_estimator or KL_ESTIMATOR[algorithm.kl_in]
         divergence = token_kl(columns["old_logprobs"], columns["ref_logprobs"], mask, estimator=estimator)
-        metrics["train/kl_coef"] = kl_coef
-        if mask.any():  # otherwise nothing was measured, and the coefficient stays
-            kl = metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
+        metrics["train/kl_coef"] = algorithm.kl_coef
+        if mask.any():  # otherwise nothing was measured
+            metrics["train/kl_reference"] = float(divergence[mask].mean(dtype=np.float64))
         if algorithm.kl_in == "reward":
-            token_rewards = -np.float32(kl_coef) * divergence
+            token_rewards = -np.float32(algorithm.kl_coef) * divergence
     if credits_turns and TURN_REWARDS in columns:
         token_rewards = token_rewards + columns[TURN_REWARDS]
         rewards = rewards - of_episodes(columns[TURN_REWARDS], samples)
@@ -81,8 +77,7 @@ def compute_advantages(
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * corrected.weights
     samples = samples.with_row_columns(shaped_rewards=sample_rewards(samples, rewards, token_rewards))
-    samples = samples.with_columns(**found.columns, advantages=advantages)
-    return TrainBatch(samples=samples, metrics=metrics, kl_coef=kl_coef, kl=kl)
+    return TrainBatch(samples=samples.with_columns(**found.columns, advantages=advantages), metrics=metrics)
 
 
 def _of_each_role(

@@ -30,13 +30,13 @@ from corerl.errors import ModelError, SaveFailed
 from corerl.messages import note
 from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config, reads_pictures
-from corerl.models.files import initial_source, kept_config, kept_digest, kept_files, meta_model
+from corerl.models.files import initial_source, kept_config, kept_files, meta_model
 from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS, peft_config, targets_in
 from corerl.models.names import peft_names
 from corerl.models.readers import INDEX, SINGLE, FirstOf, SafetensorsSource
 from corerl.models.tokenizer import CHARACTERS, CONFIG, GENERATION, end_tokens, load_tokenizer
 from corerl.plan.check import Problems
-from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trained_of_tower, trains_tower
+from corerl.plan.models import names_of_buffers, require_same_tensors, saved_shapes, trains_tower
 from corerl.plan.settle import settle_adapters
 from corerl.weights.adapters import WEIGHT, Adapters, adapted, adapters_of, is_adapter
 from corerl.weights.chunks import TensorSource, finite
@@ -69,8 +69,8 @@ def export(
 
     Of a role that trains adapters, without `merge` a directory of PEFT with these alone, in float32 unless `dtype` says
     otherwise; with it the whole model, adapters merged into its base weights. None is False for such a role. `notify`
-    gets a line if no directory has the base weights, or if what is copied from the model's directory has changed since
-    the run began. With `replace`, an existing directory is replaced only once the new one is complete.
+    gets a line if no directory has the base weights. With `replace`, an existing directory is replaced only once the
+    new one is complete.
 
     Raises ModelError if `directory` exists and `replace` is not set, or `merge` does not suit the role, and
     CheckpointError if the checkpoint lacks a tensor of the role's model or has one in another shape.
@@ -101,12 +101,6 @@ def export(
                 f"random: for a whole model use: corerl export {shlex.quote(str(checkpoint))} DIRECTORY --merge"
             )
         return directory
-    trained = trained_of_tower(saved.model, saved.hf)
-    if (then := state.get("kept", {}).get(role)) and then != kept_digest(saved.model.path, saved.hf, trained):
-        notify(
-            f"{saved.model.path} has other weights or settings for pictures than as the {role} was trained, and the "
-            "export gets these; give back the directory that the run began with, and export again"
-        )
     saved.write_model(directory, dtype)
     return directory
 

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from corerl.algorithms.base import REFERENCE
 from corerl.checkpoint.commit import Faults, latest
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
 from corerl.driver.control import Control, StopRequest
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.processes import start_processes
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery
+from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role, roles_of
 from corerl.driver.run import Run
@@ -157,9 +158,9 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     groups, fleet = started.groups, started.fleet
     roles = roles_of(plan, groups, started.inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
-    tags = plan.algorithm.snapshots(ACTOR) if trains else ()
-    earlier = EarlierPolicies(group=groups[ACTOR], tags=tags, settings=plan.algorithm.settings, progress=progress)
-    earlier.begin(resumed=bool(start.state))
+    asked = trains and REFERENCE in plan.algorithm.snapshots(ACTOR)
+    reference = ReferencePolicy(group=groups[ACTOR], asked=asked, settings=plan.algorithm.settings, progress=progress)
+    reference.begin(resumed=bool(start.state))
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
@@ -195,7 +196,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         progress=progress,
         roles=roles,
         engines=engines,
-        earlier=earlier,
+        reference=reference,
         logprob_check=LogprobCheck.of(plan, sampling.sampler, progress),
         residency=residency,
         sampling=sampling,

@@ -24,7 +24,6 @@ from corerl.errors import CorerlError, EngineFailed, WorkerDied
 from corerl.event_loop import EventLoop
 from corerl.observability.timing import Spans
 from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan
-from corerl.plugin import hooktrace
 from corerl.plugin.events import CallFinished
 from corerl.plugin.spec import ACTOR
 from corerl.trainer.group import TrainGroup
@@ -56,7 +55,7 @@ def start_processes(
     engine = processes.engine
     progress.begin("starting Ray")
     cpus = max(processes.placement.cpus, CPUS)
-    owns_ray = stack.enter_context(ray_session(address=cluster.address, cpus=cpus, forward=hooktrace.wanted()))
+    owns_ray = stack.enter_context(ray_session(address=cluster.address, cpus=cpus))
     pool = stack.enter_context(reserved(processes.placement, release=not owns_ray))
     progress.begin("starting ranks and engines" if engine is not None else "starting ranks")
     on_answer = functools.partial(emit_call, progress) if traces else None

@@ -100,13 +100,13 @@ class Role:
         shared: SharedBatch,
         plans: Sequence[StepPlan],
         rollout_step: int,
-        loss: LossSpec,
         *,
         scale: float | None = None,
     ) -> list[Future[TrainResult]]:
         """Start these optimizer steps of the batch `shared`; returns once their samples are in the object store. Steps
         without loss tokens are skipped: momentum and decay would move the weights without a gradient. `scale`: that of
         the first step's gradients, where ranks have them already."""
+        assert self.loss is not None
         started = []
         for number, plan in enumerate(plans):
             if not plan.scales.any():
@@ -115,7 +115,7 @@ class Role:
             if scale is not None and not number:
                 started.append(self.group.optimizer_step(step, scale=scale))
             else:
-                started.append(self.group.train(shared, plan, loss, step))
+                started.append(self.group.train(shared, plan, self.loss, step))
             self.next_optimizer_step += 1
         return started
 

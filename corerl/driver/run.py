@@ -9,20 +9,19 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attrs import Factory, asdict, define, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
 from corerl.algorithms.advantages import without_truncated
-from corerl.algorithms.kl import adapted_coefficient
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.control import Control
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.engines import Engines
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
+from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import require_there
@@ -40,7 +39,7 @@ from corerl.plugin.spec import ACTOR
 from corerl.rollout.recorded import ROLLOUTS, write_rollout
 from corerl.rollout.scored import ScoredRollout, postprocessed
 from corerl.trainer.group import SharedBatch, share
-from corerl.types import FloatArray, LossSpec, Output, SampleBatch, TrainResult
+from corerl.types import FloatArray, Output, SampleBatch, TrainResult
 
 T = TypeVar("T")
 
@@ -64,7 +63,7 @@ class Run:
     reports: StepReports
     roles: Mapping[str, Role]
     engines: Engines | None  # None if nothing is sampled
-    earlier: EarlierPolicies
+    reference: ReferencePolicy
     logprob_check: LogprobCheck | None  # None if it is off
     residency: Residency
     sampling: Sampling
@@ -72,9 +71,6 @@ class Run:
     saves: Saves
     recovery: Recovery
     control: Control
-
-    # algorithm.kl_coef, as adapted so far
-    kl_coef: float = field(default=Factory(lambda self: self._kl_coef_in(self.plan.start.state), takes_self=True))
 
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
@@ -101,11 +97,6 @@ class Run:
     @property
     def actor(self) -> Role:
         return self.roles[ACTOR]
-
-    def _kl_coef_in(self, state: Mapping[str, Any]) -> float:
-        """The coefficient in a checkpoint's state, if it is adapted; otherwise the config's."""
-        settings = self.plan.algorithm.settings
-        return float(state.get("kl_coef", settings.kl_coef)) if settings.kl_target else settings.kl_coef
 
     # ---- samples ----------------------------------------------------------------------------------------------------
 
@@ -136,7 +127,7 @@ class Run:
                 trains = self.actor.loss is not None and self.progress.steps_done >= self.actor.first_step
                 self._streamed = StreamedStep(
                     step=self.progress.steps_done,
-                    trained=(self.actor, self.loss_of(self.actor, self.kl_coef)) if trains else None,
+                    trained=self.actor if trains else None,
                     with_logprobs=self.with_logprobs,
                     with_advantages=self.advantages_of,
                     progress=self.progress,
@@ -205,16 +196,7 @@ class Run:
             batch = evolve(batch, samples=algorithm.postprocess(batch.samples))
         if self.engines is not None:
             batch = evolve(batch, metrics={**staleness_metrics(samples, self.engines.policies), **batch.metrics})
-        self._adapt_kl(batch.kl, episodes=len(samples.episodes[0]))
         return batch
-
-    def _adapt_kl(self, kl: float | None, *, episodes: int) -> None:
-        """Change the coefficient of the KL term, for the next batch, by the KL of this one."""
-        settings = self.plan.algorithm.settings
-        if settings.kl_target and kl is not None:
-            self.kl_coef = adapted_coefficient(
-                self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, samples=episodes
-            )
 
     def with_logprobs(self, samples: SampleBatch) -> SampleBatch:
         """The samples with all columns that advantages are computed from."""
@@ -232,7 +214,7 @@ class Run:
                 shared,
                 samples,
                 tuple(each.columns.values()),
-                weights=self.earlier.name_of(each.weights),
+                weights=each.weights,
                 replay=each.replay,
             )
             for each in algorithm.passes
@@ -250,7 +232,6 @@ class Run:
             rewards,
             algorithm.estimate,
             algorithm.settings,
-            kl_coef=self.kl_coef,
             max_tokens=self.plan.rollout.settings.max_tokens,
             credits_turns=algorithm.credits_turns,
         )
@@ -286,9 +267,9 @@ class Run:
         return {name: steps for name, steps in results.items() if steps}
 
     def _renew_reference(self) -> None:
-        if self.earlier.renews(self.progress.steps_done + 1):
+        if self.reference.renews(self.progress.steps_done + 1):
             self.residency.enter(ACTOR_WEIGHTS)
-            self.earlier.renew()
+            self.reference.renew()
 
     def _start_training(
         self, names: Sequence[str], shared: SharedBatch, batch: TrainBatch
@@ -299,9 +280,7 @@ class Run:
             role = self.roles[name]
             plans = role.plan(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start(
-                shared, plans, self.progress.steps_done, self.loss_of(role, batch.kl_coef), scale=scale
-            )
+            started = role.start(shared, plans, self.progress.steps_done, scale=scale)
             missing, empty = role.steps_of_batch - len(plans), len(plans) - len(started)
             self._notice_skipped(name, missing, "the batch has fewer groups than that, and groups are not split")
             self._notice_skipped(name, empty, "their samples have no loss tokens")
@@ -312,14 +291,6 @@ class Run:
         if count:
             step = self.progress.steps_done
             self.progress.notice(f"step {step}: {count} optimizer steps of {role} are skipped: {why}")
-
-    def loss_of(self, role: Role, kl_coef: float) -> LossSpec:
-        """The loss of a role that is trained, with the current coefficient."""
-        algorithm, loss = self.plan.algorithm.settings, role.loss
-        assert loss is not None
-        if algorithm.kl_target and algorithm.kl_in == "loss" and "kl_coef" in loss.params:
-            return evolve(loss, params={**loss.params, "kl_coef": kl_coef})
-        return loss
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
@@ -335,8 +306,7 @@ class Run:
         self._streamed, self._pushed_at = None, None
         self.progress.steps_done = point.step
         self.progress.emit(RunRewound(step=point.step))
-        self.earlier.begin(resumed=bool(point.state))
-        self.kl_coef = self._kl_coef_in(point.state)
+        self.reference.begin(resumed=bool(point.state))
         self.sampling.restart(point.state, point.checkpoint)
         if self.engines is not None:
             self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
@@ -353,8 +323,7 @@ class Run:
         changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(ACTOR_WEIGHTS)
-            self.earlier.begin(resumed=True)
-            self.earlier.updated()
+            self.reference.begin(resumed=True)
         if changed and self.engines is not None:
             self.engines.new_rendezvous()
             self.push_weights()
@@ -369,8 +338,6 @@ class Run:
             return
         new = self._pushed_at != self.actor.next_optimizer_step
         self.engines.update(self.sampling.source, new=new)
-        if new:
-            self.earlier.updated()
         if self.logprob_check is not None:
             self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step
@@ -426,12 +393,9 @@ class Run:
         schedules = {name: asdict(role.decay_start) for name, role in self.roles.items() if role.decay_start}
         state = {
             "rollout_step": self.progress.steps_done,
-            # Saved only if adapted: otherwise a resumed run that adapts it starts from its own config.
-            **({"kl_coef": self.kl_coef} if self.plan.algorithm.settings.kl_target else {}),
             **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
-            **({"kept": dict(self.plan.kept)} if self.plan.kept else {}),
             "config": self.control.plan.record,
             "before": [shown.record() for shown in self.evaluations.before],
         }

@@ -163,8 +163,7 @@ def make_source(
         "on_progress": partial(progress.count, GENERATED) if by_prompt else None,
     }
     if settings.source == "asynchronous":
-        wait = settings.stale == "wait"
-        return AsynchronousRollouts(max_staleness=settings.max_staleness, wait_for_stale=wait, **fields)
+        return AsynchronousRollouts(max_staleness=settings.max_staleness, **fields)
     if settings.source == "one-step-off":
         return OneStepOffRollouts(**fields)
     return OrderedRollouts(singly=settings.source == "streamed", **fields)

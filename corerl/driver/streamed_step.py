@@ -12,8 +12,8 @@ from corerl.driver.advantages import TrainBatch
 from corerl.driver.progress import Progress
 from corerl.driver.roles import Role
 from corerl.rollout.source import Arrived
-from corerl.trainer.group import SharedBatch, TrainGroup
-from corerl.types import FloatArray, LossSpec, SampleBatch, offsets_of
+from corerl.trainer.group import SharedBatch
+from corerl.types import FloatArray, SampleBatch, offsets_of
 
 
 @define(kw_only=True, eq=False)
@@ -22,7 +22,7 @@ class StreamedStep:
     the first optimizer step their gradients. Later optimizer steps need the first one's weights, and wait for it."""
 
     step: int  # the rollout step
-    trained: tuple[Role, LossSpec] | None  # None if no role is trained in it
+    trained: Role | None  # None if no role is trained in it
     with_logprobs: Callable[[SampleBatch], SampleBatch]  # adds the columns that advantages are computed from
     with_advantages: Callable[[SampleBatch, FloatArray], TrainBatch]
     progress: Progress
@@ -42,15 +42,14 @@ class StreamedStep:
         """Returns once the ranks are done with these: prompts that come meanwhile are passed together."""
         samples = self.with_logprobs(arrived.batch)
         self._arrived.append(evolve(arrived, batch=samples))
-        if self.trained is None:
+        if (role := self.trained) is None:
             return
-        role, loss = self.trained
         first = role.groups_of_first_step(arrived.of, self.step)
         groups = np.flatnonzero(np.isin(arrived.prompts, first))
         if len(groups):
             rows = np.flatnonzero(np.isin(samples.row_columns["group"], groups))
             batch = self.with_advantages(samples.take_rows(rows), arrived.rewards[rows])
-            self._add_gradients(role.group, batch.samples, loss, share=len(groups) / len(first))
+            self._add_gradients(role, batch.samples, share=len(groups) / len(first))
 
     def completed(self, samples: SampleBatch) -> SampleBatch:
         """The step's samples, all of which have been added, with the columns of their passes."""
@@ -62,8 +61,10 @@ class StreamedStep:
         ordered = joined.take_rows(np.argsort(place, kind="stable"))
         return evolve(samples, columns=ordered.columns, pictures=ordered.pictures)
 
-    def _add_gradients(self, group: TrainGroup, samples: SampleBatch, loss: LossSpec, *, share: float) -> None:
+    def _add_gradients(self, role: Role, samples: SampleBatch, *, share: float) -> None:
         """`share`: of the first step's groups."""
+        group, loss = role.group, role.loss
+        assert loss is not None
         if not self._unit:
             _, count = group.plan_part(samples)
             # A power of two, which rounds nothing: how much comes first is chance.

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from corerl.engines.lifecycle import shape_mismatch as shape_mismatch
     from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import stops_of as stops_of
-    from corerl.engines.transformers import named_views as named_views
 else:
     from corerl.imports import on_demand
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from corerl.kinds import experts_of as experts_of
     from corerl.models.attention import attention_in_pieces as attention_in_pieces
+    from corerl.models.attention import carries_state as carries_state
     from corerl.models.attention import register_packed_attention as register_packed_attention
     from corerl.models.build import VALUE_HEAD as VALUE_HEAD
     from corerl.models.build import VALUE_HEAD_WEIGHT as VALUE_HEAD_WEIGHT
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from corerl.models.build import decoder_layers as decoder_layers
     from corerl.models.build import materialize as materialize
     from corerl.models.build import move_buffers as move_buffers
+    from corerl.models.build import named_weights as named_weights
     from corerl.models.build import own_attention as own_attention
     from corerl.models.build import recompute_layers as recompute_layers
     from corerl.models.build import stored_buffers as stored_buffers
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from corerl.models.files import meta_model as meta_model
     from corerl.models.files import shapes_of_tower as shapes_of_tower
     from corerl.models.layouts import WholePolicy as WholePolicy
+    from corerl.models.layouts import choose_layout as choose_layout
     from corerl.models.layouts import make_policy as make_policy
     from corerl.models.layouts import unread_parameters as unread_parameters
     from corerl.models.lora import peft_config as peft_config
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from corerl.models.names import dtensor_boxes as dtensor_boxes
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
+    from corerl.models.names import named_views as named_views
     from corerl.models.names import shapes_of as shapes_of
     from corerl.models.parts import parts_of as parts_of
     from corerl.models.parts import size_of as size_of
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
     from corerl.models.tokenizer import load_tokenizer as load_tokenizer
     from corerl.models.tokenizer import plain as plain
     from corerl.models.tokenizer import special_tokens as special_tokens
+    from corerl.models.towers import Features as Features
+    from corerl.models.towers import Tower as Tower
+    from corerl.models.towers import in_parts as in_parts
 else:
     from corerl.imports import on_demand
 

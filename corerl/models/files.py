@@ -112,19 +112,6 @@ def kept_config(directory: str | Path, config: PreTrainedConfig) -> dict[str, An
     return {name: written[name] for name in config.sub_configs if name in written and getattr(config, name) is not text}
 
 
-def kept_digest(directory: str | Path, config: PreTrainedConfig, trained: Iterable[str] = ()) -> str:
-    """32 hexadecimal digits of `kept_config` and of the tensors of `kept_files`: of their names, types, shapes and
-    first rows. To read a tower whole takes seconds, and another one differs in nearly every row."""
-    digest = hashlib.sha256(json.dumps(kept_config(directory, config), sort_keys=True).encode())
-    files, names = kept_files(directory, config, trained)
-    for name in names:
-        shape = files.shape(name) or ()
-        row = files.read(name, (0,) * len(shape), tuple(1 if axis == 0 else size for axis, size in enumerate(shape)))
-        digest.update(f"{name} {row.dtype} {shape}".encode())
-        digest.update(row.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
-
-
 @frozen
 class Described:
     """A config, equal to those that describe the same model."""

@@ -123,6 +123,12 @@ def peft_names(model: PreTrainedModel) -> dict[str, str]:
     return {boxes[name][0].name: PREFIX + name for name in adapter_parameters(model)}
 
 
+def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Every HF tensor of the model by name, as a view of what holds it: a parameter, a part of one, or a buffer."""
+    boxes = hf_boxes(model)
+    return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
+
+
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model by HF name. Raises ModelError as `hf_boxes` does."""
     return {box.name: box.shape for boxes in hf_boxes(model).values() for box in boxes}

@@ -1,4 +1,4 @@
-"""Metrics of a run over time, and the extensions that core brings: lines and files."""
+"""The files that a run writes of itself, and how long its phases take."""
 
 from typing import TYPE_CHECKING
 
@@ -7,15 +7,9 @@ if TYPE_CHECKING:
     from corerl.observability.jsonl import NOTICES_FILE as NOTICES_FILE
     from corerl.observability.jsonl import SAMPLES_FILE as SAMPLES_FILE
     from corerl.observability.jsonl import keep as keep
+    from corerl.observability.jsonl import read_lines as read_lines
     from corerl.observability.jsonl import read_notices as read_notices
     from corerl.observability.jsonl import reopen as reopen
-    from corerl.observability.run_state import History as History
-    from corerl.observability.run_state import RunState as RunState
-    from corerl.observability.run_state import duration as duration
-    from corerl.observability.run_state import number as number
-    from corerl.observability.run_state import phases as phases
-    from corerl.observability.run_state import prompt_text as prompt_text
-    from corerl.observability.run_state import scores as scores
 else:
     from corerl.imports import on_demand
 

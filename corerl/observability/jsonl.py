@@ -7,17 +7,38 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from attrs import asdict
+from attrs import asdict, frozen
 
+from corerl.config.options import option
 from corerl.errors import DataError
-from corerl.observability.specs import JsonlOptions
 from corerl.plugin.events import Evaluated, Event, Notice, RunRewound, RunStarted, SampleShown, StepFinished
+from corerl.plugin.spec import ExtensionSpec, Process
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 NOTICES_FILE = "notices.jsonl"
+
+
+@frozen(kw_only=True)
+class JsonlOptions:
+    samples: Literal["none", "shown", "all"] = option(
+        "sampled answers that samples.jsonl gets; shown: three of each step and of each evaluation, which the console "
+        "shows too; all: every one",
+        default="shown",
+    )
+
+
+JSONL = ExtensionSpec(
+    implementation="corerl.observability.jsonl:Jsonl",
+    config=JsonlOptions,
+    api=(2, 0),
+    summary="metrics.jsonl and samples.jsonl in the run directory",
+    process=Process.DRIVER,
+    joins="default",
+    place=20,
+)
 
 
 def keep(path: Path) -> None:

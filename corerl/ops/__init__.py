@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from corerl.ops.logprobs import token_logprobs as token_logprobs
     from corerl.ops.noise import gumbel as gumbel
     from corerl.ops.noise import hash_key as hash_key
+    from corerl.ops.noise import hash_keys as hash_keys
     from corerl.ops.packing import PackedSequences as PackedSequences
     from corerl.ops.packing import upload as upload
 else:

@@ -9,7 +9,6 @@ from attrs import evolve, fields, frozen
 
 from corerl.algorithms.base import (
     REFERENCE,
-    SNAPSHOTS,
     Advantages,
     Algorithm,
     Estimate,
@@ -49,13 +48,11 @@ class AlgorithmPlan:
         return any(each.role not in {*self.objectives, REFERENCE} for each in self.passes)
 
     def snapshots(self, role: str) -> dict[str, str]:
-        """The earlier weights of a role that passes ask for, each with the setting that wants it."""
+        """The earlier weights of a role that passes ask for, with the setting that wants them."""
         settings, name = self.settings, f"algorithm.name = {self.settings.name!r}"
         wanted = {each.weights: name for each in self.passes if each.weights and each.role == role}
         if settings.kl_coef and REFERENCE in wanted:
             wanted[REFERENCE] = f"algorithm.kl_coef = {settings.kl_coef} (its reference is a snapshot)"
-        if settings.old_weights in wanted:
-            wanted[settings.old_weights] = f"algorithm.old_weights = {settings.old_weights!r}"
         return wanted
 
 
@@ -115,10 +112,10 @@ def _construct(loaded: Loaded, options: Any) -> Algorithm:
             raise PluginBroken(
                 f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
             )
-        if each.weights and (each.role != ACTOR or each.weights not in SNAPSHOTS):
+        if each.weights and (each.role != ACTOR or each.weights != REFERENCE):
             raise PluginBroken(
                 f"algorithm {loaded}: forwards() passes the samples through the {each.role} under the weights "
-                f"{each.weights!r}; there are {', '.join(SNAPSHOTS)}, of the {ACTOR}"
+                f"{each.weights!r}; there are those of the {REFERENCE}, of the {ACTOR}"
             )
     return algorithm
 
@@ -212,9 +209,8 @@ def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
         if common.routing_replay == "recompute":
             columns[Output.ROUTED_EXPERTS.value] = Output.ROUTED_EXPERTS
         # Replay the engine's experts if training does: then the first ratio is 1.
-        weights = "" if common.old_weights == "current" else common.old_weights
         replay = common.routing_replay == "engine"
-        passes.append(ForwardPass(role=ACTOR, columns=columns, weights=weights, replay=replay))
+        passes.append(ForwardPass(role=ACTOR, columns=columns, replay=replay))
     if common.kl_coef:
         logprobs = {"ref_logprobs": Output.LOGPROBS}
         passes.append(

@@ -201,12 +201,6 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"algorithm.correction_floor: {algorithm.correction_floor}, above algorithm.correction_cap="
             f"{algorithm.correction_cap}; set it to at most that"
         )
-    samples = rollout.prompts * rollout.samples
-    if algorithm.kl_target and samples >= 5 * algorithm.kl_horizon:
-        yield (
-            f"algorithm.kl_horizon: {algorithm.kl_horizon}, but a rollout step has {samples} samples, so one step "
-            "could make kl_coef negative; set it to more than a fifth of that"
-        )
     penalized, buffer = algorithm.overlong == "penalty", algorithm.overlong_buffer or 0
     if penalized != bool(buffer) or buffer > rollout.max_tokens:
         yield (

@@ -99,7 +99,7 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
 
 
 # Settings of an algorithm that only a whole run uses: they are about engines, or about all samples of a step.
-RUN_SETTINGS = ("advantages", "postprocess", "kl_horizon", "old_weights", "dynamic_sampling", "dynamic_sampling_on")
+RUN_SETTINGS = ("advantages", "postprocess", "dynamic_sampling", "dynamic_sampling_on")
 
 
 OF_ENGINES = ("engine", "replicas", "max_tokens", "context_length", "restarts")  # settings of [rollout]

@@ -36,7 +36,6 @@ from corerl.plan.models import (
     against_replay,
     build_models,
     check_files,
-    kept_digests,
     load_configs,
     load_tokens,
     longest_sample,
@@ -202,7 +201,6 @@ def _plan_run(
         extensions=final.chosen_extensions,
         resized=partial(_resized, given),
         record=record,
-        kept=kept_digests(models),
         notices=tuple(_notices_of_run(final, start, record, models, about_data)),
     )
     return plan, PlanReady(

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from corerl.messages import listed
 from corerl.models.attention import carries_state
 from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
-from corerl.models.files import kept_digest, kept_files, meta_model, model_files, shapes_of_tower
+from corerl.models.files import kept_files, meta_model, model_files, shapes_of_tower
 from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
 from corerl.models.lora import PeftFiles, targets_in
 from corerl.models.names import hf_boxes, peft_names, shapes_of
@@ -206,15 +206,6 @@ def longest_sample(config: Config, actor: PreTrainedConfig) -> int:
     return config.rollout.context_length or context_length(actor) or 0
 
 
-def kept_digests(models: Mapping[str, RoleModel]) -> dict[str, str]:
-    """The digests of what exports of trained roles copy from their models' directories, if anything."""
-    return {
-        role: kept_digest(each.settings.path, each.hf, trained_of_tower(each.settings, each.hf))
-        for role, each in models.items()
-        if each.trained and each.settings.path and reads_pictures(each.hf)
-    }
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -265,11 +256,6 @@ def require_adapters(directory: Path, model: PreTrainedModel) -> None:
 def trains_tower(model: ModelConfig, hf: PreTrainedConfig) -> bool:
     """Whether a role that is trained trains what reads pictures too."""
     return bool(model.pictures) and model.tower == "trained" and reads_pictures(hf)
-
-
-def trained_of_tower(model: ModelConfig, hf: PreTrainedConfig) -> Collection[str]:
-    """The HF names of what is trained of the parts that read pictures."""
-    return shapes_of_tower(hf).keys() if trains_tower(model, hf) else ()
 
 
 def saved_shapes(

@@ -51,7 +51,6 @@ class Plan:
     extensions: tuple[ExtensionChoice, ...]
     resized: Callable[[Sequence[str]], Plan]  # of this run with other sizes, as overrides say
     record: Mapping[str, Any]  # the config as plain data, as the run keeps it: with its plugins' tables resolved
-    kept: Mapping[str, str]  # of what a role's export copies from its model's directory: role -> digest
     notices: tuple[str, ...]  # a line each, what a user may want to know before the first step
 
     @property

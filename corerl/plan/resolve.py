@@ -193,10 +193,12 @@ def _joining(how: str, listed: Sequence[str] = ()) -> tuple[ExtensionChoice, ...
 
 
 def absent_extensions(config: Config) -> list[str]:
-    """One line for each installed extension whose spec cannot be used, so that nobody knows whether it would join. If
-    the config lists it, that is an error elsewhere."""
+    """One line for each installed extension whose spec cannot be used, so that nobody knows whether it would join; if
+    the config lists it, that is an error elsewhere. And one if no installed extension shows a run."""
     listed = {each.name.rpartition(":")[2] for each in config.chosen_extensions}
-    return [
+    silent = not any(each.spec.shows_notices for each in usable(Kind.EXTENSIONS))
+    console = ["no extension that shows a run is installed; pip install 'corerl[observe]' brings one"] * silent
+    return console + [
         f"the extension {each.name!r} of {each.distribution} takes no part: {each.reason}; run corerl doctor "
         f"{each.name}, or uninstall {each.distribution}"
         for each in installed(Kind.EXTENSIONS)

@@ -20,7 +20,6 @@ from corerl.kinds import MemoryKind, experts_of
 from corerl.plan.check import Problems
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import Plugins, backend_name, check_spec, role_options
-from corerl.plugin import hooktrace
 from corerl.plugin.capabilities import Capability, asked_by_role, check_capabilities
 from corerl.plugin.hooks import Context
 from corerl.plugin.origins import Origin, origins_of
@@ -249,8 +248,6 @@ def process_environment(cluster: ClusterConfig, *, device: str, transport: Loade
     }
     if path := os.environ.get("PYTHONPATH"):  # that of a cluster's Ray may be another
         environment["PYTHONPATH"] = path
-    if hooktrace.wanted():
-        environment[hooktrace.VARIABLE] = os.environ[hooktrace.VARIABLE]
     if not cluster.address:
         environment[GLOO_INTERFACE] = "lo"  # one machine: no other interface need be up or trusted
     if device == "cpu":

@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from corerl.plugin.events import SampleShown as SampleShown
     from corerl.plugin.events import Span as Span
     from corerl.plugin.events import StepFinished as StepFinished
+    from corerl.plugin.hooks import BACKEND_HOOKS as BACKEND_HOOKS
     from corerl.plugin.hooks import Context as Context
     from corerl.plugin.hooks import ProcessFailure as ProcessFailure
     from corerl.plugin.hooks import RunControl as RunControl
     from corerl.plugin.origins import Origin as Origin
     from corerl.plugin.origins import plugins_here as plugins_here
     from corerl.plugin.origins import unmet as unmet
+    from corerl.plugin.pictures import picture_inputs as picture_inputs
     from corerl.plugin.registry import Entry as Entry
     from corerl.plugin.registry import Kind as Kind
     from corerl.plugin.registry import Loaded as Loaded
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from corerl.plugin.spec import UNMEASURED as UNMEASURED
     from corerl.plugin.spec import BackendSpec as BackendSpec
     from corerl.plugin.spec import CommandSpec as CommandSpec
-    from corerl.plugin.spec import Display as Display
-    from corerl.plugin.spec import DisplaySpec as DisplaySpec
     from corerl.plugin.spec import EngineSpec as EngineSpec
     from corerl.plugin.spec import Environment as Environment
     from corerl.plugin.spec import ExtensionSpec as ExtensionSpec

@@ -15,7 +15,6 @@ from attrs import frozen
 from corerl.errors import ContractError, CorerlError, HookFailed, InsufficientResources, WorkerDied
 from corerl.messages import one_line
 from corerl.plugin.hooks import BACKEND_HOOKS, DRIVER_HOOKS, Hooks
-from corerl.plugin.hooktrace import HookTrace
 
 HOOKS = tuple(name for name in vars(Hooks) if not name.startswith("_"))
 WORKER_HOOKS = (*BACKEND_HOOKS, "shutdown")
@@ -45,12 +44,11 @@ def backend_methods(name: str, backend: object) -> dict[str, Method]:
 
 
 class Extensions:
-    """The extensions of one process, (name, instance) pairs in the config's order, outermost first. `where` is the
-    process's name in the hook trace. Raises ContractError if one does not keep the contract, or has a hook that is not
-    of `hooks`, those that are called in this process."""
+    """The extensions of one process, (name, instance) pairs in the config's order, outermost first. Raises
+    ContractError if one does not keep the contract, or has a hook that is not of `hooks`, those that are called in this
+    process."""
 
-    def __init__(self, extensions: Sequence[tuple[str, object]], *, hooks: Collection[str], where: str) -> None:
-        self._trace = HookTrace(where)
+    def __init__(self, extensions: Sequence[tuple[str, object]], *, hooks: Collection[str]) -> None:
         self._methods: dict[str, dict[str, Method]] = {}
         for name, extension in extensions:
             label = f"extension:{name}"
@@ -64,10 +62,7 @@ class Extensions:
 
     def wrapped(self, innermost: Method, arguments: Mapping[str, Any]) -> Any:
         """Call a hook of the backend inside of its wrappers."""
-        chain = [*self.having(innermost.hook), innermost]
-        return self._trace.call(
-            innermost.hook, [each.plugin for each in chain], arguments, lambda: _call_wrapped(chain, arguments)
-        )
+        return _call_wrapped([*self.having(innermost.hook), innermost], arguments)
 
     def call_each(
         self, hook: str, *others: Method, skip: Collection[str] = (), **arguments: Any
@@ -75,7 +70,7 @@ class Extensions:
         """Call the implementations one by one, `others` last; yield (plugin, error) for each that raised."""
         for method in (*self.having(hook, skip=skip), *others):
             try:
-                self._call(method, arguments)
+                method(arguments)
             except (Exception, SystemExit) as error:
                 yield method.plugin, error
 
@@ -85,7 +80,7 @@ class Extensions:
         as HookFailed."""
         for method in self.having(hook, skip=skip):
             try:
-                answer = self._call(method, arguments)
+                answer = method(arguments)
             except (WorkerDied, InsufficientResources):
                 raise
             except CorerlError as error:
@@ -96,9 +91,6 @@ class Extensions:
                 failed.hook, failed.details = hook, "".join(traceback.format_exception(error))
                 raise failed from error
             yield method.plugin, answer
-
-    def _call(self, method: Method, arguments: Mapping[str, Any]) -> Any:
-        return self._trace.call(method.hook, [method.plugin], arguments, lambda: method(arguments))
 
 
 def call_chain(extensions: Extensions, innermost: Method) -> str:

@@ -142,7 +142,7 @@ class PluginHost:
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
         self._own = backend_methods(label, backend)
-        self._extensions = Extensions(extensions, hooks=WORKER_HOOKS, where=f"{context.role} rank {context.rank}")
+        self._extensions = Extensions(extensions, hooks=WORKER_HOOKS)
         self.backend = backend
         self.backend.declared, self.backend.label = capabilities or {}, name
         self.name = name

@@ -28,7 +28,7 @@ class Observers:
     """
 
     def __init__(self, extensions: Sequence[tuple[str, object]], *, showing: Collection[str] = ()) -> None:
-        self._extensions = Extensions(extensions, hooks=ON_DRIVER, where="driver")
+        self._extensions = Extensions(extensions, hooks=ON_DRIVER)
         self._silenced: set[str] = set()  # extensions that have raised
         self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
@@ -83,7 +83,7 @@ def load_observers(
 def load_planners(choices: Sequence[ExtensionChoice], run_dir: str) -> Extensions:
     """The extensions whose specs say that they plan, constructed to be asked about a plan, and for nothing else."""
     planners = [choice for choice, loaded in extensions_for(choices, Process.DRIVER) if loaded.spec.plans]
-    return Extensions(load_extensions(planners, run_dir, Process.DRIVER), hooks=ON_DRIVER, where="driver")
+    return Extensions(load_extensions(planners, run_dir, Process.DRIVER), hooks=ON_DRIVER)
 
 
 def traced(choices: Sequence[ExtensionChoice]) -> bool:

@@ -28,7 +28,6 @@ from corerl.plugin.spec import (
     AlgorithmSpec,
     BackendSpec,
     CommandSpec,
-    DisplaySpec,
     EngineSpec,
     ExtensionSpec,
     PicturesSpec,
@@ -48,7 +47,6 @@ class Kind(Enum):
     ENGINES = "engines", EngineSpec
     SAMPLERS = "samplers", SamplerSpec
     EXTENSIONS = "extensions", ExtensionSpec
-    DISPLAYS = "displays", DisplaySpec
     ALGORITHMS = "algorithms", AlgorithmSpec
     COMMANDS = "commands", CommandSpec
     TRANSPORTS = "transports", TransportSpec
@@ -79,7 +77,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
     kind: {name: f"pip install 'corerl[{extra}]'" for extra, names in extras.items() for name in names.split()}
     for kind, extras in {
         Kind.BACKENDS: {"deepspeed": "deepspeed", "fsdp": "fsdp", "megatron": "megatron", "testing": "plain"},
-        Kind.ENGINES: {"sglang": "sglang", "testing": "fake"},
+        Kind.ENGINES: {"sglang": "sglang", "testing": "fake", "transformers": "transformers"},
         Kind.SAMPLERS: {
             "agents": "episodes",
             "openenv": "openenv",
@@ -88,13 +86,12 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "vision": "count-shapes",
         },
         Kind.EXTENSIONS: {
-            "observe": "curves memory nan-guard profiler tensorboard trace",
+            "observe": "console curves hooks memory nan-guard profiler tensorboard trace",
             "elastic": "elastic",
             "forecast": "forecast",
             "mlflow": "mlflow",
             "wandb": "wandb",
         },
-        Kind.DISPLAYS: {"observe": "live"},
         Kind.ALGORITHMS: {},
         Kind.COMMANDS: {
             "doctor": "doctor",
@@ -102,7 +99,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "testing": "models new-backend verify",
             "tinker": "serve",
         },
-        Kind.TRANSPORTS: {"delta": "delta"},
+        Kind.TRANSPORTS: {"delta": "disk delta"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()
 }

@@ -5,14 +5,14 @@ importable without torch.
     mine = "corerl_mine:SPEC"
 
 Each kind has a group of its own: `corerl.backends`, `corerl.engines`, `corerl.samplers`, `corerl.extensions`,
-`corerl.displays`, `corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`.
+`corerl.algorithms`, `corerl.commands`, `corerl.transports`, `corerl.pictures`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
@@ -280,27 +280,6 @@ class PlanAnswer:
     notices: Sequence[str] = ()
     # A line each, which begins with the setting to change. They end the planning, unless it begins again.
     problems: Sequence[str] = ()
-
-
-class Display(Protocol):
-    """What shows a run on a terminal."""
-
-    def update(self, event: Any) -> None:
-        """Take the next event, a `corerl.plugin.Event`."""
-        ...
-
-    def close(self) -> None:
-        """The run is over. May be called twice."""
-        ...
-
-
-@frozen(kw_only=True)
-class DisplaySpec(Spec):
-    """What the extension `console` shows on a terminal in place of its lines; its module imports no torch."""
-
-    # "package.module:function", called without arguments if standard output is a terminal: returns a `Display`, or None
-    # if it cannot use that terminal.
-    implementation: str
 
 
 ACTOR = "actor"  # the role whose policy samples

@@ -30,14 +30,6 @@ COLLECTIVE = TransportSpec(
     summary="broadcasts in a group of ranks and engines, over NCCL or gloo",
     one_group=True,
 )
-DISK = TransportSpec(
-    sender="corerl.weights.transports.disk:DiskSender",
-    receiver="corerl.weights.transports.disk:DiskReceiver",
-    capability=Capability.UPDATE_DISK,
-    api=(2, 0),
-    summary="safetensors files in a shared directory",
-    abandon="corerl.weights.transports.disk:DiskReceiver.abandon",
-)
 
 
 def transport_named(name: str) -> TransportSpec:

@@ -29,7 +29,6 @@ class AsynchronousRollouts(SampledRollouts):
     """
 
     max_staleness: int  # weight updates between a sample and its training
-    wait_for_stale: bool = False  # for samples that would become too old, instead of handing out others first
 
     tracks_versions: ClassVar[bool] = True
 
@@ -69,26 +68,7 @@ class AsynchronousRollouts(SampledRollouts):
         ready = len(self._ready)
         if self.refill is not None and self._useless + ready >= (1 + self.refill.max_replacements) * self.prompts:
             ready += len(self._set_aside)
-        return ready >= self.prompts and (not self.wait_for_stale or self._others_in_time())
-
-    def _others_in_time(self) -> bool:
-        """Whether every task that is still sampled can be trained on in time if ready ones are handed out now.
-
-        Tasks are handed out oldest first, `prompts` in a step, and each step is trained with the policy after the one
-        before. With max_staleness=1, prompts=2, and a step for policy 5 that is handed out now, the two oldest of the
-        others go into the step for policy 6, for which they must be of policy 5 or later; one of policy 4 must be
-        waited for instead, and goes into the step for policy 5.
-        """
-        self._ready.sort(key=self._age)
-        chosen = {task.number for task in self._ready[: self.prompts]}
-        ready = {task.number for task in self._ready}
-        others = sorted((task for task in self._in_flight.values() if task.number not in chosen), key=self._age)
-        for place, task in enumerate(others):
-            trained_with = self._policies.newest + 1 + place // self.prompts
-            oldest, _ = self._age(task)
-            if task.number not in ready and oldest + self.max_staleness < trained_with:  # ready ones need no waiting
-                return False
-        return True
+        return ready >= self.prompts
 
     def _age(self, task: PromptTask) -> tuple[int, int]:
         """The key that tasks are handed out by, lowest first: the policy that generated the oldest token, then the

@@ -26,7 +26,6 @@ from corerl.errors import ContractError, CorerlError, DataError
 from corerl.kinds import ALL_KINDS
 from corerl.messages import note
 from corerl.plan.roles import RolePlan
-from corerl.plugin import hooktrace
 from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.host import refused_if_frozen
 from corerl.plugin.spec import ACTOR
@@ -133,7 +132,7 @@ class TrainGroup:
             notify(line)
         cpus = max(plan.placement.cpus, CPUS)
         with (
-            ray_session(address=plan.cluster.address, cpus=cpus, forward=hooktrace.wanted()) as owns_ray,
+            ray_session(address=plan.cluster.address, cpus=cpus) as owns_ray,
             reserved(plan.placement, release=not owns_ray) as pool,
         ):
             starting = plan.role if moments else _loading(plan.role, resume_moments=False)

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
     from corerl.weights.checksums import bit_sums as bit_sums
+    from corerl.weights.checksums import checksum as checksum
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from corerl.weights.transport import Arriving as Arriving
     from corerl.weights.transport import Receiver as Receiver
     from corerl.weights.transport import WeightSender as WeightSender
-    from corerl.weights.transports.disk import DiskReceiver as DiskReceiver
-    from corerl.weights.transports.disk import DiskSender as DiskSender
 else:
     from corerl.imports import on_demand
 

@@ -42,7 +42,7 @@ class Address:
     host: str = ""  # collective: of the store where sender and receivers meet
     port: int = 0
     listen_fd: int | None = None  # file descriptor, in rank 0's process, of a socket already listening there
-    path: str = ""  # disk: directory with one subdirectory per version
+    path: str = ""  # of files: directory with one subdirectory per version
     token: str = ""  # part of the names where sender and receivers meet: sockets, keys of a store, directories
     senders: tuple[int, ...] = ()  # ipc: receiver index -> trainer rank on its device
     device: str = "cpu"  # of the buffers: cpu or cuda

@@ -122,10 +122,9 @@ CHECKPOINT = (
     Rule("^(format|crc32|files|sums)$", "used", "checked before anything is loaded"),
     Rule("^(boxes|key|name|shape|offsets|sizes|stored)$", "used", "where each part of each tensor is"),
     Rule("^extra$", "used", "by the backend: steps of the optimizer, and others"),
-    Rule("^(rollout_step|kl_coef|source|schedules)$", "used", "where the run goes on"),
+    Rule("^(rollout_step|source|schedules)$", "used", "where the run goes on"),
     Rule("^data$", "used", "compared with the data of now; a change is an error or said at the start"),
     Rule("^config$", "used", "compared with the config of now; a change is said at the start"),
-    Rule("^kept$", "used", "compared with what an export copies from `model.path`; a change is said"),
     Rule("^before$", "used", "samples of the first evaluation, for the comparison at the end"),
 )
 ADAPTERS = (

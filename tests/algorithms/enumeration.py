@@ -178,9 +178,7 @@ def trained(world: World, name: str, *overrides: str) -> SampleBatch:
     rewards = world.rewards[world.pairs].flatten().float().numpy()
     steps = np.arange(len(batch)).reshape(-1, 2) if alone else np.arange(len(batch))[None]
     computed = partial(compute_advantages, estimate=plan.estimate, algorithm=plan.settings, max_tokens=MOST)
-    found = [
-        computed(batch.take_rows(step), rewards[step], kl_coef=plan.settings.kl_coef).samples.columns for step in steps
-    ]
+    found = [computed(batch.take_rows(step), rewards[step]).samples.columns for step in steps]
     return batch.with_columns(**{name: np.concatenate([each[name] for each in found]) for name in found[0]})
 
 

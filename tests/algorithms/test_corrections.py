@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from corerl.algorithms.corrections import correction_metrics, importance_weights
-from corerl.engines.transformers import keep_likeliest
 from corerl.types import FloatArray, SampleBatch
+from corerl_transformers.engine import keep_likeliest
 
 Level = Literal["token", "sequence", "geometric"]
 Beyond = Literal["truncate", "mask"]

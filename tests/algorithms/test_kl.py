@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.algorithms.kl import adapted_coefficient, estimator, k3, penalty, token_kl
+from corerl.algorithms.kl import estimator, k3, penalty, token_kl
 from corerl.errors import ConfigError
 
 
@@ -65,24 +65,3 @@ def test_divergences_on_the_driver_are_the_formulas_of_the_paper(name: str) -> N
     found = token_kl(policy, reference, mask, estimator=name)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        (6.0, 0.1),  # on target
-        (6.6, 0.1 * (1 + 0.1 * 0.25)),  # a tenth above
-        (5.4, 0.1 * (1 - 0.1 * 0.25)),
-        (60.0, 0.1 * (1 + 0.2 * 0.25)),  # the error counts as no more than a fifth
-        (0.0, 0.1 * (1 - 0.2 * 0.25)),
-        (-3.0, 0.1 * (1 - 0.2 * 0.25)),  # k1 can be negative
-    ],
-)
-def test_the_coefficient_moves_towards_the_target_worked_by_hand(kl: float, expected: float) -> None:
-    assert adapted_coefficient(0.1, kl, target=6.0, horizon=1000, samples=250) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_horizon_too_short_for_a_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="algorithm.kl_horizon=100 is too short for steps of 500 samples.*than 100"):
-        adapted_coefficient(0.1, 6.0, target=6.0, horizon=100, samples=500)
-    assert adapted_coefficient(0.1, 0.0, target=6.0, horizon=100, samples=499) > 0

@@ -58,7 +58,7 @@ def fields_of_checkpoints() -> set[str]:
     written = inspect.getsource(commit).partition("content = json.loads(json.dumps(")[2].splitlines()[:2]
     state = inspect.getsource(Run).partition("state = {")[2].partition("\n        }")[0]
     fields |= set(re.findall(r'"(\w+)":', "\n".join([state, *written]))) - {"state"}
-    assert fields >= {"format", "files", "crc32", "rollout_step", "kl_coef", "before", "boxes"}
+    assert fields >= {"format", "files", "crc32", "rollout_step", "schedules", "before", "boxes"}
     return fields
 
 

@@ -10,6 +10,9 @@ from attrs import evolve
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from tests.driver.saved import make_config
+from tests.models.conftest import load as load
+from tests.models.conftest import tiny_model as tiny_model
+from tests.models.conftest import tiny_models as tiny_models
 
 
 @pytest.fixture

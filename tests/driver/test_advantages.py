@@ -43,12 +43,11 @@ def computed(
     samples: SampleBatch,
     estimate: Estimate = COMPARED,
     *,
-    kl_coef: float = 0.0,
     max_tokens: int = 4,
     **algorithm: object,
 ) -> TrainBatch:
     config = AlgorithmConfig(**algorithm)  # type: ignore[arg-type]
-    return compute_advantages(samples, REWARDS, estimate, config, kl_coef=kl_coef, max_tokens=max_tokens)
+    return compute_advantages(samples, REWARDS, estimate, config, max_tokens=max_tokens)
 
 
 def advantages(found: TrainBatch) -> list[float]:
@@ -58,21 +57,20 @@ def advantages(found: TrainBatch) -> list[float]:
 def test_a_group_is_compared_with_its_mean() -> None:
     found = computed(batch())
     assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert (found.metrics, found.kl) == ({}, None)
+    assert found.metrics == {}
 
 
 def test_a_kl_in_the_loss_does_not_change_rewards() -> None:
     found = computed(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
     assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert found.kl == pytest.approx((1.0 + 0.0 - 0.25) / 3)
-    assert found.metrics == {"train/kl_reference": found.kl, "train/kl_coef": 0.5}
+    assert found.metrics == {"train/kl_reference": pytest.approx((1.0 + 0.0 - 0.25) / 3), "train/kl_coef": 0.5}
 
 
 def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
     found = computed(masked, kl_coef=0.5, kl_estimator="k1")
-    assert (found.kl, found.metrics) == (None, {"train/kl_coef": 0.5})
+    assert found.metrics == {"train/kl_coef": 0.5}
 
 
 def test_a_kl_in_the_reward_is_taken_off_the_sample() -> None:
@@ -143,7 +141,6 @@ def test_an_episode_loses_the_reward_of_its_longest_sample() -> None:
         np.ones(2, np.float32),
         estimate,
         AlgorithmConfig(overlong="penalty", overlong_buffer=2),
-        kl_coef=0.0,
         max_tokens=3,
     )
     assert seen == [0.5, 0.5] and found.metrics["rollout/overlong_penalty"] == -0.5
@@ -189,7 +186,6 @@ def test_rewards_of_turns_are_credited_or_summed() -> None:
             np.array([3.0, 5.0], np.float32),
             algorithm.advantages,
             AlgorithmConfig(),
-            kl_coef=0.0,
             max_tokens=9,
             credits_turns=loaded.spec.credits_turns,
         )
@@ -253,7 +249,7 @@ def test_a_role_is_compared_with_itself_alone(name: str) -> None:
     samples, rewards = two_roles(np.random.default_rng(0))
     loaded = load(Kind.ALGORITHMS, name)
     estimate = load_implementation(Kind.ALGORITHMS, loaded)(loaded.spec.config()).advantages
-    made = compute_advantages(samples, rewards, estimate, AlgorithmConfig(), kl_coef=0.0, max_tokens=9)
+    made = compute_advantages(samples, rewards, estimate, AlgorithmConfig(), max_tokens=9)
     found, mask, rows = made.samples.columns["advantages"], samples.columns["loss_mask"], samples.row_columns
     row_of = samples.row_of
     for role in ("white", "black"):

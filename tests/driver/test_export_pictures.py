@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from corerl.checkpoint.reader import CheckpointSource
@@ -20,7 +19,7 @@ from corerl.config.schema import ClusterInfo, LoraConfig, ModelConfig, RunConfig
 from corerl.config.structuring import structure
 from corerl.driver.export import export
 from corerl.models.config import hf_config
-from corerl.models.files import kept_digest, meta_model
+from corerl.models.files import meta_model
 from corerl.models.lora import saved_settings, targets_in
 from corerl.models.parts import size_of
 from corerl.plan.models import require_adapters
@@ -28,7 +27,6 @@ from corerl.plugin.registry import Kind, load
 from corerl.types import FloatArray, MemoryKind
 from corerl_testing.harness import Setup
 from corerl_testing.pool import OneRank
-from tests.checkpoint.changes import rewrite
 from tests.driver.adapted import logprobs_by, train_adapted
 from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
@@ -150,33 +148,6 @@ def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path)
     require_adapters(adapters, meta_model(hf, lora=lora))
     _, second = trained(tmp_path, "mistral3", lora)
     assert np.array_equal(second.before, first.after)
-
-
-def test_an_export_says_that_the_tower_was_replaced(tmp_path: Path) -> None:
-    base, run = trained(tmp_path, "gemma3")
-    kept = kept_digest(base, hf_config(ModelConfig(path=str(base))))
-    rewrite(run.checkpoint, lambda content: content["state"].update(kept={"actor": kept}))
-    tensors, said = tensors_in(base), list[str]()
-
-    def exported(**changed: torch.Tensor) -> int:
-        """The notices so far, after an export with some tensors of the directory replaced."""
-        save_file({**tensors, **changed}, base / "model.safetensors", metadata={"format": "pt"})
-        export(run.checkpoint, tmp_path / "export", replace=True, notify=said.append)
-        return len(said)
-
-    text, tower = (next(n for n in tensors if of_pictures(n) == each and "proj" in n) for each in (False, True))
-    assert exported() == 0
-    assert exported(**{text: tensors[text] + 1}) == 0  # which the checkpoint has
-    assert exported(**{tower: tensors[tower] + 1}) == 1
-    file = base / "config.json"
-    written = json.loads(file.read_text())
-    file.write_text(json.dumps({**written, "vision_config": {**written["vision_config"], "layer_norm_eps": 0.5}}))
-    assert exported() == 2
-    line = (
-        f"{base} has other weights or settings for pictures than as the actor was trained, and the export gets these; "
-        "give back the directory that the run began with, and export again"
-    )
-    assert said == [line] * 2
 
 
 def test_a_critic_is_exported_beside_the_tower(tmp_path: Path) -> None:

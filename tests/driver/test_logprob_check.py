@@ -21,13 +21,13 @@ from corerl.data.prompts import Prompt
 from corerl.driver import logprob_check as module
 from corerl.driver.logprob_check import LogprobCheck, bound_of, spread_over
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.transformers import TransformersEngine
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
 from corerl.pictures import FoundPicture
 from corerl.plan.make import make_plan
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
+from corerl_transformers.engine import TransformersEngine
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.forgetful import forgetting, model_with
 from tests.end_to_end.command import content, steps_done

@@ -20,8 +20,8 @@ from corerl.driver import run as driver
 from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.driver.progress import Progress
+from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.roles import Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
@@ -39,7 +39,6 @@ from corerl.types import Metric, Output, SampleBatch, TrainResult
 from tests.driver.fakes import (
     CHOSEN,
     EXPERTS,
-    LOSS,
     Ears,
     Group,
     Source,
@@ -78,9 +77,9 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
         **parts: Any,
     ) -> Run:
         plan, group, now = plan_of(config, run_dir), actor or Group(), progress(ears, step=rollout_step)
-        earlier: Any = EarlierPolicies(
+        reference: Any = ReferencePolicy(
             group=group,  # type: ignore[arg-type]  # the part of a TrainGroup that is used
-            tags=plan.algorithm.snapshots("actor"),
+            asked="reference" in plan.algorithm.snapshots("actor"),
             settings=plan.algorithm.settings,
             progress=now,
         )
@@ -104,7 +103,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
             **{
                 **dict.fromkeys(needed),
                 "plan": plan,
-                "earlier": earlier,
+                "reference": reference,
                 "progress": now,
                 "reports": StepReports(
                     recomputes=config.algorithm.old_logprobs == "recompute",
@@ -117,7 +116,6 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "sampling": sampled,
                 "evaluations": Evaluations(plan=plan, sampling=sampled, progress=now, **before),
                 "saves": Saves(disk=disk, memory=memory, residency=residency),
-                "kl_coef": config.algorithm.kl_coef,
                 "roles": roles,
                 "residency": residency,
                 "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
@@ -264,23 +262,6 @@ def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None
     # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
     assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
-
-
-def test_an_adapted_coefficient_is_used_in_the_loss(make_run: Callable[..., Run]) -> None:
-    algorithm = {"kl_coef": 0.5, "kl_target": 0.1, "kl_estimator": "k1", "kl_horizon": 20}
-    actor = Group()
-    run = make_run(make_config(algorithm=algorithm), actor=actor)
-    trained_on = run.prepare(scored())
-    # The engine's log-probs are -0.5, -0.25 and -0.125, the reference's -2: far above the target, so up by a fifth of
-    # 2 samples / 20.
-    assert trained_on.kl == pytest.approx((1.5 + 1.75 + 1.875) / 3)
-    assert trained_on.metrics["train/kl_coef"] == 0.5
-    assert run.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 2 / 20))
-    run.optimize(trained_on)  # under the coefficient of this step; the adapted one is the next step's
-    assert actor.losses == [evolve(LOSS, params={"kl_coef": 0.5})]
-    run.kl_coef = 0.75
-    run.optimize(run.prepare(scored()))
-    assert actor.losses[1].params["kl_coef"] == 0.75
 
 
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
@@ -474,18 +455,15 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
-def test_added_engines_get_the_current_weights(make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the snapshots of earlier updates would be of these weights too."""
-    kept: list[int] = []
-    monkeypatch.setattr(EarlierPolicies, "updated", lambda policies: kept.append(len(kept)))
+def test_added_engines_get_the_current_weights(make_run: Callable[..., Run]) -> None:
     actor, fleet = Group(), Group()
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     run.push_weights()
-    assert (fleet.log, kept) == (["receive 0"], [0])
+    assert fleet.log == ["receive 0"]
     fleet.hold_all = False
     run.push_weights()
-    assert (fleet.log, kept) == (["receive 0", "receive 1"], [0])
+    assert fleet.log == ["receive 0", "receive 1"]
 
 
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
@@ -713,15 +691,6 @@ def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callabl
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
 
 
-def test_a_checkpoint_names_the_files_that_an_export_copies(make_run: Callable[..., Run]) -> None:
-    for kept in ({}, {"actor": "0" * 32}):
-        saves = Files(0)
-        run = make_run(make_config(), checkpoints=saves, source=Source(), rollout_step=1)
-        run.plan = evolve(run.plan, kept=kept)
-        run.save()
-        assert [state.get("kept", {}) for state in saves.states] == [kept]
-
-
 def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
     config = make_config(run={"steps": 4}, checkpoint={"every": 3})
 
@@ -759,7 +728,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
 ) -> None:
     done: list[tuple[str, int]] = []
     monkeypatch.setattr(Run, "push_weights", lambda run: done.append(("push", run.progress.steps_done)))
-    monkeypatch.setattr(EarlierPolicies, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
+    monkeypatch.setattr(ReferencePolicy, "begin", lambda policies, *, resumed: done.append(("snapshots", resumed)))
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
     engines = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))

@@ -14,9 +14,10 @@ from attrs import evolve, frozen
 from corerl.config.options import option
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import EngineContext, GenerateRequest, Generation, OnFinished, ignore
-from corerl.engines.specs import TRANSFORMERS, TransformersConfig
-from corerl.engines.transformers import TransformersEngine
 from corerl.weights.manifest import Bucket
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import SPEC as TRANSFORMERS
+from corerl_transformers.spec import TransformersConfig
 from tests.machine import FOREVER, die_of
 
 NAME = "tests.end_to_end.faulty_engine:SPEC"

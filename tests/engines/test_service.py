@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from corerl.config.schema import ClusterInfo
-from corerl.engines.specs import TRANSFORMERS, TransformersConfig
+from corerl_transformers.spec import SPEC as TRANSFORMERS
+from corerl_transformers.spec import TransformersConfig
 
 
 @pytest.mark.processes

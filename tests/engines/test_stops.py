@@ -16,13 +16,13 @@ from corerl.engines import stops as module
 from corerl.engines.base import Engine, GenerateRequest, Generation, SamplingParams
 from corerl.engines.continuation import append, continued
 from corerl.engines.service import EngineAssignment, EngineService
-from corerl.engines.specs import TransformersConfig
 from corerl.engines.stops import Stops, stops_of, until_stop
-from corerl.engines.transformers import TransformersEngine
 from corerl.models.tokenizer import character_tokenizer
 from corerl.ops.noise import hash_keys
 from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import MOE, TIED, context, hf_tensors, pause_after, random_model, update
 from tests.engines.services import generation_of
 from tests.engines.stopping import assert_cut_at

@@ -13,11 +13,11 @@ from attrs import evolve
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, GenerateRequest, SamplingParams
 from corerl.engines.continuation import append, continued
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
 from corerl.errors import EngineFailed
 from corerl.ops.noise import hash_keys
 from corerl.plugin.registry import Kind, load, load_implementation
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import TIED, UNTIED, context, hf_tensors, pause_after, random_model, update
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine"

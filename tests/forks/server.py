@@ -40,7 +40,7 @@ BACKENDS = ["corerl_megatron.backend", "corerl_deepspeed.backend", "torch._induc
 # Together they import nearly all of what ranks, engines and drivers run. Ray is not among them: it reads its variables
 # when it is imported.
 PRELOAD = [
-    *("corerl.trainer.worker", "corerl.engines.service", "corerl.engines.transformers"),
+    *("corerl.trainer.worker", "corerl.engines.service", "corerl_transformers.engine"),
     *(
         "corerl.rollout.source",
         "corerl.rollout.asynchronous",
@@ -49,7 +49,7 @@ PRELOAD = [
         "corerl.rollout.rewards",
     ),
     *("corerl.data.prompts", "corerl.checkpoint.reader", "corerl.plan.resolve", "corerl.config.load"),
-    *("corerl.observability.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),
+    *("corerl_observe.console", "corerl_testing.plain.backend", "corerl_fsdp.backend"),
     *("corerl_testing.scenarios.states", "corerl_testing.scenarios.training"),
     "transformers.models.qwen3.modeling_qwen3",
     *BACKENDS,

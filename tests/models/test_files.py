@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,15 +9,29 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
+from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
-from corerl.models.files import ModelFiles, meta_model, model_files, untied_head
+from corerl.models.files import (
+    Constant,
+    Fixed,
+    Initial,
+    ModelFiles,
+    Normal,
+    RandomSource,
+    Uniform,
+    initials,
+    meta_model,
+    model_files,
+    untied_head,
+)
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SINGLE
-from corerl_testing.models import tiny_fields
+from corerl.ops.noise import normal
+from corerl_testing.models import KINDS, tiny_config, tiny_fields
 
 Load = Callable[[Path, str], PreTrainedModel]
 GPT2 = {"model_type": "gpt2", "vocab_size": 31, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 48}
@@ -132,3 +147,131 @@ def test_a_model_that_is_not_tied_is_not_given_its_embedding_for_a_head(tmp_path
     directory = written(tmp_path, MODELS["qwen3"])
     change(directory, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"})
     assert ModelFiles(directory, hf_config(ModelConfig(path=str(directory)))).shape("lm_head.weight") is None
+
+
+SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    boxes = hf_boxes(build_on_meta(config, dtype=torch.float32, attention="eager"))
+    return {box.name: box.shape for found in boxes.values() for box in found}
+
+
+def drawn(config: PreTrainedConfig, seed: int = 3) -> dict[str, torch.Tensor]:
+    shapes = shapes_of(config)
+    source = RandomSource(config, shapes, seed, initials=initials(config, seed=seed))
+    return {name: source.read(name, (0,) * len(shape), shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_of_every_tensor_of_the_usual_families_what_is_usual(kind: str) -> None:
+    config = tiny_config(kind)
+    shapes = shapes_of(config)
+    usual = RandomSource(config, shapes, seed=3)
+    assert initials(config, seed=3).keys() == shapes.keys()
+    for name, values in drawn(config).items():
+        assert torch.equal(values, usual.read(name, (0,) * len(shapes[name]), shapes[name])), name
+
+
+def test_a_routers_bias_begins_as_zeros_and_each_expert_like_any_matrix() -> None:
+    config = tiny_config("glm4-moe")
+    found = initials(config, seed=0)
+    bias = found["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert isinstance(bias, Fixed) and torch.equal(bias.values, torch.zeros(8))
+    assert found["model.layers.1.mlp.experts.5.up_proj.weight"] == Normal(0.0, config.initializer_range)
+
+
+def test_a_state_space_models_decays_and_convolutions_begin_as_its_authors_say() -> None:
+    mamba = AutoConfig.for_model("mamba2", **(SMALL | {"num_heads": 4}), head_dim=32, state_size=16, n_groups=2)
+    found, values = initials(mamba, seed=0), drawn(mamba)
+    assert torch.equal(values["backbone.layers.0.mixer.A_log"], torch.log(torch.arange(1.0, 5.0)))
+    assert torch.equal(values["backbone.layers.0.mixer.D"], torch.ones(4))
+    assert all(torch.equal(a, b) for a, b in zip(drawn(mamba).values(), values.values(), strict=True))
+    convolution = found["backbone.layers.0.mixer.conv1d.weight"]
+    bound = 1 / math.sqrt(4)  # He et al. 2015 with a = sqrt(5), for a width of 4: the square root of 1 / fan
+    assert isinstance(convolution, Uniform) and convolution.high == pytest.approx(bound)
+    assert convolution.low == -convolution.high
+    assert float(values["backbone.layers.0.mixer.conv1d.weight"].abs().max()) < bound
+
+
+@pytest.mark.parametrize(
+    ("initial", "mean", "deviation", "furthest"),
+    [
+        (Normal(0.5, 0.1), 0.5, 0.1, math.inf),
+        (Normal(0.0, 1.0, most=1.0), 0.0, 0.5396, 1.0),  # of a normal cut at one deviation, from its density there
+        (Uniform(-1.0, 3.0), 1.0, 4 / math.sqrt(12), 2.0),
+        (Constant(7.0), 7.0, 0.0, 0.0),
+    ],
+)
+def test_values_have_the_distribution_that_is_asked_for(
+    initial: Initial, mean: float, deviation: float, furthest: float
+) -> None:
+    shape = (400, 500)
+    source = RandomSource(tiny_config("qwen3"), {"w": shape}, 0, initials={"w": initial})
+    values = source.read("w", (0, 0), shape)
+    assert float(values.mean()) == pytest.approx(mean, abs=0.01)
+    assert float(values.std()) == pytest.approx(deviation, abs=0.01)
+    assert float((values - mean).abs().max()) <= furthest
+    assert torch.equal(source.read("w", (30, 40), (5, 6)), values[30:35, 40:46])
+
+
+def whole(source: RandomSource, name: str) -> torch.Tensor:
+    shape = source.shape(name)
+    assert shape is not None
+    return source.read(name, (0,) * len(shape), shape)
+
+
+def test_a_box_has_the_values_that_the_whole_tensor_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RandomSource(tiny_config("qwen3"), {"w": (7, 5, 6)}, seed=3)
+    full = whole(source, "w")
+    for offsets, sizes in [
+        ((0, 0, 0), (7, 5, 6)),
+        ((2, 1, 3), (4, 3, 2)),
+        ((6, 4, 5), (1, 1, 1)),
+        ((1, 0, 0), (0, 5, 6)),
+    ]:
+        part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        assert torch.equal(source.read("w", offsets, sizes), full[part])
+    monkeypatch.setattr("corerl.models.files.VALUES", {"cpu": 40})
+    assert torch.equal(whole(source, "w"), full)
+
+
+def test_only_the_box_that_is_asked_for_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+
+    def counted(key: int, counters: torch.Tensor) -> torch.Tensor:
+        drawn.append(counters.numel())
+        return normal(key, counters)
+
+    monkeypatch.setattr("corerl.models.files.normal", counted)
+    RandomSource(tiny_config("qwen3"), {"w": (1000, 1000)}, seed=0).read("w", (10, 20), (5, 6))
+    assert sum(drawn) == 30
+
+
+def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
+    config, shape = tiny_config("qwen3"), (50, 40)
+    values = [
+        whole(RandomSource(config, {name: shape, "other": (2, 2)}, seed), name)
+        for name, seed in [("a", 0), ("a", 1), ("b", 0), ("a", 0)]
+    ]
+    assert torch.equal(values[0], values[3])
+    for other in values[1:3]:
+        assert abs(torch.corrcoef(torch.stack([values[0].flatten(), other.flatten()]))[0, 1]) < 0.1
+
+
+def test_a_vector_of_unknown_purpose_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no initialization is known for 'layers.0.A_log' \[8\]"):
+        RandomSource(tiny_config("qwen3"), {"layers.0.A_log": (8,)}, seed=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_draws_the_same_up_to_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"w": (700, 1001), "norm.weight": (5,)}
+    on_cpu, on_gpu = (RandomSource(tiny_config("qwen3"), shapes, 3, device) for device in ("cpu", "cuda"))
+    for name in shapes:
+        drawn = whole(on_gpu, name)
+        assert drawn.is_cuda
+        torch.testing.assert_close(drawn.cpu(), whole(on_cpu, name), rtol=1e-6, atol=0)
+    full = whole(on_gpu, "w")
+    monkeypatch.setattr("corerl.models.files.VALUES", {"cuda": 4000})
+    assert torch.equal(on_gpu.read("w", (100, 7), (300, 900)), full[100:400, 7:907])

@@ -14,8 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from corerl.config.schema import ModelConfig
 from corerl.driver.export import export_directory
 from corerl.engines.base import EngineContext
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
 from corerl.errors import ModelError
 from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
@@ -23,6 +21,8 @@ from corerl.models.files import meta_model
 from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer
 from corerl.plan.models import require_weights
 from corerl_testing.models import tiny_fields
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 
 POISON = "import pathlib\n\npathlib.Path({mark!r}).touch()\n"
 CLASSES = """

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+import attrs
 import pytest
 from attrs import evolve
 
-from corerl.observability.jsonl import Jsonl, NoticeFile, read_notices
-from corerl.observability.specs import JsonlOptions
+from corerl.observability.jsonl import JSONL, Jsonl, JsonlOptions, NoticeFile, read_notices
 from corerl.plugin.events import Evaluated, Notice, RunRewound, SampleShown, StepFinished
+from corerl.plugin.spec import Process
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -171,3 +173,11 @@ def test_a_new_run_keeps_the_earlier_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["two\nlines", 'quote " and \u2028', "x" * 5000])
 def test_any_text_is_read_as_it_was(tmp_path: Path, text: str) -> None:
     assert told(tmp_path, Notice(text=text)) == [Notice(text=text)]
+
+
+def test_the_spec_names_a_class_that_its_default_options_construct(tmp_path: Path) -> None:
+    module, name = JSONL.implementation.split(":")
+    extension = getattr(import_module(module), name)(options=JSONL.config(), run_dir=str(tmp_path))
+    assert callable(extension.observe)
+    assert (JSONL.process, JSONL.joins) == (Process.DRIVER, "default")
+    assert all(field.metadata["help"] for field in attrs.fields(JSONL.config))

@@ -221,7 +221,7 @@ def test_a_spec_that_no_run_could_follow_is_refused(
         (
             "forwards",
             lambda self: [ForwardPass(role="actor", columns={}, weights="oldest")],
-            "under the weights 'oldest'; there are reference, rollout, old, of the actor",
+            "under the weights 'oldest'; there are those of the reference, of the actor",
         ),
         ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
     ],
@@ -241,12 +241,11 @@ def test_snapshots_are_listed_with_the_setting_that_needs_them(monkeypatch: pyte
         return planned(resolve_tables(settle_algorithm(config))).snapshots("actor")
 
     assert snapshots(GRPO) == {}
-    both = changed(GRPO, kl_coef=0.1, old_logprobs="recompute", old_weights="old")
     reference = "algorithm.kl_coef = 0.1 (its reference is a snapshot)"
-    assert snapshots(both) == {"old": "algorithm.old_weights = 'old'", "reference": reference}
-    own = [ForwardPass(role="actor", columns={"mine": Output.LOGPROBS}, weights="rollout")]
+    assert snapshots(changed(GRPO, kl_coef=0.1)) == {"reference": reference}
+    own = [ForwardPass(role="actor", columns={"mine": Output.LOGPROBS}, weights="reference")]
     monkeypatch.setattr(FromFiles, "forwards", lambda self: own)
-    assert snapshots(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))) == {"rollout": f"algorithm.name = {NAME!r}"}
+    assert snapshots(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))) == {"reference": f"algorithm.name = {NAME!r}"}
 
 
 def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:

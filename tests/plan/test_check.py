@@ -26,12 +26,11 @@ def paths(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "sound",
     [
-        "rollout.source=asynchronous rollout.max_staleness=4 rollout.stale=wait",
+        "rollout.source=asynchronous rollout.max_staleness=4",
         "rollout.source=asynchronous run.mode=eval",
         "algorithm.routing_replay=engine",
         "algorithm.routing_replay=recompute algorithm.old_logprobs=recompute",
         "algorithm.overlong=penalty algorithm.overlong_buffer=256",
-        "algorithm.kl_coef=0.1 algorithm.kl_target=0.1",
         "cluster.address=h:1 cluster.resources.h200=1 roles.actor.ranks=1000",
         "weights.every=3 run.mode=rollout-only",  # nothing is sent
         "eval.samples=8 eval.temperature=0.5 eval.top_p=0.9",
@@ -47,8 +46,8 @@ def test_settings_that_fit_each_other_are_not_refused(sound: str) -> None:
 def test_a_need_is_met_by_a_value_or_by_none() -> None:
     assert (Need(text="a.b").path, Need(text="!a.b").path, Need(text="!a.b=c|d").path) == ("a.b",) * 3
     assert Need(text="!a.b=c|d").values == ("c", "d") and Need(text="a.b").values == ()
-    (line,) = lines("algorithm.kl_target=0.1")
-    assert line == "algorithm.kl_target: 0.1 needs algorithm.kl_coef, which is 0.0; set that, or remove this"
+    (line,) = lines("algorithm.reference_every=2")
+    assert line == "algorithm.reference_every: 2 needs algorithm.kl_coef, which is 0.0; set that, or remove this"
     assert lines("algorithm.routing_replay=recompute") and not lines("algorithm.routing_replay=engine")
     assert paths("lora.init=gaussian", "lora.path=x") == ["lora.init"]  # of the same table
 

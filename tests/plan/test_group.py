@@ -37,12 +37,8 @@ def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
 
 
 def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
-    recomputed = {"old_logprobs": "recompute", "old_weights": "rollout"}
-    adapted = {"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 100}
-    for algorithm in (recomputed, adapted):
-        assert (
-            planned(rollout={"prompts": 7}, train={"mini_batches": 2}, algorithm=algorithm).role.objective is not None
-        )
+    algorithm = {"old_logprobs": "recompute", "dynamic_sampling": 2}
+    assert planned(rollout={"prompts": 7}, train={"mini_batches": 2}, algorithm=algorithm).role.objective is not None
 
 
 def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

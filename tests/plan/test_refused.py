@@ -31,7 +31,6 @@ run.mode=rollout-only rollout.source=one-step-off         | rollout.source      
 run.dir=/dev/null/run                                     | run.dir                    | cannot write
 rollout.saved=x                                           | rollout.saved              | needs run.mode to be
 rollout.max_staleness=2                                   | rollout.max_staleness      | to be 'asynchronous'
-rollout.stale=wait                                        | rollout.stale              | to be 'asynchronous'
 rollout.source=asynchronous weights.every=2 checkpoint.every=4 | weights.every         | 'synchronous' or 'streamed'
 rollout.prompts=7 train.mini_batches=2                    | rollout.prompts            | use a multiple of 2, such as 8
 rollout.prompts=1048576 rollout.samples=9                 | rollout.prompts            | samples per step
@@ -50,11 +49,9 @@ weights.versions=2                                        | weights.versions    
 checkpoint.resume=nver                                    | checkpoint.resume          | does not exist
 checkpoint.memory=true cluster.address=h:1 | checkpoint.memory | does not go with cluster.address
 algorithm.name=grop                                       | algorithm.name             | unknown algorithm
-algorithm.kl_target=0.1                                   | algorithm.kl_target        | needs algorithm.kl_coef
 algorithm.kl_in=reward                                    | algorithm.kl_in            | needs algorithm.kl_coef
 {KL} algorithm.kl_in=reward algorithm.kl_estimator=k3-differentiated | algorithm.kl_estimator | 'loss'
 {KL} algorithm.kl_in=reward algorithm.dynamic_sampling=2  | algorithm.dynamic_sampling | does not go with
-{KL} algorithm.kl_target=0.1 algorithm.kl_horizon=5       | algorithm.kl_horizon       | negative
 {KL} algorithm.reference=/nope                            | algorithm.reference        | is not a directory
 {KL} algorithm.reference_every=7                          | checkpoint.every           | algorithm.reference_every=7
 algorithm.reference_every=5                               | algorithm.reference_every  | needs algorithm.kl_coef
@@ -63,7 +60,6 @@ algorithm.correction=token                                | algorithm.correction
 algorithm.correction_floor=0.5                            | algorithm.correction_floor | needs algorithm.correction
 algorithm.correction_cap=3.0                              | algorithm.correction_cap   | needs algorithm.correction
 algorithm.correction_beyond=mask                          | algorithm.correction_beyond | needs algorithm.correction
-algorithm.old_weights=old                                 | algorithm.old_weights      | to be 'recompute'
 algorithm.routing_replay=engine                           | algorithm.routing_replay   | no experts
 algorithm.overlong=penalty algorithm.overlong_buffer=1000 | algorithm.overlong_buffer  | 'penalty' needs 1 to
 algorithm.overlong_buffer=5                               | algorithm.overlong_buffer  | the others 0

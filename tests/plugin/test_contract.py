@@ -80,14 +80,14 @@ STEP_ITSELF = (
 )
 def test_each_breach_of_the_contract_is_named(plugin: object, message: str) -> None:
     with pytest.raises(ContractError) as caught:
-        Extensions([("t", plugin)], hooks=WORKER_HOOKS, where="")
+        Extensions([("t", plugin)], hooks=WORKER_HOOKS)
     assert caught.value.message.startswith(message)
 
 
 def test_an_extension_is_listed_once() -> None:
     watches = extension(shutdown=returns)
     with pytest.raises(ContractError, match="extension:t is listed twice; list each extension once"):
-        Extensions([("t", watches), ("t", watches)], hooks=WORKER_HOOKS, where="")
+        Extensions([("t", watches), ("t", watches)], hooks=WORKER_HOOKS)
 
 
 def test_a_backend_has_each_hook_and_none_of_the_drivers() -> None:
@@ -104,7 +104,7 @@ def test_a_backend_has_each_hook_and_none_of_the_drivers() -> None:
 
 
 def wrapped(*plugins: object, step: Callable[..., Any] = lambda step, scale: (step, scale)) -> Any:
-    extensions = Extensions([(f"e{number}", each) for number, each in enumerate(plugins)], hooks=WORKER_HOOKS, where="")
+    extensions = Extensions([(f"e{number}", each) for number, each in enumerate(plugins)], hooks=WORKER_HOOKS)
     innermost = Method("backend:mine", "optimizer_step", step, ("step", "scale"))
     return extensions.wrapped(innermost, {"step": 3, "scale": 2})
 
@@ -169,7 +169,7 @@ def test_calling_each_reaches_all_and_yields_what_they_raised() -> None:
                 raise self.error
 
     boom = ValueError("boom")
-    extensions = Extensions([("out", Watches("out", boom)), ("in", Watches("in"))], hooks=ON_DRIVER, where="")
+    extensions = Extensions([("out", Watches("out", boom)), ("in", Watches("in"))], hooks=ON_DRIVER)
     assert list(extensions.call_each("observe", event=1)) == [("extension:out", boom)]
     assert heard == [("out", 1, "own default"), ("in", 1, "own default")]
     assert list(extensions.call_each("observe", skip={"extension:out"}, event=2)) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -165,51 +164,6 @@ def test_no_token_is_staler_than_allowed(
             trained += [tuple(file["tokens"][start + 1 : start + 6]) for start in starts]
     assert len(set(trained)) == len(trained) == 14 * PROMPTS
     assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
-
-
-class Lingering(Engines):
-    """Every third group is not finished before all that can be handed out is ready, and is still waited for."""
-
-    def __init__(self) -> None:
-        super().__init__(width=SAMPLES)
-        self.waited_for = False
-        self._groups: dict[int, int] = {}  # noise of a first row -> the group's number
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation:
-        with self.changing:
-            number = self._groups.setdefault(int(request.noise_keys[0]), len(self._groups))
-            if number % 3 or self.waited_for:
-                return self.drawn(request)
-            drawn = self.drawn(request, 1)
-            if not drawn.unfinished.any():
-                return drawn
-            assert self.changing.wait_for(lambda: self.paused or self.waited_for or bool(self._ends), LIMIT)
-            return drawn if self.paused else self.drawn(request)
-
-    def on_progress(self, done: int, of: int) -> None:
-        with self.changing:
-            self.waited_for = done == of  # enough is ready, and yet nothing is handed out
-            self.changing.notify_all()
-
-
-@pytest.mark.parametrize("max_staleness", [1, 2])
-def test_a_source_that_waits_drops_no_sample(max_staleness: int, use: Use[Engines]) -> None:
-    engines = use(Lingering())
-    source = asynchronous(
-        engines, max_staleness=max_staleness, steps=99, wait_for_stale=True, on_progress=engines.on_progress
-    )
-    steps = list(islice(engines.trained_on(source), 9))
-    source.close()
-    assert {scored.counts["stale_samples"] for scored in steps} == {0}
-    trained = [index for scored in steps for index in indices(scored)]
-    assert len(set(trained)) == 9 * PROMPTS and set(trained) <= set(upcoming(source._started))
-    staleness = [scored.step - min(versions(scored)) for scored in steps]
-    assert max(staleness) == max_staleness
-
-    engines = use(Lingering())
-    discards = asynchronous(engines, max_staleness=max_staleness, steps=99, on_progress=engines.on_progress)
-    assert sum(scored.counts["stale_samples"] for scored in islice(engines.trained_on(discards), 9)) > 0
-    discards.close()
 
 
 def test_progress_counts_the_ready_samples_of_the_next_step(engines: Engines) -> None:

@@ -17,8 +17,6 @@ from attrs import evolve
 from corerl.config.schema import ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.encoding import encode
@@ -26,6 +24,8 @@ from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at
 from corerl.rollout.rewards import Reward, find_reward
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler
 from corerl.types import ROLE
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
 from tests.pictured import PICTURES
 from tests.rollout.engines import at_once

@@ -13,7 +13,8 @@ from corerl.config import ModelConfig
 from corerl.engines import EngineContext, GenerateRequest, Generation, OnFinished
 from corerl.models import load_tokenizer
 from corerl.types import offsets_of
-from corerl_testing import TRANSFORMERS, TransformersEngine
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import SPEC as TRANSFORMERS
 
 NAME = "plugins.agents.tests.scripted_engine:SPEC"
 CALL = (

@@ -16,7 +16,7 @@ from attrs import evolve
 from corerl.data import Prompt
 from corerl_agents.episodes import Episode
 from corerl_agents.script import byte_tokenizer, scripted
-from corerl_testing import TRANSFORMERS
+from corerl_transformers.spec import SPEC as TRANSFORMERS
 from plugins.agents.tests.scripted_engine import ScriptedEngine
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small

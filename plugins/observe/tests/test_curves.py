@@ -9,9 +9,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from corerl.observability import History
 from corerl.plugin import Evaluated, Event, StepFinished
 from corerl_observe.curves import Curves, draw, moving_average
+from corerl_observe.run_state import History
 from corerl_observe.specs import CurvesOptions
 from tests.observability.run import evaluated, metrics, started, steps, whole
 

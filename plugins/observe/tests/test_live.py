@@ -8,10 +8,10 @@ import pytest
 from attrs import evolve
 from rich.console import Console
 
-from corerl.observability import RunState
 from corerl.pictures import Picture, save_pictures
 from corerl.plugin import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
 from corerl_observe.live import LiveView, live_view, summary
+from corerl_observe.run_state import RunState
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
 
 

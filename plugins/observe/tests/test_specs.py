@@ -16,7 +16,7 @@ from corerl_observe import specs
 DRIVERS = [
     specs.TENSORBOARD, specs.CURVES, specs.TRACE, specs.WANDB, specs.MLFLOW
 ]  # fmt: skip
-WORKERS = [specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
+WORKERS = [specs.HOOKS, specs.PROFILER, specs.MEMORY, specs.NAN_GUARD]
 CLUSTER = ClusterInfo(device="cpu", ranks=2)
 
 

@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
 from corerl.engines import UNLIMITED, EngineContext, GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed, WorkerDied
-from corerl.models import hf_boxes, hf_config, meta_model, shapes_of
+from corerl.models import hf_boxes, hf_config, meta_model, named_weights, shapes_of
 from corerl.weights import (
     SCALE,
     Address,
@@ -48,7 +48,7 @@ from corerl.weights import (
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
 from corerl_sglang.start import start_engine
-from corerl_testing import BLOCK, named_weights, open_sender, quantize, to_blocks
+from corerl_testing import BLOCK, open_sender, quantize, to_blocks
 
 OUT = Path(os.environ.get("OUT", ".")).absolute()
 # As SGLang sets them in its processes: both sides of a group must agree.

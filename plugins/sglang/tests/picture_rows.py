@@ -15,12 +15,12 @@ from attrs import frozen
 
 from corerl.config import ModelConfig
 from corerl.engines import Engine, GenerateRequest, Generation, SamplingParams
-from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer
+from corerl.models import build_on_meta, hf_boxes, hf_config, load_tokenizer, named_weights
 from corerl.pictures import Picture, PictureInputs
 from corerl.rollout import expand
 from corerl.types import Array, FloatArray, IntArray, all_shown, offsets_of
 from corerl.weights import Address, build_manifest
-from corerl_testing import named_weights, open_sender
+from corerl_testing import open_sender
 from corerl_vision.reader import VisionReader
 from corerl_vision.shapes import png
 from corerl_vision.spec import VisionOptions

@@ -62,8 +62,7 @@ class Rank:
         import torch
         import transformers
 
-        from corerl.engines import named_views
-        from corerl.models import routers
+        from corerl.models import named_views, routers
 
         config = transformers.AutoConfig.from_pretrained(model_path)
         form = vars(config).pop("quantization_config", None)  # transformers shall compute with what comes out of blocks

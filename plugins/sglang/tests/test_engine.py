@@ -22,9 +22,9 @@ import torch
 from attrs import evolve
 
 from corerl.config import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines import UNLIMITED, CacheUse, GenerateRequest, Received, SamplingParams, named_views
+from corerl.engines import UNLIMITED, CacheUse, GenerateRequest, Received, SamplingParams
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
-from corerl.models import hf_config, meta_model, shapes_of
+from corerl.models import hf_config, meta_model, named_views, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.arguments import VOCABULARY, adapter_misfits
@@ -34,12 +34,12 @@ from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
 from corerl_testing import (
     GuardedSender,
-    TransformersConfig,
-    TransformersEngine,
     open_sender,
     quantize,
     to_blocks,
 )
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
 
 pytestmark = pytest.mark.processes

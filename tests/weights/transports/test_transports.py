@@ -19,10 +19,10 @@ from corerl.weights import checksums
 from corerl.weights.manifest import Bucket, build_manifest
 from corerl.weights.transport import Address, WeightSender
 from corerl.weights.transports import collective
-from corerl.weights.transports import disk as disk_transport
 from corerl.weights.transports.collective import CollectiveSender
-from corerl.weights.transports.disk import DiskSender
 from corerl.weights.transports.ipc import IpcSender
+from corerl_delta import disk as disk_transport
+from corerl_delta.disk import DiskSender
 from corerl_delta.transport import DeltaSender
 from tests.weights.transports.ends import (
     LARGE,

@@ -1,8 +1,16 @@
-"""A weight transport of CoreRL that writes only what has changed."""
+"""Weight transports of CoreRL by files: whole weights, or only what has changed."""
 
 from corerl.plugin import Capability, TransportSpec
 
-SPEC = TransportSpec(
+DISK = TransportSpec(
+    sender="corerl_delta.disk:DiskSender",
+    receiver="corerl_delta.disk:DiskReceiver",
+    capability=Capability.UPDATE_DISK,
+    api=(2, 0),
+    summary="safetensors files in a shared directory",
+    abandon="corerl_delta.disk:DiskReceiver.abandon",
+)
+DELTA = TransportSpec(
     sender="corerl_delta.transport:DeltaSender",
     receiver="corerl_delta.transport:DeltaReceiver",
     capability=Capability.UPDATE_DISK,  # the same stream in other files

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from corerl.weights import Address, Bucket, DiskReceiver, DiskSender, Manifest
+from corerl.weights import Address, Bucket, Manifest
 from corerl_delta.changes import apply_changes, encode_changes
+from corerl_delta.disk import DiskReceiver, DiskSender
 
 
 def _changes_file(index: int) -> str:

@@ -1,1 +1,1 @@
-"""Displays, curves, trackers, traces, profiles and guards of CoreRL's runs."""
+"""The console, curves, trackers, traces, profiles and guards of CoreRL's runs."""

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from corerl.observability import History, phases, scores
 from corerl.plugin import Evaluated, Event, RunFinished, RunRewound, RunStarted, StepFinished
+from corerl_observe.run_state import History, phases, scores
 from corerl_observe.specs import CurvesOptions
 
 CURVES_FILE = "curves.png"

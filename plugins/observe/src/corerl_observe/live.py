@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from corerl.messages import printable
-from corerl.observability import RunState, duration, number, phases, prompt_text
 from corerl.plugin import Event, Notice, RunFinished, SampleShown
 from corerl_observe.braille import Line, draw
 from corerl_observe.pictures import Pictures
+from corerl_observe.run_state import RunState, duration, number, phases, prompt_text
 
 REWARD, EXACT = "cyan", "magenta"
 

@@ -1,4 +1,4 @@
-"""The specs and options of this wheel's extensions and display; imports neither torch, rich, matplotlib nor the
+"""The specs and options of this wheel's extensions; imports neither torch, rich, matplotlib nor the
 trackers' packages."""
 
 from __future__ import annotations
@@ -11,8 +11,17 @@ from attrs import Attribute, frozen
 from attrs.validators import min_len
 
 from corerl.config import ClusterInfo, at_least, option
-from corerl.plugin import DisplaySpec, ExtensionSpec, Problem, Process
+from corerl.plugin import ExtensionSpec, NoOptions, Problem, Process
 from corerl_observe.step_ranges import step_ranges
+
+
+@frozen(kw_only=True)
+class ConsoleOptions:
+    every: int = option(
+        "rollout steps between lines when the output is not a terminal; slow steps and phases get a line every 20 s",
+        default=10,
+        validator=at_least(1),
+    )
 
 
 @frozen(kw_only=True)
@@ -130,10 +139,13 @@ def _spec(where: str, config: type, summary: str, *, process: Process = Process.
     return ExtensionSpec(implementation=code, config=config, api=(2, 0), summary=summary, process=process, **more)
 
 
-LIVE = DisplaySpec(
-    implementation="corerl_observe.live:live_view",
-    api=(2, 0),
-    summary="numbers, curves and answers, on a terminal of 80 columns or more",
+CONSOLE = _spec(
+    "console:Console",
+    ConsoleOptions,
+    "aligned lines, or numbers, curves and answers on a terminal of 80 columns or more",
+    shows_notices=True,
+    joins="default",
+    place=10,
 )
 TENSORBOARD = _spec(
     "tensorboard:Tensorboard",
@@ -153,6 +165,12 @@ PROFILER = _spec(
     "profiler:Profiler",
     ProfilerOptions,
     "torch's profiler on chosen optimizer steps and ranks, in the run directory's profile/",
+    process=Process.WORKER,
+)
+HOOKS = _spec(
+    "hooks:HookTrace",
+    NoOptions,
+    "a line for each call of a backend's hook and each result, in the run directory's hooks/",
     process=Process.WORKER,
 )
 MEMORY = _spec(

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from corerl.messages import printable
-from corerl.observability import number
 from corerl.plugin import CheckpointSaved, Event, RunFinished, RunRewound, RunStarted, SampleShown
+from corerl_observe.run_state import number
 from corerl_observe.specs import TensorboardOptions
 from corerl_observe.tracking import Tracker
 

@@ -14,12 +14,8 @@ if TYPE_CHECKING:
     from corerl.driver.advantages import compute_advantages as compute_advantages
     from corerl.engines.continuation import append as append
     from corerl.engines.continuation import continued as continued
-    from corerl.engines.specs import TRANSFORMERS as TRANSFORMERS
-    from corerl.engines.specs import TransformersConfig as TransformersConfig
     from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import until_stop as until_stop
-    from corerl.engines.transformers import TransformersEngine as TransformersEngine
-    from corerl.models.build import named_weights as named_weights
     from corerl.models.lora import LoraLinear as LoraLinear
     from corerl.models.tokenizer import character_tokenizer as character_tokenizer
     from corerl.plan.make import make_plan as make_plan

@@ -206,7 +206,6 @@ class Trial:
             self.rewards(samples),
             self.plan.estimate,
             self.config.algorithm,
-            kl_coef=self.config.algorithm.kl_coef,
             max_tokens=MAX_TOKENS,
         )
         return batch.samples

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from corerl.weights import Address, Arriving, Bucket, DiskReceiver, DiskSender, Manifest
+from corerl.weights import Address, Arriving, Bucket, Manifest
+from corerl_delta.disk import DiskReceiver, DiskSender
 from corerl_zipped import ZippedOptions
 
 

@@ -24,9 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corerl.errors import WeightUpdateError
-from corerl.weights.checksums import checksum
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, Arriving, Receiver, WeightSender
+from corerl.weights import Address, Arriving, Bucket, Manifest, Receiver, WeightSender, checksum
 
 PARTIAL = ".partial"
 POLL_SECONDS = 0.005

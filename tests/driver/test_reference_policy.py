@@ -1,18 +1,13 @@
-"""The earlier weights that a run passes samples through, in whole runs: the reference policy, which may be another
-model or follow the actor, and what the engines hold or have held."""
+"""The reference policy in whole runs, which may be another model or follow the actor."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from corerl.config.schema import AlgorithmConfig
-from corerl.driver.earlier_policies import EarlierPolicies
 from corerl.types import SampleBatch
-from tests.driver.fakes import Ears, progress, told
 from tests.end_to_end.command import metrics, numbers
 from tests.in_process import execute_here, small
 
@@ -40,33 +35,12 @@ def test_the_reference_may_be_another_model(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     assert divergences(tmp_path / "a", "run.steps=2")[0] < 1e-9
-    monkeypatch.setattr("tests.driver.test_earlier_policies.SEEN", [])
+    monkeypatch.setattr("tests.driver.test_reference_policy.SEEN", [])
     others = f"algorithm.reference={tmp_path}/a/run/model"
-    after = "algorithm.postprocess=tests.driver.test_earlier_policies:halved"
+    after = "algorithm.postprocess=tests.driver.test_reference_policy:halved"
     found = divergences(tmp_path / "b", "run.steps=2", others, after)
     assert found[0] > 1e-9  # the same initial weights, compared with trained ones
     assert len(SEEN) == 2 and all("ref_logprobs" in samples.columns for samples in SEEN)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("sampled_by", "setting"), [("old", "rollout.source=one-step-off"), ("rollout", "weights.every=2")]
-)
-def test_logprobs_of_the_sampling_weights_equal_the_engines(tmp_path: Path, sampled_by: str, setting: str) -> None:
-    given = [*KL[1:], "algorithm.old_logprobs=recompute", "run.steps=4", "checkpoint.every=4", setting]
-    differences = {}
-    for weights in ("current", sampled_by):
-        directory = tmp_path / weights
-        directory.mkdir()
-        execute_here(small(directory, *given, f"algorithm.old_weights={weights}"))
-        rows = [line["rollout/logprob_diff"] for line in metrics(directory / "run") if "rollout/logprob_diff" in line]
-        differences[weights] = rows
-    # One step off, the first batch is of the initial weights, and each other one of those before the last update; with
-    # an update every other step, so is every second batch.
-    assert [value > 1e-4 for value in differences["current"]] == (
-        [False, True, True, True] if sampled_by == "old" else [False, True, False, True]
-    )
-    assert max(differences[sampled_by]) < 1e-5
 
 
 @pytest.mark.processes
@@ -88,14 +62,3 @@ def halved(samples: SampleBatch) -> SampleBatch:
     """A user's `algorithm.postprocess`."""
     SEEN.append(samples)
     return samples.with_columns(advantages=samples.columns["advantages"] * np.float32(0.5))
-
-
-def test_a_resumed_run_is_told_that_its_checkpoint_has_no_old_weights() -> None:
-    nobody: Any = None  # no reference is asked for, so that no rank is
-    policies = EarlierPolicies(
-        group=nobody, tags={"old"}, settings=AlgorithmConfig(), progress=progress(ears := Ears(), step=4)
-    )
-    policies.begin(resumed=False)
-    assert told(ears) == []
-    policies.begin(resumed=True)
-    assert told(ears) == ["until the second update, the old weights are those of the checkpoint, which has no others"]

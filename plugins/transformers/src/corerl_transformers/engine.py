@@ -17,15 +17,15 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from corerl.config.schema import ModelConfig
-from corerl.engines.base import (
+from corerl.config import ModelConfig
+from corerl.engines import (
     Engine,
     EngineContext,
+    EngineLifecycle,
     GenerateRequest,
     Generation,
     OnFinished,
@@ -33,29 +33,32 @@ from corerl.engines.base import (
     Received,
     SamplingParams,
     ignore,
+    shape_mismatch,
 )
-from corerl.engines.lifecycle import EngineLifecycle, shape_mismatch
-from corerl.engines.specs import TransformersConfig
 from corerl.errors import EngineFailed
-from corerl.memory.device import empty_cache
-from corerl.models.attention import carries_state
-from corerl.models.build import build_on_meta, materialize, named_weights
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.layouts import choose_layout, own_attention
-from corerl.models.lora import put_adapters
-from corerl.models.names import hf_boxes
-from corerl.models.parts import parts_of
-from corerl.models.routing import routers
-from corerl.models.towers import Features, Tower, in_parts
-from corerl.ops.noise import gumbel
+from corerl.memory import empty_cache
+from corerl.models import (
+    Features,
+    Tower,
+    build_on_meta,
+    carries_state,
+    choose_layout,
+    hf_config,
+    in_parts,
+    materialize,
+    meta_model,
+    named_views,
+    own_attention,
+    parts_of,
+    put_adapters,
+    routers,
+)
+from corerl.ops import gumbel
 from corerl.pictures import Picture
-from corerl.plugin.pictures import picture_inputs
+from corerl.plugin import picture_inputs
 from corerl.types import PICTURE, Array, BoolArray, MicroBatch, offsets_of
-from corerl.weights.adapters import is_adapter
-from corerl.weights.checksums import bit_sums
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address
+from corerl.weights import Address, Bucket, Manifest, bit_sums, is_adapter
+from corerl_transformers.spec import TransformersConfig
 
 PAD = 0  # any token will do: padding is masked, and what follows a stop token is cut off
 
@@ -338,12 +341,6 @@ class TransformersEngine(Engine):
         self.pause()
         self.sleep()
         self._serving.close()
-
-
-def named_views(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Every HF tensor of the model by name, as a view of what holds it: a parameter, a part of one, or a buffer."""
-    boxes = hf_boxes(model)
-    return {box.name: box.view(weight.data) for name, weight in named_weights(model).items() for box in boxes[name]}
 
 
 class Routes:

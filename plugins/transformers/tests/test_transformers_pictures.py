@@ -17,20 +17,16 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForImageTextToText
 
-from corerl.config.schema import LoraConfig, ModelConfig
-from corerl.engines.base import GenerateRequest, Generation, SamplingParams
-from corerl.engines.continuation import append, continued
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.transformers import TransformersEngine
+from corerl.config import LoraConfig, ModelConfig
+from corerl.engines import GenerateRequest, Generation, SamplingParams, append, continued
 from corerl.errors import EngineFailed
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.names import shapes_of
-from corerl.ops.noise import hash_keys
+from corerl.models import hf_config, meta_model, shapes_of
+from corerl.ops import hash_keys
 from corerl.pictures import Picture
 from corerl.types import all_shown, offsets_of
-from corerl.weights.adapters import is_adapter
-from corerl.weights.checksums import bit_sums
+from corerl.weights import bit_sums, is_adapter
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import context, pause_after, sequences, update
 from tests.pictures import FAMILIES, of_pictures, pictures_config
 

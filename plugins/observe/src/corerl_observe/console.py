@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from corerl.errors import PluginConflict
 from corerl.messages import printable, shorten, shorten_to_end
-from corerl.observability.run_state import PHASES, RunState, duration, number, prompt_text, rough_duration, scores
-from corerl.observability.specs import ConsoleOptions
 from corerl.pictures import PICTURES
-from corerl.plugin.events import (
+from corerl.plugin import (
     CheckpointSaved,
     Evaluated,
     Event,
@@ -24,36 +21,28 @@ from corerl.plugin.events import (
     SampleShown,
     StepFinished,
 )
-from corerl.plugin.registry import Kind, load, load_implementation, scan
-from corerl.plugin.spec import Display
+from corerl_observe.run_state import PHASES, RunState, duration, number, prompt_text, rough_duration, scores
+from corerl_observe.specs import ConsoleOptions
+
+if TYPE_CHECKING:
+    from corerl_observe.live import LiveView
 
 
 class Console:
-    """The display that is installed, if standard output is a terminal that it can use, else plain lines."""
+    """The live display, if standard output is a terminal that can show it, else plain lines."""
 
     def __init__(self, *, options: ConsoleOptions, run_dir: str) -> None:
-        shown = display() if sys.stdout.isatty() else None
-        lines = PlainView(RunState(time.monotonic), sys.stdout, every=options.every)
-        self._display: Display = lines if shown is None else shown
+        self._view: LiveView | PlainView = PlainView(RunState(time.monotonic), sys.stdout, every=options.every)
+        if sys.stdout.isatty():
+            from corerl_observe.live import live_view  # with it rich, which a log needs not
+
+            self._view = live_view() or self._view
 
     def observe(self, event: Event) -> None:
-        self._display.update(event)
+        self._view.update(event)
 
     def shutdown(self, reason: str) -> None:
-        self._display.close()
-
-
-def display() -> Display | None:
-    """The display that is installed, if there is one and it can use this terminal. Raises PluginConflict if there are
-    several, and as `load` does."""
-    found = scan(Kind.DISPLAYS)
-    if len(found) > 1:
-        raise PluginConflict(
-            f"the displays {' and '.join(map(str, found))} are installed, and a terminal can show one; uninstall "
-            f"{' or '.join(entry.distribution for entry in found)}"
-        )
-    made = load_implementation(Kind.DISPLAYS, load(Kind.DISPLAYS, found[0].name)) if found else None
-    return made() if made is not None else None
+        self._view.close()
 
 
 # heading, metric, width; 79 characters including the first and the last column

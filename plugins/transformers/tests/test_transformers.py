@@ -9,24 +9,25 @@ import torch
 from attrs import evolve
 from transformers import AutoModelForImageTextToText
 
-from corerl.config.schema import LoraConfig, ModelConfig, WeightsConfig
-from corerl.engines.base import UNLIMITED, GenerateRequest, Generation, PromptScores, SamplingParams
-from corerl.engines.continuation import append, continued, split
-from corerl.engines.specs import TransformersConfig
-from corerl.engines.stops import Stops, until_stop
-from corerl.engines.transformers import TransformersEngine, keep_likeliest
+from corerl.config import LoraConfig, ModelConfig, WeightsConfig
+from corerl.engines import (
+    UNLIMITED,
+    GenerateRequest,
+    Generation,
+    PromptScores,
+    SamplingParams,
+    Stops,
+    append,
+    continued,
+    split,
+)
 from corerl.errors import EngineFailed
-from corerl.models.config import hf_config
-from corerl.models.files import meta_model
-from corerl.models.names import shapes_of
-from corerl.models.tokenizer import character_tokenizer
-from corerl.ops.noise import hash_keys
-from corerl.weights.adapters import is_adapter
-from corerl.weights.checksums import bit_sums
-from corerl.weights.manifest import build_manifest
-from corerl.weights.quantize import quantize, quantized
-from corerl_testing import smallest_config
-from corerl_testing.models import drawn_model
+from corerl.models import hf_config, meta_model, shapes_of
+from corerl.ops import hash_keys
+from corerl.weights import bit_sums, build_manifest, is_adapter, quantized
+from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
+from corerl_transformers.engine import TransformersEngine, keep_likeliest
+from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import (
     MOE,
     TIED,

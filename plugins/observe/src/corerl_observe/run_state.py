@@ -11,9 +11,9 @@ from pathlib import Path
 
 from attrs import frozen
 
-from corerl.observability.jsonl import METRICS_FILE, read_lines
+from corerl.observability import METRICS_FILE, read_lines
 from corerl.pictures import REPR
-from corerl.plugin.events import (
+from corerl.plugin import (
     Evaluated,
     Event,
     PhaseProgress,

@@ -1,4 +1,4 @@
-"""Specs of the engines that come with CoreRL; importing this loads neither torch nor transformers."""
+"""The spec and options of the engine `transformers`; importing this loads neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
-from corerl.config.options import at_least, option
-from corerl.plugin.spec import EngineSpec
+from corerl.config import at_least, option
+from corerl.plugin import EngineSpec
 
 
 @frozen(kw_only=True)
@@ -20,8 +20,8 @@ class TransformersConfig:
     )
 
 
-TRANSFORMERS = EngineSpec(
-    implementation="corerl.engines.transformers:TransformersEngine",
+SPEC = EngineSpec(
+    implementation="corerl_transformers.engine:TransformersEngine",
     config=TransformersConfig,
     api=(2, 0),
     summary="transformers' own generate(), on CPU or GPU",
