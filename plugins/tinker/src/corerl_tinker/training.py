@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from corerl import AdamSettings, Engines, Future, Output, Step
+from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, Config, LoraConfig, ModelConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
@@ -46,23 +47,27 @@ MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"})
 
 
+def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objective: Objective | None) -> None:
+    """Raises ConfigError where the API's sums cannot be computed, or teachers not be held."""
+    if options.teachers and lora is not None:
+        raise ConfigError(
+            "serve.teachers: with a table [lora], ranks hold the weights of one model besides the adapters; remove the "
+            "table, or the teachers"
+        )
+    if objective is None or objective.aggregation != "token-mean":
+        raise ConfigError(
+            "algorithm.aggregation: the losses of this server are plain sums over tokens, which is 'token-mean' with a "
+            "scale of 1; remove the setting"
+        )
+
+
 class ServedPolicy:
     """The `Policy` over one group of ranks and its engines."""
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
-        """`config` is what the engines were started with. Raises ConfigError for one with which the API's sums cannot
-        be computed."""
+        """`config` is what the engines were started with. Raises what `require_servable` does."""
         plan = engines.group.plan
-        if options.teachers and plan.cluster.lora is not None:
-            raise ConfigError(
-                "serve.teachers: with a table [lora], ranks hold the weights of one model besides the adapters; remove "
-                "the table, or the teachers"
-            )
-        if plan.objective is None or plan.objective.aggregation != "token-mean":
-            raise ConfigError(
-                "algorithm.aggregation: the losses of this server are plain sums over tokens, which is 'token-mean' "
-                "with a scale of 1; remove the setting"
-            )
+        require_servable(options, lora=plan.cluster.lora, objective=plan.objective)
         self._engines, self._options, self._plan = engines, options, plan
         self._model: ModelConfig = plan.assignments[0].config.model
         self._seed: int = config.run.seed
