@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from corerl_tinker.requests import ModelWanted, Refused
-from plugins.tinker.tests.served import LORA, MODEL, Served, serving, train, weights_of
+from corerl_tinker.requests import Refused
+from plugins.tinker.tests.served import LORA, MODEL, Served, model_wanted, serving, train, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ({"rank": 32}, "rank=32, but adapters here have rank 4"),
         ({"seed": 5}, "seed=5 of the adapters, but ranks here start with seed 0"),
         ({"train_mlp": False}, "train_mlp=False, but adapters here are in all-linear; ask for train_mlp=True"),
-        ({"optimizer": "dimuon"}, "optimizer 'dimuon' is not served"),
     ],
 )
 def test_a_model_that_would_differ_silently_is_refused(
@@ -33,12 +32,12 @@ def test_a_model_that_would_differ_silently_is_refused(
 ) -> None:
     served.policy.release()
     with pytest.raises(Refused, match=sentence):
-        served.policy.create(ModelWanted(**{"base_model": MODEL, "rank": 4, **wanted}), model_id="d:train:0")
+        served.policy.create(model_wanted(**{"rank": 4, **wanted}), model_id="d:train:0")
 
 
 def test_a_client_learns_the_rank(served: Served) -> None:
     served.policy.release()
-    made = served.policy.create(ModelWanted(base_model=MODEL, rank=4), model_id="e:train:0")
+    made = served.policy.create(model_wanted(4), model_id="e:train:0")
     assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, 4)
 
 

@@ -168,7 +168,7 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     training = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result()
     saved = training.save_state("one", user_metadata={"step": "1"}).result()
     training.save_weights_for_sampler("two", ttl_seconds=3600).result()
-    with pytest.raises(tinker.RequestFailedError, match="choose another name, or overwrite=True"):
+    with pytest.raises(tinker.RequestFailedError, match="give the checkpoint another name, or say overwrite=True"):
         training.save_state("one").result()
     with pytest.warns(FutureWarning, match="create_rest_client"):  # one of its own would stay open
         rest = client.create_rest_client()
@@ -188,9 +188,10 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     info = rest.get_weights_info_by_tinker_path(saved.path).result()
     assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 4)
     rest.set_checkpoint_ttl_from_tinker_path(saved.path, 7200).result()
-    assert served.policy.saved[saved.path][0].expires
+    assert served.policy.checkpoints.find(saved.path)[1].expires
     rest.delete_checkpoint_from_tinker_path(saved.path).result()
-    assert [path.rpartition("/")[2] for path in served.policy.saved] == ["two"]
+    (kept,) = served.policy.checkpoints.run(training.model_id).checkpoints
+    assert kept.path.rpartition("/")[2] == "two"
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         client.create_training_client_from_state(saved.path).result()
     models = rest.get_server_capabilities().result().supported_models

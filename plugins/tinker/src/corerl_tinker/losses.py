@@ -160,18 +160,15 @@ class Rows:
         return float(self.function(inputs, **self.loss.params).loss)
 
 
-# A token whose gradient is not finite, so that no step is taken with it.
-INFINITE = Rows(
-    samples=SampleBatch(
+# A token whose gradient is not finite, so that no step is taken with it, and its loss.
+INFINITE = (
+    SampleBatch(
         tokens=np.zeros(2, np.int64),
         offsets=np.array([0, 2]),
         columns={"loss_mask": np.array([False, True]), "token_weights": np.array([0.0, np.inf], np.float32)},
         row_columns={"group": np.zeros(1, np.int64)},
     ),
-    loss=LossSpec(name=f"{__name__}:cross_entropy"),
-    function=cross_entropy,
-    known=np.array([[False], [True]]),
-    shapes=((1,),),
+    LossSpec(name=f"{__name__}:cross_entropy"),
 )
 
 
@@ -181,28 +178,26 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
         raise Refused(f"loss_fn={wanted.loss!r} is not served: {ELSEWHERE[wanted.loss]}")
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
-    if not wanted.datums:
-        raise Refused("the pass has no data; send at least one datum")
     named = LOSSES[wanted.loss]
     settings = _settings(wanted, named)
-    parts = []
+    tokens, columns = [], []
     for number, datum in enumerate(wanted.datums):
         try:
-            parts.append(_row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss))
+            row = _row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss)
         except Refused as error:
             raise Refused(f"datum {number}: {error.sentence}") from None
-    tokens, columns = zip(*parts, strict=True)
+        tokens.append(row[0])
+        columns.append(row[1])
     together = {name: _together([each[name] for each in columns]) for name in columns[0]}
     samples = SampleBatch(
         tokens=np.concatenate(tokens),
         offsets=offsets_of([len(row) for row in tokens]),
-        row_columns={"group": np.arange(len(parts))},
+        row_columns={"group": np.arange(len(tokens))},
     )
-    known = together.pop(KNOWN)
-    targets = together.pop(TARGETS)
+    known, targets = together.pop(KNOWN), together.pop(TARGETS)
     if targets.ndim > 1 or (known & (targets != samples.tokens)).any():
         together[GIVEN] = targets
-    params = {name: value for name, value in settings.items() if name not in (LOW, HIGH)}
+    params = {name: value for name, value in settings.items() if name not in named.bounds}
     return Rows(
         samples=samples.with_columns(**together),
         loss=LossSpec(name=f"{__name__}:{wanted.loss}", params=params),
@@ -214,12 +209,11 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
 
 def _together(parts: Sequence[Array]) -> Array:
     """[N] or [N, K] of rows [n] or [n, k], the most that one has; [N] if that is 1. 0 is what others lack."""
-    most = max(part[:1].size for part in parts)
-    found = np.zeros((sum(map(len, parts)), most), parts[0].dtype)
-    start = 0
-    for part in parts:
-        found[start : start + len(part), : part[:1].size] = part.reshape(len(part), -1)
-        start += len(part)
+    rows = [part.reshape(len(part), -1) for part in parts]
+    most = max(row.shape[1] for row in rows)
+    if any(row.shape[1] < most for row in rows):
+        rows = [np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows]
+    found = np.concatenate(rows)
     return found if most > 1 else found[:, 0]
 
 
@@ -241,8 +235,6 @@ def _row(
 ) -> tuple[IntArray, dict[str, Array]]:
     """The tokens [n + 1], and the columns, of which KNOWN says where TARGETS are ids."""
     count = len(datum.tokens)
-    if not count:
-        raise Refused("it has no tokens")
     if longest and count + 1 > longest:
         raise Refused(f"{count} tokens and a last target are more than the context length {longest}; shorten it")
     if (outside := (datum.tokens < 0) | (datum.tokens >= vocabulary)).any():

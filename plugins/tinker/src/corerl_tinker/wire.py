@@ -90,8 +90,6 @@ def row_of(tokens: Array, *, longest: int) -> IntArray:
     """The tokens of one row, once they are checked."""
     if not 0 < len(tokens) <= longest:
         raise Refused(f"{len(tokens)} tokens, wanted 1 to {longest} (serve.tokens_per_row)")
-    if tokens.min() < 0:
-        raise Refused(f"token {tokens.min()}, wanted 0 or greater")
     return tokens.astype(np.int64)
 
 
