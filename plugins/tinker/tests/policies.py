@@ -122,12 +122,14 @@ class OneNumber(ServedPolicy):
         self.drawn.append(wanted)
         if self.drawing is not None:
             await self.drawing(wanted)
-        length = min(wanted.max_tokens or 3, 1000)
+        most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
+        length = min(most or 3, 1000)
+        scored = await in_turn(lambda: self._scored(wanted.prompt)) if wanted.asked.prompt_logprobs else None
         return Drawn(
-            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(wanted.samples)),
-            logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * wanted.samples,
-            stopped=(wanted.max_tokens is None,) * wanted.samples,
-            prompt_logprobs=await in_turn(lambda: self._scored(wanted.prompt)) if wanted.prompt_logprobs else None,
+            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
+            logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
+            stopped=(most is None,) * samples,
+            prompt_logprobs=scored,
         )
 
     def _scored(self, prompt: IntArray) -> FloatArray:

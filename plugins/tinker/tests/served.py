@@ -67,8 +67,7 @@ class Served:
 
     def logprobs(self, sampler: Sampler, prompt: Sequence[int]) -> FloatArray:
         """As `compute_logprobs` asks for them."""
-        asked = Draw(sampler=sampler, prompt=np.array(prompt), max_tokens=1, prompt_logprobs=True)
-        found = self.draw(asked).prompt_logprobs
+        found = self.draw(asked(sampler, prompt, max_tokens=1, prompt_logprobs=True)).prompt_logprobs
         assert found is not None
         return found
 
@@ -135,8 +134,15 @@ def publish(served: Served, *, inflight: bool = False) -> Sampler:
     return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)
 
 
-def asked(sampler: Sampler, **more: Any) -> Draw:
-    return Draw(**{"sampler": sampler, "prompt": np.array(PROMPT), "max_tokens": 6, "stop_tokens": (), **more})
+def asked(sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> Draw:
+    """Samples of six tokens, with further fields of the SDK's request or its sampling parameters."""
+    own = {name: settings.pop(name) for name in settings.keys() & types.SampleRequest.model_fields.keys()}
+    request = types.SampleRequest(
+        prompt=types.ModelInput.from_ints(list(prompt)),
+        sampling_params=types.SamplingParams(**{"max_tokens": 6, "stop": [], **settings}),
+        **own,
+    )
+    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)
 
 
 def same(drawn: Drawn, expected: Drawn) -> bool:

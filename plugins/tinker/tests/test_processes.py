@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from corerl import Engines
 from corerl.config import config_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.requests import Refused
 from corerl_tinker.training import ServedPolicy
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, serving, supervised, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, asked, serving, supervised, train
 
 
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
@@ -45,7 +45,7 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
         exported = logits[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].detach()
         np.testing.assert_allclose(served.logprobs(sampler, [1, 2, 3])[1:], exported, atol=1e-5)
-        wanted = Draw(sampler=sampler, prompt=np.array([1, 7]), max_tokens=6, seed=1, stop_tokens=())
+        wanted = asked(sampler, [1, 7], seed=1)
         drawn = served.draw(wanted)
         losses += train(policy, 2)
         assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()

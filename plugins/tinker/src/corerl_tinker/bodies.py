@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 from tinker import types as sdk
 
-from corerl.messages import shorten
+from corerl.messages import short_repr
 from corerl_tinker.requests import Draw, Refused, Run, Sampler, Saved
 from corerl_tinker.wire import row_of
 
@@ -37,7 +37,7 @@ def read(cls: type[Request], fields: Fields) -> Request:
     unknown = {str(each["loc"][0]) for each in wrong if each["type"] == "extra_forbidden" and not each["input"]}
     if unknown & fields.keys():
         return read(cls, {name: value for name, value in fields.items() if name not in unknown})
-    where, got = ".".join(map(str, wrong[0]["loc"])), shorten(repr(wrong[0]["input"]), 80)
+    where, got = ".".join(map(str, wrong[0]["loc"])), short_repr(wrong[0]["input"], 80)
     raise Refused(f"{where}: {wrong[0]['msg']}, got {got}")
 
 
@@ -51,7 +51,7 @@ def address(fields: Fields) -> tuple[str, int]:
 
 def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
     """What is asked of a sampler; `given` are the sampling parameters as they came."""
-    params, stop = request.sampling_params, request.sampling_params.stop
+    params = request.sampling_params
     for name, instead in UNSERVED.items():
         if getattr(request, name):
             raise Refused(f"{name} is not served; {instead}")
@@ -65,38 +65,20 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, long
         prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
     except OverflowError:
         raise Refused("the prompt has a token that is no number of 64 bits") from None
-    listed = [stop] if isinstance(stop, str) else list(stop or ())
-    stop_texts = tuple(each for each in listed if isinstance(each, str))
-    stop_tokens = tuple(each for each in listed if isinstance(each, int))
     checks = {
         "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
         "top_k": -1 <= params.top_k < MOST_TOKEN,
-        "stop": all(0 <= each < MOST_TOKEN for each in stop_tokens),
+        "stop": all(0 <= each < MOST_TOKEN for each in params.stop or () if isinstance(each, int)),
         "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
         "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
     }
     for name, holds in checks.items():
         if not holds:
             raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-    return Draw(
-        sampler=sampler,
-        prompt=prompt,
-        samples=request.num_samples,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        key=request.seq_id or 0,
-        stop_texts=stop_texts,
-        stop_tokens=None if stop is None or stop_texts else stop_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        prompt_logprobs=bool(request.prompt_logprobs),
-        prompt_top=request.topk_prompt_logprobs,
-        prompt_last=request.prompt_logprobs_last_n,
-    )
+    return Draw(sampler=sampler, prompt=prompt, asked=request)
 
 
 def run_fields(run: Run) -> Fields:

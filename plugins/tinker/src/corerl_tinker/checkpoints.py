@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from attrs import asdict, evolve
 
-from corerl.messages import shorten
+from corerl.messages import short_repr
 from corerl_tinker.requests import ModelMade, Refused, Run, Saved
 
 KINDS: Mapping[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
@@ -99,7 +99,7 @@ class Checkpoints:
         run = self._run(self._directory / name) if PATH.fullmatch(f"tinker://{name}/weights/x") else None
         if run is None:
             raise Refused(
-                f"training run {shorten(name, 200)!r} has no checkpoint here, and is not trained now", status=404
+                f"training run {short_repr(name, 200)} has no checkpoint here, and is not trained now", status=404
             )
         return run
 
@@ -127,7 +127,7 @@ class Checkpoints:
     def _place(self, path: object) -> Path:
         if not isinstance(path, str) or not PATH.fullmatch(path):
             raise Refused(
-                f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
+                f"the path of a checkpoint is {short_repr(path, 200)}, wanted tinker://RUN/weights/NAME or "
                 "tinker://RUN/sampler_weights/NAME, where NAME has 1 to 128 letters, digits, '_', '-' and '.', which "
                 "is not the first"
             )
@@ -185,7 +185,7 @@ def _seconds(ttl: object) -> int | None:
     """How long a checkpoint is kept; None: forever."""
     if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
         return ttl
-    raise Refused(f"ttl_seconds={shorten(repr(ttl), 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
+    raise Refused(f"ttl_seconds={short_repr(ttl, 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
 
 
 def _texts(metadata: Metadata) -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.errors import UserError
 from corerl.messages import message_of
 from corerl_tinker.requests import Category, Refused
 
@@ -44,9 +45,9 @@ def answer_of(work: asyncio.Future[Answer]) -> Answer:
         case None:
             return work.result()
         case Refused() as refused:
-            return failure(refused.sentence, refused.category)
+            return failure(refused.message, refused.category)
         case error:
-            return failure(message_of(error), "server")
+            return failure(message_of(error), "user" if isinstance(error, UserError) else "server")
 
 
 class Promise:

@@ -185,7 +185,7 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
         try:
             row = _row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss)
         except Refused as error:
-            raise Refused(f"datum {number}: {error.sentence}") from None
+            raise Refused(f"datum {number}: {error.message}") from None
         tokens.append(row[0])
         columns.append(row[1])
     together = {name: _together([each[name] for each in columns]) for name in columns[0]}

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, UserError
 from corerl.messages import message_of
 from corerl.rollout import EventLoop
 from corerl_tinker.futures import Answer, Futures, Promise, failure
@@ -50,7 +50,7 @@ class Order:
             try:
                 self.require()
                 found, error = await self._loop.in_caller(call), None
-            except Refused as refused:
+            except UserError as refused:  # before ranks were called
                 found, error = None, refused
             except Exception as fault:
                 found, error = None, self._lose(fault)

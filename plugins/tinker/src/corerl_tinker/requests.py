@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from attrs import define, field, frozen
+from tinker.types import SampleRequest
 
+from corerl.errors import UserError
 from corerl.types import Array, FloatArray, IntArray
 
 T = TypeVar("T")
@@ -15,13 +17,13 @@ T = TypeVar("T")
 Category: TypeAlias = Literal["user", "server"]
 
 
-class Refused(Exception):
-    """A request that has no result, for which nothing else ends; `sentence` says why, and what to do. Clients repeat
+class Refused(UserError):
+    """A request that has no result, for which nothing else ends; the message says why, and what to do. Clients repeat
     what fails with 5xx, 408, 409 or 429 for minutes without a word, so that everything else has a status of 4xx."""
 
-    def __init__(self, sentence: str, *, status: int = 400, category: Category = "user") -> None:
-        super().__init__(sentence)
-        self.sentence, self.status, self.category = sentence, status, category
+    def __init__(self, message: str, *, status: int = 400, category: Category = "user") -> None:
+        super().__init__(message)
+        self.status, self.category = status, category
 
 
 @frozen(kw_only=True)
@@ -76,18 +78,7 @@ class Draw:
 
     sampler: Sampler
     prompt: IntArray  # [n]
-    samples: int = 1
-    max_tokens: int | None = None  # None: as many as fit
-    seed: int | None = None
-    key: int = 0  # number of the request of its sampler, from which noise follows if there is no seed
-    stop_texts: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] | None = None  # None: the model's own end tokens; (): none
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    prompt_logprobs: bool = False
-    prompt_top: int = 0  # of so many of the likeliest tokens at each place of the prompt
-    prompt_last: int | None = None  # tokens of the prompt for which this is asked; None: all
+    asked: SampleRequest  # in the ranges that `draw_of` knows
 
 
 @frozen(kw_only=True)

@@ -232,16 +232,15 @@ class Samplers:
 
     async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
-        sampler = wanted.sampler
+        sampler, asked, length = wanted.sampler, wanted.asked, len(wanted.prompt)
+        last = length if asked.prompt_logprobs_last_n is None else asked.prompt_logprobs_last_n
         scores = None
-        if wanted.prompt_top:  # from the engines, and then all of the prompt's log-probs in this answer are
-            last = len(wanted.prompt) if wanted.prompt_last is None else wanted.prompt_last
-            params = evolve(params, scored=last, scored_top=wanted.prompt_top)
-        elif wanted.prompt_logprobs:
+        if asked.topk_prompt_logprobs:  # from the engines, and then all of the prompt's log-probs in this answer are
+            params = evolve(params, scored=last, scored_top=asked.topk_prompt_logprobs)
+        elif asked.prompt_logprobs:
             scores = await self._prompts.ask(self._number(sampler), sampler, wanted.prompt, in_turn)
             assert scores is not None
-            if wanted.prompt_last is not None:
-                scores[: len(scores) - wanted.prompt_last] = np.nan
+            scores[: length - last] = np.nan
         request = _request(wanted, params)
         if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
@@ -250,8 +249,8 @@ class Samplers:
             found = await self._sampled(sampler, request, in_turn)
         parts, top = found.offsets[1:-1], None
         if found.scores is not None:
-            first = found.scores.part(0, len(wanted.prompt))
-            scores = first.logprobs if wanted.prompt_logprobs else None
+            first = found.scores.part(0, length)
+            scores = first.logprobs if asked.prompt_logprobs else None
             top = first.top_tokens, first.top_logprobs
         return Drawn(
             tokens=tuple(np.split(found.tokens, parts)),
@@ -336,10 +335,11 @@ def _name(number: int) -> str:
 
 def _request(wanted: Draw, params: SamplingParams) -> GenerateRequest:
     """Rows whose noise follows from the seed or, without one, from the sampler and the request's number."""
-    origin = (wanted.sampler.number, wanted.key) if wanted.seed is None else (wanted.seed % 2**63,)
+    seed, samples = wanted.asked.sampling_params.seed, wanted.asked.num_samples
+    origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if seed is None else (seed % 2**63,)
     return GenerateRequest(
-        tokens=np.tile(wanted.prompt, wanted.samples),
-        offsets=offsets_of([len(wanted.prompt)] * wanted.samples),
-        noise_keys=np.array([hash_key(*origin, sample) for sample in range(wanted.samples)]),
+        tokens=np.tile(wanted.prompt, samples),
+        offsets=offsets_of([len(wanted.prompt)] * samples),
+        noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
         params=params,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pydantic
 from tinker import types as sdk
 
+from corerl.errors import UserError
 from corerl.messages import message_of
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
@@ -130,7 +131,7 @@ class Service:
                 try:
                     if path:
                         self._policy.load(path, optimizer=moments)
-                except Refused:
+                except UserError:
                     self._policy.release()
                     raise
                 model.made = made
@@ -177,10 +178,10 @@ class Service:
                 if wanted is None:
                     raise refused
                 return wire.pass_answer(self._policy.run(wanted))
-            except Refused as error:
+            except UserError as error:
                 if not forward_only:
                     model.incomplete = (
-                        f"request {number} of this model, a pass of this step, was refused: {error.sentence}"
+                        f"request {number} of this model, a pass of this step, was refused: {error.message}"
                     )
                 raise
 
@@ -318,7 +319,7 @@ class Service:
         self._order.require()
         try:
             return wire.sample_answer(await self._policy.draw(wanted, self._order.begin))
-        except Refused:
+        except UserError:
             raise
         except Exception as error:
             self._notify(f"sampling has failed: {message_of(error)}")

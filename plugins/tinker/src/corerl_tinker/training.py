@@ -6,14 +6,14 @@ A wrong call would end the group, and with it what the client has trained. So wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from tinker import types as sdk
 
-from corerl import AdamSettings, Engines, Future, LossSpec, Output, SampleBatch, Step
+from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, Config, LoraConfig, ModelConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
@@ -29,12 +29,12 @@ from corerl_tinker.sampling import START, Samplers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
 # The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
-MLP = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"})
-ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"})
+PARTS: Mapping[str, frozenset[str]] = {
+    "train_mlp": frozenset({ALL_LINEAR, "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
+    "train_attn": frozenset({ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"}),
+}
 
 
 def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objective: Objective | None) -> None:
@@ -54,8 +54,8 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `draw`, in the order of the client's numbers. Each method raises `Refused` for what has
-    failed alone, such as what the client should do otherwise; any other error is the end of the model.
+    One thread calls all but `draw`, in the order of the client's numbers. Each method raises `Refused`, or another
+    UserError, for what has failed alone, such as what the client should do otherwise; other errors end the model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -117,29 +117,21 @@ class ServedPolicy:
     def _require_same(self, asked: sdk.LoraConfig) -> None:
         """Raise Refused where this server would train something else than was asked for, and the client would not see
         it. That all weights are trained, and no adapters, is in the answer; adapters of the head are in none."""
-        if asked.seed is not None and asked.seed != self._seed:
-            raise Refused(
-                f"seed={asked.seed} of the adapters, but ranks here start with seed {self._seed}; leave it out, or "
-                f"start the server with run.seed={asked.seed}"
-            )
-        if self._rank is not None and asked.rank not in (0, self._rank):
-            raise Refused(
-                f"rank={asked.rank}, but adapters here have rank {self._rank}; ask for that, or start the server with "
-                f"lora.rank={asked.rank}"
-            )
         targets = [ALL_LINEAR] if self._lora is None else [*self._lora.targets] or [ALL_LINEAR]
-        for name, trained, layers in (
-            ("train_mlp", asked.train_mlp, MLP),
-            ("train_attn", asked.train_attn, ATTENTION),
+        there = {name for target in targets for name, layers in PARTS.items() if target.rsplit(".", 1)[-1] in layers}
+        for name, wanted, here, setting in (
+            ("seed", asked.seed, self._seed, "run.seed"),
+            ("rank", asked.rank or None, self._rank, "lora.rank"),
+            ("train_mlp", asked.train_mlp, "train_mlp" in there, "lora.targets"),
+            ("train_attn", asked.train_attn, "train_attn" in there, "lora.targets"),
         ):
-            has = ALL_LINEAR in targets or any(target.rsplit(".", 1)[-1] in layers for target in targets)
-            if trained == has:
+            if wanted in (here, None) or here is None:
                 continue
-            if self._lora is None:
-                raise Refused(f"{name}=False, but this server trains all weights; give it a table [lora]")
+            if self._lora is None and name != "seed":
+                raise Refused(f"{name}={wanted}, but this server trains all weights; give it a table [lora]")
             raise Refused(
-                f"{name}={trained}, but adapters here are in {', '.join(targets)}; ask for {name}={has}, or start the "
-                "server with other lora.targets"
+                f"{name}={wanted}, but adapters here have {name} {here}; ask for that, or start the server with "
+                f"another {setting}"
             )
 
     def _require_model(self) -> None:
@@ -169,8 +161,7 @@ class ServedPolicy:
         rows = rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
         if wanted.forward_only:
             self._samplers.turn("forward")
-            work = self._passed(self._engines.group.forward, rows.samples, Output.LOGPROBS)
-            logprobs = work.result()[Output.LOGPROBS]
+            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
             loss = rows.value(logprobs)
         else:
             self._samplers.turn("train")
@@ -185,20 +176,16 @@ class ServedPolicy:
         if not (math.isfinite(asked.learning_rate) and asked.learning_rate >= 0):
             raise Refused(f"learning_rate={asked.learning_rate}; it has to be finite and at least 0")
         self._samplers.turn("train")
-        try:
-            adam = AdamSettings(
-                betas=(asked.beta1, asked.beta2),
-                eps=asked.eps,
-                weight_decay=asked.weight_decay,
-                clip_norm=asked.grad_clip_norm,
-            )
-            own = self._plan.train.optimizer
-            as_config = adam == AdamSettings(
-                betas=own.betas, eps=own.eps, weight_decay=own.weight_decay, clip_norm=own.clip_norm
-            )
-            result = self._take_step(asked.learning_rate, None if as_config else adam)
-        except UserError as error:  # before ranks were called: values, or a backend that has only the config's
-            raise Refused(error.message) from error
+        adam: AdamSettings | None = AdamSettings(
+            betas=(asked.beta1, asked.beta2),
+            eps=asked.eps,
+            weight_decay=asked.weight_decay,
+            clip_norm=asked.grad_clip_norm,
+        )
+        own = self._plan.train.optimizer
+        if adam == AdamSettings(betas=own.betas, eps=own.eps, weight_decay=own.weight_decay, clip_norm=own.clip_norm):
+            adam = None  # for a backend that has only the config's
+        result = self._take_step(asked.learning_rate, adam)
         if result.applied:
             self._samplers.changed()
         metrics = {name: metric.value for name, metric in result.metrics.items() if name != "loss"}
@@ -216,18 +203,10 @@ class ServedPolicy:
         """The log-probs [N], and the loss."""
         group = self._engines.group
         plan, _ = group.plan_part(samples)  # with weights of 1, which leave the step no scale
-        work = self._passed(group.forward_backward, samples, plan, loss, outputs=Output.LOGPROBS)
+        work = group.forward_backward(samples, plan, loss, outputs=Output.LOGPROBS)
         self._gradients = True
         result = work.result()
         return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
-
-    @staticmethod
-    def _passed(verb: Callable[..., Future[T]], *given: Any, **named: Any) -> Future[T]:
-        """What the verb of the group starts. Raises Refused for what the backend cannot do, before ranks are called."""
-        try:
-            return verb(*given, **named)
-        except UserError as error:
-            raise Refused(error.message) from error
 
     def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)
@@ -333,35 +312,40 @@ class ServedPolicy:
         vocabulary = self._plan.vocabulary
         if (wanted.prompt < 0).any() or (wanted.prompt >= vocabulary).any():
             raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
-        if wanted.prompt_top > vocabulary:
-            raise Refused(f"topk_prompt_logprobs={wanted.prompt_top}, of {vocabulary} tokens that there are")
+        if (top := wanted.asked.topk_prompt_logprobs) > vocabulary:
+            raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
         return await self._samplers.draw(wanted, self._params(wanted), in_turn)
 
     def _params(self, wanted: Draw) -> SamplingParams:
-        room = (self._longest or len(wanted.prompt) + self._plan.max_tokens) - len(wanted.prompt)
-        most = room if wanted.max_tokens is None else wanted.max_tokens
+        asked, length = wanted.asked.sampling_params, len(wanted.prompt)
+        room = (self._longest or length + self._plan.max_tokens) - length
+        most = room if asked.max_tokens is None else asked.max_tokens
         if (self._longest and most > room) or most < 1:
             raise Refused(
-                f"a prompt of {len(wanted.prompt)} tokens and {most} more do not fit in the context length "
-                f"{self._longest}; shorten the prompt, or ask for fewer max_tokens"
+                f"a prompt of {length} tokens and {most} more do not fit in the context length {self._longest}; "
+                "shorten the prompt, or ask for fewer max_tokens"
             )
-        stops, texts = list(wanted.stop_tokens or ()), list(wanted.stop_texts)
-        try:
-            if texts:
-                tokens, texts = stops_of(texts, self._tokenizer)
-                stops += tokens
-        except ValueError as error:
-            raise Refused(f"stop: {error}") from None
-        if wanted.stop_tokens is None:
-            stops += self._ends
+        listed = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
+        tokens, texts = (
+            [each for each in listed if isinstance(each, int)],
+            [each for each in listed if isinstance(each, str)],
+        )
+        if asked.stop is None or texts:
+            tokens += self._ends
+        if texts:
+            try:
+                of_texts, texts = stops_of(texts, self._tokenizer)
+            except ValueError as error:
+                raise Refused(f"stop: {error}") from None
+            tokens += of_texts
         return SamplingParams(
-            temperature=wanted.temperature or 1.0,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
+            temperature=asked.temperature or 1.0,
+            top_p=asked.top_p,
+            top_k=max(asked.top_k, 0),  # the client's -1 is all tokens
             max_tokens=most,
-            stop_tokens=tuple(dict.fromkeys(stops)),
+            stop_tokens=tuple(dict.fromkeys(tokens)),
             stop=tuple(texts),
-            greedy=wanted.temperature == 0.0,
+            greedy=asked.temperature == 0.0,
         )
 
     @cached_property

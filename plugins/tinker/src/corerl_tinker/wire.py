@@ -69,7 +69,7 @@ def read_pass(message: PassMessage, *, longest: int) -> Pass:
                 )
             inputs = {name: _array(tensor, name=name, rows=len(tokens)) for name, tensor in given}
         except Refused as refused:
-            raise Refused(f"datum {number}: {refused.sentence}") from refused
+            raise Refused(f"datum {number}: {refused.message}") from refused
         datums.append(Datum(tokens=tokens, inputs=inputs))
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
