@@ -70,9 +70,7 @@ class Checkpoints:
         )
         _write(partial / CHECKPOINT, asdict(saved))
         with self._changing:
-            aside = _aside(place)
-            if place.exists():
-                os.replace(place, aside)
+            aside = _moved_aside(place)
             os.replace(partial, place)
             (place.parent.parent / RUN).touch()
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
@@ -169,15 +167,15 @@ class Checkpoints:
 
 def _remove(place: Path) -> None:
     """Out of sight first, at once, so that nobody sees half of it."""
-    aside = _aside(place)
-    os.replace(place, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(_moved_aside(place), ignore_errors=True)
 
 
-def _aside(place: Path) -> Path:
-    """Where what is at `place` is moved to."""
+def _moved_aside(place: Path) -> Path:
+    """Where what was at `place` is now, if there was anything."""
     aside = place.with_name(REPLACED + place.name)
     shutil.rmtree(aside, ignore_errors=True)  # what an earlier server left
+    if place.exists():
+        os.replace(place, aside)
     return aside
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from attrs import field, frozen
+from torch import Tensor
 
 from corerl import LossSpec, SampleBatch
 from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
 from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
 from corerl_tinker.requests import Datum, Pass, Refused
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
@@ -138,7 +137,6 @@ class Rows:
 
     samples: SampleBatch
     loss: LossSpec
-    function: Callable[..., LossResult]
     known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
 
@@ -151,13 +149,11 @@ class Rows:
 
     def value(self, logprobs: FloatArray) -> float:
         """The loss, from the log-probs [N]."""
-        import torch  # slow to import, and only passes without gradients need it
-
         columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
         columns["weights"] = columns["loss_mask"].float()
         bounds = torch.from_numpy(self.samples.offsets)
         inputs = LossInputs(logprobs=torch.from_numpy(logprobs).float(), columns=columns, bounds=bounds)
-        return float(self.function(inputs, **self.loss.params).loss)
+        return float(resolve_loss(self.loss)(inputs).loss)
 
 
 # A token whose gradient is not finite, so that no step is taken with it, and its loss.
@@ -201,7 +197,6 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     return Rows(
         samples=samples.with_columns(**together),
         loss=LossSpec(name=f"{__name__}:{wanted.loss}", params=params),
-        function=named.function,
         known=known.reshape(len(known), -1),
         shapes=tuple(datum.inputs[TARGETS].shape for datum in wanted.datums),
     )
