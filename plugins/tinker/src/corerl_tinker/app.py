@@ -118,7 +118,7 @@ async def _body(request: Request, *, most: int) -> bytes:
             raise Refused(f"the body has more than {most} bytes; send less at once", status=413)
     encoding = request.headers.get("content-encoding", "identity")
     if encoding == "zstd":
-        return await asyncio.to_thread(wire.decompressed, body, most=most)
+        return await asyncio.to_thread(wire.decompressed, bytes(body), most=most)
     if encoding != "identity":
         raise Refused(f"the body is encoded as {shorten(encoding, 40)!r}; use zstd, or none", status=415)
     return bytes(body)

@@ -26,7 +26,8 @@ from corerl.ops import hash_key
 from corerl.types import FloatArray, IntArray, offsets_of
 from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
 
-A, R = TypeVar("A"), TypeVar("R")
+A = TypeVar("A")
+R = TypeVar("R")
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go

@@ -117,7 +117,7 @@ class ServedPolicy:
     def _require_same(self, asked: sdk.LoraConfig) -> None:
         """Raise Refused where this server would train something else than was asked for, and the client would not see
         it. That all weights are trained, and no adapters, is in the answer; adapters of the head are in none."""
-        targets = [ALL_LINEAR] if self._lora is None else [*self._lora.targets] or [ALL_LINEAR]
+        targets = (self._lora.targets if self._lora is not None else None) or (ALL_LINEAR,)
         there = {name for target in targets for name, layers in PARTS.items() if target.rsplit(".", 1)[-1] in layers}
         for name, wanted, here, setting in (
             ("seed", asked.seed, self._seed, "run.seed"),
