@@ -36,6 +36,11 @@ class OneNumber(ServedPolicy):
         self.drawn: list[Draw] = []
         self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
+        self.ranks_ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self.ranks_ended
 
     def _called(self, what: str) -> None:
         self.calls.append(what)

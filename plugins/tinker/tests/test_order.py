@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corerl.errors import WorkerDied
+from corerl.errors import UserError, WorkerDied
 from corerl_tinker.futures import Answer, Futures
 from corerl_tinker.order import GAP_SECONDS, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
@@ -198,3 +198,19 @@ async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -
         )
     ).json()["error"] == answer["error"]
     assert bench.policy.calls == ["create", "sampler", "pass 1"]
+
+
+@on_bench()
+async def test_an_error_that_ended_the_ranks_is_no_refusal(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    bench.policy.dies = UserError("the files do not fit the model")
+    errors = []
+    for number, ended in ((1, False), (2, True), (3, True)):
+        bench.policy.ranks_ended = ended
+        errors.append((await client.get((await client.run(model, number)).json()["request_id"])).json())
+    assert errors[0] == {"error": "the files do not fit the model", "category": "user"}
+    what = "the model is lost: the files do not fit the model"
+    lost = f"{what}; restart `corerl serve`, and resume from the last saved state"
+    assert errors[1] == errors[2] == {"error": lost, "category": "server"}
+    assert bench.notices == [lost]

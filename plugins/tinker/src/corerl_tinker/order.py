@@ -24,8 +24,11 @@ GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and 
 class Order:
     """The queue of the group's thread, which is the one that waits in `EventLoop.run`."""
 
-    def __init__(self, loop: EventLoop, futures: Futures, *, notify: Callable[[str], None]) -> None:
-        self._loop, self._futures, self._notify = loop, futures, notify
+    def __init__(
+        self, loop: EventLoop, futures: Futures, *, ended: Callable[[], bool], notify: Callable[[str], None]
+    ) -> None:
+        """`ended`: whether the ranks have ended, so that nothing more can be computed."""
+        self._loop, self._futures, self._ended, self._notify = loop, futures, ended, notify
         self._calls: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
         self.lost = ""  # why nothing is computed any more; empty: all is well
 
@@ -50,10 +53,9 @@ class Order:
             try:
                 self.require()
                 found, error = await self._loop.in_caller(call), None
-            except UserError as refused:  # before ranks were called
-                found, error = None, refused
             except Exception as fault:
-                found, error = None, self._lose(fault)
+                alone = isinstance(fault, UserError) and (self.lost or not self._ended())
+                found, error = None, fault if alone else self._lose(fault)
             if done.done():
                 continue
             if error is None:

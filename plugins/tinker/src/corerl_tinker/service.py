@@ -50,7 +50,7 @@ class Service:
         self._names = (options.name, *options.aliases)
         self.futures = Futures(most_bytes=options.memory_mib << 20, clock=clock)
         self.sessions = Sessions(idle_seconds=options.idle_minutes * 60, clock=clock)
-        self._order = Order(loop, self.futures, notify=notify)
+        self._order = Order(loop, self.futures, ended=lambda: policy.ended, notify=notify)
 
     async def work(self) -> None:
         """Execute what is asked for, and give up who has gone, until this task is cancelled."""

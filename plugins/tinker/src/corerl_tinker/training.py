@@ -83,6 +83,11 @@ class ServedPolicy:
         self._gradients = False  # whether passes have left gradients that no step has taken
         self._stale = False  # whether ranks are to begin with the model once more, before they do anything else
 
+    @property
+    def ended(self) -> bool:
+        """Whether the ranks have ended."""
+        return self._engines.group.processes.ended
+
     # ---- a model -----------------------------------------------------------------------------------------------------
 
     def create(self, wanted: sdk.CreateModelRequest, *, model_id: str) -> ModelMade:
