@@ -153,8 +153,8 @@ class SampleBatch:
     """The rows of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
 
     Columns written by CoreRL itself, all [N] and 0 where `loss_mask` is False: `loss_mask` (the policy chose the
-    token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it),
-    `old_logprobs`, `ref_logprobs`, `advantages`. An algorithm may add its own.
+    token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it), `engines`
+    (index of the engine that sampled it), `old_logprobs`, `ref_logprobs`, `advantages`. An algorithm may add its own.
 
     `routed_experts`, [N, MoE layers, experts per token], are the experts that the actor routes each token through,
     prompts included, instead of its routers' own choice; -1 where the routers choose.

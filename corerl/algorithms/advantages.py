@@ -184,6 +184,7 @@ CHOSEN = (
     "loss_mask",
     "rollout_logprobs",
     "versions",
+    "engines",
     "old_logprobs",
     "ref_logprobs",
     "advantages",

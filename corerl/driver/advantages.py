@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from attrs import evolve, frozen
 
-from corerl.algorithms.advantages import of_episodes, soft_overlong_penalty
+from corerl.algorithms.advantages import of_episodes, sample_rewards, soft_overlong_penalty
 from corerl.algorithms.base import Advantages, Estimate
 from corerl.algorithms.corrections import correction_metrics, importance_weights
 from corerl.algorithms.kl import token_kl
@@ -40,7 +40,7 @@ def compute_advantages(
     """Add the columns that `estimate` computes from the rewards [B] and the columns `old_logprobs`, `ref_logprobs`
     (with a KL penalty) and those of its algorithm's passes; with a correction, `advantages` are weighted by
     `old_logprobs` and `rollout_logprobs`. `kl_coef` is the current, possibly adapted coefficient. `credits_turns`:
-    as in `AlgorithmSpec`."""
+    as in `AlgorithmSpec`. The row column `shaped_rewards` [B] has each sample's reward after penalties."""
     columns, mask = samples.columns, samples.columns["loss_mask"]
     metrics: dict[str, float] = {}
     kl: float | None = None
@@ -80,9 +80,9 @@ def compute_advantages(
         metrics |= {f"correction/{name}": value for name, value in weights.items()}
         # The policy term is linear in the advantage, and weights are non-negative, so they can be folded in here.
         advantages = advantages * corrected.weights
-    return TrainBatch(
-        samples=samples.with_columns(**found.columns, advantages=advantages), metrics=metrics, kl_coef=kl_coef, kl=kl
-    )
+    samples = samples.with_row_columns(shaped_rewards=sample_rewards(samples, rewards, token_rewards))
+    samples = samples.with_columns(**found.columns, advantages=advantages)
+    return TrainBatch(samples=samples, metrics=metrics, kl_coef=kl_coef, kl=kl)
 
 
 def _of_each_role(

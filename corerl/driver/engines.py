@@ -333,7 +333,7 @@ class Engines:
                 if not self._unverified:
                     self.progress.notice(
                         f"{name} cannot report what it has loaded (Engine.weight_sums), so it is not compared with "
-                        "what was sent; set weights.verify_every=0 to stop checking"
+                        "what was sent; what it computes still is, by algorithm.on_mismatch"
                     )
                 self._unverified = True
             elif wrong := difference(sums, loaded):

@@ -22,7 +22,7 @@ from corerl.plan.data import RolloutPlan
 from corerl.plan.plan import Plan
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.sampler import Sampler, assemble
-from corerl.types import FloatArray, SampleBatch
+from corerl.types import FloatArray, IntArray, SampleBatch
 
 SAMPLES = 8  # that are scored at least, if there are so many
 SCORED = 512  # sampled tokens above which no further sample is: one router's tie must not decide
@@ -56,6 +56,13 @@ def spread_over(samples: SampleBatch, *, since: int) -> SampleBatch:
     count = max(SAMPLES, math.ceil(SCORED / counted[by_length].mean()))
     places = np.linspace(0, len(by_length) - 1, min(len(by_length), count))  # the first and the last among them
     return samples.take_rows(by_length[np.unique(places.round().astype(np.int64))])
+
+
+def _by_engine(samples: SampleBatch, at: IntArray, sizes: FloatArray) -> dict[str, float]:
+    """The mean of the differences [n], at tokens `at` [n], of each engine by its name."""
+    engines, own = np.unique(samples.columns.get("engines", np.zeros_like(samples.tokens))[at], return_inverse=True)
+    means = np.bincount(own, weights=sizes) / np.bincount(own)
+    return {f"engine-{index}": mean for index, mean in zip(engines.tolist(), means.tolist(), strict=True)}
 
 
 @define(kw_only=True, eq=False)
@@ -136,14 +143,20 @@ class LogprobCheck:
             return
         worst = int(at[np.argmax(sizes)])
         sample = int(samples.row_of[worst])
-        config = shlex.quote(str(self.run_dir / CONFIG_FILE))
+        engines, config = _by_engine(samples, at, sizes), shlex.quote(str(self.run_dir / CONFIG_FILE))
+        each = f" ({', '.join(f'{name} by {own:.3g}' for name, own in engines.items())})" if len(engines) > 1 else ""
+        look = (
+            f"find the layer where they part: corerl doctor --config {config} --layers; if so much is expected, as of "
+            "an engine that quantizes, raise algorithm.mismatch_bound"
+        )
+        wrong = [name for name, own in engines.items() if not own <= self.bound]
+        if len(wrong) < len(engines):
+            look = f"{' and '.join(wrong)} alone: look at the weights held there, and at the device"
         text = (
-            f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average over "
-            f"{len(at)} sampled tokens, wanted at most {self.bound:g}; the largest difference is "
+            f"trainer and engines compute different log-probs from the same weights: by {mean:.3g} on average "
+            f"over {len(at)} sampled tokens{each}, wanted at most {self.bound:g}; the largest difference is "
             f"{sizes.max():.3g}, of token {worst - samples.offsets[sample]} in sample {sample} (id "
-            f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); find the layer where "
-            f"they part: corerl doctor --config {config} --layers; if so much is expected, as of an engine that "
-            "quantizes, raise algorithm.mismatch_bound"
+            f"{samples.tokens[worst]}; trainer {trainer[worst]:.4g}, engine {engine[worst]:.4g}); {look}"
         )
         if self.stops:
             raise LogprobMismatch(f"{text}, or set algorithm.on_mismatch='warn'")

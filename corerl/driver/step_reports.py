@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from attrs import define, evolve, field
 
-from corerl.algorithms.advantages import differ
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.metrics import (
     first_step_mismatch,
@@ -29,7 +28,7 @@ from corerl.plan.plan import Plan, RolloutPlan
 from corerl.plugin.events import StepFinished
 from corerl.plugin.spec import ACTOR
 from corerl.rollout.scored import ScoredRollout
-from corerl.types import TURN_REWARDS, SampleBatch, TrainResult
+from corerl.types import ROLE, TURN_REWARDS, SampleBatch, TrainResult
 
 STEPS = 3  # in a row with equal rewards
 NEARLY_ALL = 0.9  # share of a step's groups
@@ -111,12 +110,15 @@ class StepNotices:
 
     def _of_equal_rewards(self, scored: ScoredRollout) -> Iterator[str]:
         """That several steps in a row taught nothing: nearly all groups had equal rewards or, where groups are not
-        compared, all samples had; once."""
-        episodes, _ = scored.rollout.batch.episodes
+        compared, all samples of each role had; once."""
+        samples = scored.rollout.batch
+        episodes, _ = samples.episodes
         rewards = scored.rewards[episodes]
-        equal, groups = without_spread(rewards, scored.rollout.batch.peers[episodes])
-        same = len(rewards) > 1 and not differ(rewards.min(), rewards.max())
-        teaches = equal < NEARLY_ALL * groups if self.algorithm.compares else not same
+        equal, groups = without_spread(rewards, samples.peers[episodes])
+        teaches = equal < NEARLY_ALL * groups
+        if not self.algorithm.compares:
+            same, roles = without_spread(rewards, samples.row_columns.get(ROLE, np.zeros(len(samples)))[episodes])
+            teaches = same < roles or len(rewards) == roles  # a sample by itself has no other to equal
         if self._equal < STEPS:
             self._equal = 0 if teaches else self._equal + 1
             if self._equal == STEPS:

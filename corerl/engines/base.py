@@ -19,7 +19,8 @@ from corerl.weights.transport import Address
 UNLIMITED = np.iinfo(np.int64).max
 
 REQUEST_ROWS = ("noise_keys", "response_lengths", "answered", "limits")  # fields of a request that are [R]
-GENERATION_ROWS, GENERATION_TOKENS = ("truncated", "unfinished"), ("tokens", "logprobs", "versions")  # [R]; [m]
+GENERATION_ROWS = ("truncated", "unfinished")  # fields of a generation that are [R]
+GENERATION_TOKENS = ("tokens", "logprobs", "versions", "engines")  # and [m]
 SCORES = ("logprobs", "top_tokens", "top_logprobs")  # fields of scores, [n, ...]
 
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
@@ -164,6 +165,8 @@ class Generation:
     unfinished: BoolArray = field(
         default=Factory(lambda self: np.zeros(len(self.offsets) - 1, dtype=np.bool_), takes_self=True)
     )
+    # [m] int16: index of the replica that sampled each token. The fleet sets it; engines need not.
+    engines: Array = field(default=Factory(lambda self: np.zeros(len(self.tokens), np.int16), takes_self=True))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

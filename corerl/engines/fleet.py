@@ -14,7 +14,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from attrs import define, field
+import numpy as np
+from attrs import define, evolve, field
 
 from corerl.calls import Future
 from corerl.engines.base import UNLIMITED, CacheUse, GenerateRequest, Generation, Received
@@ -270,6 +271,9 @@ class EngineFleet:
         finally:
             self._route()
         generated: Generation | None = answers.get(replica)
+        if generated is not None:
+            index = replica.assignment.context.index
+            generated = evolve(generated, engines=np.full(len(generated.tokens), index, np.int16))
         if generated is not None and request.version is not None and (generated.versions != request.version).any():
             raise EngineFailed(
                 f"{replica.name} sampled from weights version {set(generated.versions.tolist())}, but was asked for "

@@ -95,8 +95,9 @@ class StepFinished:
     shown: Sequence[SampleShown] = field(factory=tuple)  # a few of the samples
     samples: Sequence[SampleShown] = field(factory=tuple)  # all; samples of one prompt are adjacent
     idle: Sequence[Idle] = field(factory=tuple)  # since the last step's end
-    # The rows of `samples`, those of one sample adjacent, with the columns that the losses read if the step trained;
-    # sample number n is row `batch.episodes[0][n]`. Shared with the run: do not change it, nor keep it for long.
+    # The rows of `samples`, those of one sample adjacent; sample number n is row `batch.episodes[0][n]`. If the step
+    # trained, with the columns that the losses read, and `row_columns["shaped_rewards"]`, rewards after penalties.
+    # Shared with the run: do not change it, nor keep it for long.
     batch: SampleBatch | None = field(default=None, eq=False, repr=False)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Rollout:
     """The samples of one rollout step: B = P * G rows, those of one prompt adjacent.
 
-    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions` and, if the engine reports them,
+    The batch has the columns `loss_mask`, `rollout_logprobs`, `versions`, `engines` and, if the engine reports them,
     `routed_experts`; and the row columns `group` (index into `prompts`), `sample` (0 to G - 1), `prompt_length`,
     `response_length` (both in tokens, the latter of sampled ones) and `truncated`.
 
@@ -331,9 +331,10 @@ def assemble(request: GenerateRequest, generation: Generation) -> SampleBatch:
     tokens[loss_mask] = generation.tokens
     rollout_logprobs = np.zeros(len(tokens), dtype=np.float32)
     rollout_logprobs[loss_mask] = generation.logprobs
-    versions = np.zeros(len(tokens), dtype=np.int64)
-    versions[loss_mask] = generation.versions
+    versions, engines = np.zeros(len(tokens), dtype=np.int64), np.zeros(len(tokens), dtype=np.int16)
+    versions[loss_mask], engines[loss_mask] = generation.versions, generation.engines
     columns: dict[str, Array] = {"loss_mask": loss_mask, "rollout_logprobs": rollout_logprobs, "versions": versions}
+    columns["engines"] = engines
     if generation.routed_experts is not None:
         columns[Output.ROUTED_EXPERTS.value] = generation.routed_experts
     if request.pictures:

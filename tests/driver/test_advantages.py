@@ -126,6 +126,7 @@ def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
     found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
     assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
     assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
+    assert found.samples.row_columns["shaped_rewards"].tolist() == [1.0, -0.5]
 
 
 def test_an_episode_loses_the_reward_of_its_longest_sample() -> None:

@@ -67,6 +67,19 @@ def test_the_difference_names_the_loss_token_that_differs_most() -> None:
         assert f"by {mean} on average over 5 sampled tokens" in caught.value.message
 
 
+def test_each_engines_own_difference_is_named() -> None:
+    trainer = np.array([9.0, -1.5, -1.0, 9.0, -1.0, -4.0, -1.25], np.float32)
+    batch = samples([3, 4], [0, 0])
+    for engines, bound, named, look in (
+        ([0, 2], 0.1, " (engine-0 by 0.25, engine-2 by 1.08)", "find the layer where they part: corerl doctor"),
+        ([0, 2], 0.5, " (engine-0 by 0.25, engine-2 by 1.08)", "; engine-2 alone: look at the weights held there"),
+        ([2, 2], 0.1, "", "find the layer where they part: corerl doctor"),
+    ):
+        with pytest.raises(LogprobMismatch, match=re.escape(f"over 5 sampled tokens{named}, wanted")) as caught:
+            make_check(bound=bound).judge(batch.with_columns(engines=np.repeat(engines, [3, 4])), trainer)
+        assert look in caught.value.message
+
+
 def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = [2, 1, 2, 2, 3, 2]
     batch = samples([5, 9, 4, 8, 6, 7], versions)
@@ -95,6 +108,7 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
             offsets=np.arange(len(request) + 1),
             logprobs=np.full(len(request), -0.5, np.float32),
             versions=np.full(len(request), 4),
+            engines=np.zeros(len(request), np.int16),
             unfinished=np.zeros(len(request), np.bool_),
         )
 

@@ -107,9 +107,18 @@ def with_rewards(*groups: str) -> ScoredRollout:
     return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={})
 
 
+def of_roles(roles: str, step: ScoredRollout) -> ScoredRollout:
+    """The role of each sample, as a letter."""
+    batch = step.rollout.batch.with_row_columns(role=np.array(list(roles)))
+    return evolve(step, rollout=evolve(step.rollout, batch=batch))
+
+
 SAME = with_rewards(*["11"] * 10)
 EACH_ITS_OWN = with_rewards(*["11", "22"] * 5)
 NEARLY = with_rewards("12", *["11", "22", "33"] * 3)  # 9 of 10
+ROLES_ALIKE = of_roles("abab", with_rewards("12", "12"))  # each role's rewards are equal, those of the roles differ
+ROLES_APART = of_roles("abab", with_rewards("12", "13"))
+ROLES_ALONE = of_roles("ab", with_rewards("12"))
 FEWER = with_rewards("12", "12", *["11", "22"] * 4)  # 8 of 10
 
 
@@ -122,6 +131,9 @@ FEWER = with_rewards("12", "12", *["11", "22"] * 4)  # 8 of 10
         ([SAME] * 3, False, "10 of 10"),
         ([*[NEARLY] * 2, FEWER, *[NEARLY] * 2], True, ""),
         ([EACH_ITS_OWN] * 5, False, ""),
+        ([ROLES_ALIKE] * 3, False, "4 of 4"),
+        ([ROLES_APART] * 3, False, ""),
+        ([ROLES_ALONE] * 3, False, ""),
     ],
 )
 def test_equal_rewards_are_reported_once(steps: list[ScoredRollout], compares: bool, counts: str) -> None:

@@ -334,6 +334,15 @@ def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
     assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
 
 
+def test_every_token_has_the_engine_that_sampled_it(loop: EventLoop) -> None:
+    scripted = Scripted()
+    fleet = fleet_of(scripted, loop, 2)
+    found = sample(fleet, REQUEST)
+    asked = {key: replica for replica, keys, _ in scripted.asked for key in keys}
+    assert set(asked.values()) == {0, 1}
+    assert found.engines.tolist() == [asked[key] for key in found.tokens.tolist()]  # a token says its row's key
+
+
 def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> None:
     sampling = threading.Event()
 

@@ -47,7 +47,8 @@ class Engines:
         self._killed = False
         self._ends: dict[int, WorkerDied] = {}  # of the replicas that have died
         assignments: Any = [
-            SimpleNamespace(context=SimpleNamespace(name=f"engine-{index}", bundles=1)) for index in range(replicas)
+            SimpleNamespace(context=SimpleNamespace(name=f"engine-{index}", index=index, bundles=1))
+            for index in range(replicas)
         ]
         loop = EventLoop("rollout")
         self.fleet = EngineFleet(self, assignments, loop, calls=calls, width=lambda replicas: width, restarts=restarts)

@@ -71,6 +71,7 @@ FOUR = Generation(  # responses "12<eos>", "9<eos>", "5<eos>", "000"
     offsets=np.array([0, 3, 5, 7, 10]),
     logprobs=-np.arange(1, 11, dtype=np.float32),
     versions=np.array([3, 3, 3, 3, 3, 3, 3, 3, 4, 4]),
+    engines=np.array([1, 1, 1, 0, 0, 2, 2, 0, 0, 1]),
     truncated=np.array([False, False, False, True]),
 )
 
@@ -102,6 +103,7 @@ def test_every_array_of_a_rollout_equals_one_by_hand() -> None:
         *(0, 0, 0, -8, -9, -10),
     ]
     assert batch.columns["versions"].tolist() == [*[0] * 4, 3, 3, 3, *[0] * 4, 3, 3, *[0] * 3, 3, 3, *[0] * 3, 3, 4, 4]
+    assert batch.columns["engines"].tolist() == [*[0] * 4, 1, 1, 1, *[0] * 4, 0, 0, *[0] * 3, 2, 2, *[0] * 3, 0, 0, 1]
     assert {name: row.tolist() for name, row in batch.row_columns.items()} == {
         "group": [0, 0, 1, 1],
         "sample": [0, 1, 0, 1],

@@ -157,7 +157,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(ran: Ran, tmp_path: Path) ->
     for number in range(step, STEPS):
         name = f"rollouts/step-{number:08d}.npz"
         with np.load(tmp_path / "run" / name) as found, np.load(ran.directory / name) as wanted:
-            assert [each for each in wanted.files if not np.array_equal(found[each], wanted[each])] == []
+            differ = {each for each in wanted.files if not np.array_equal(found[each], wanted[each])}
+            assert differ <= {"columns/engines"}  # which engine samples a row is chance
     last = f"checkpoints/step-{STEPS:08d}/actor/rank-00000.safetensors"
     assert (tmp_path / "run" / last).read_bytes() == (ran.directory / last).read_bytes()
 

@@ -43,6 +43,7 @@ def drawn(tokens: Sequence[int], *, version: int = 1, experts: Any = None) -> Ge
         offsets=np.array([0, len(tokens)]),
         logprobs=-np.array(tokens, dtype=np.float32),
         versions=np.full(len(tokens), version),
+        engines=np.full(len(tokens), version - 3, np.int16),
         truncated=np.zeros(1, dtype=np.bool_),
         routed_experts=experts,
     )
@@ -73,6 +74,7 @@ def test_a_row_has_the_templates_words_between_turns() -> None:
     np.testing.assert_array_equal(row.tokens, conversation.tokens)
     np.testing.assert_array_equal(row.loss_mask, sampled)
     np.testing.assert_array_equal(row.versions, np.repeat([0, 4, 0, 5], lengths))
+    np.testing.assert_array_equal(row.engines, np.repeat([0, 1, 0, 2], lengths))
     np.testing.assert_array_equal(row.logprobs, np.where(sampled, -conversation.tokens, 0))
     assert (row.turns, row.text, row.prompt_length) == (2, "7", lengths[0])
     assert conversation.begun == sum(lengths[1:])

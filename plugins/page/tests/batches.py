@@ -18,6 +18,8 @@ ROWS = (  # tokens, of which the policy chose those in capitals; then the group,
 )
 TRUNCATED = (False, True, False, False, False)
 FINAL = (True, True, False, True, True)
+ENGINES = (0, 1, 0, 1, 1)  # of the row's tokens
+SHAPED = (1.0, 0.0, 0.5, 0.5, 0.25)
 
 
 def decode(tokens: list[int]) -> str:
@@ -41,6 +43,7 @@ def batch() -> SampleBatch:
             "rollout_logprobs": engine,
             "old_logprobs": trainer,
             "versions": np.where(mask, np.arange(size) // 10, 0),
+            "engines": np.where(mask, np.repeat(ENGINES, [len(row[0]) for row in ROWS]), 0).astype(np.int16),
             "advantages": np.where(mask, 1.5, 0.0).astype(np.float32),
             TURN_REWARDS: turn_rewards,
         },
@@ -50,6 +53,9 @@ def batch() -> SampleBatch:
             "episode": episode,
             "truncated": np.array(TRUNCATED),
             "final": np.array(FINAL),
+            "shaped_rewards": np.array(SHAPED, np.float32),
+            "prompt_length": np.array([2, 2, 2, 2, 2]),
+            "response_length": np.array([sum(map(str.isupper, row[0])) for row in ROWS]),
         },
     )
 

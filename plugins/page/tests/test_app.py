@@ -106,6 +106,18 @@ def test_samples_come_page_by_page_in_order(get: Get, run_dir: Path) -> None:
         assert (line["step"], line["reward"], line["diff"][0]) == (1, each["reward"], each["diff"])
 
 
+def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
+    whole = get("runs/0/samples", step=1, sort="engines")
+    assert [each["engines"] for each in whole["samples"]] == [[0], [0, 1], [1], [1]]
+    assert [(each["engine"], each["samples"], each["cut_off"]) for each in whole["engines"]] == [(0, 2, 0), (1, 3, 1)]
+    own = get("runs/0/samples", step=1, engine=1)
+    assert [each["number"] for each in own["samples"]] == [1, 2, 3]
+    diffs = [each["diff"] for each in own["samples"]]
+    assert whole["engines"][1]["diff"] == own["engines"][1]["diff"] == pytest.approx(sum(diffs) / 3)
+    assert (own["total"], own["cut_off"], own["far"]) == (3, 1, sum(diff > 0.1 for diff in diffs))
+    assert get("runs/0/samples", step=2)["engines"] == []  # of samples.jsonl
+
+
 def test_a_search_finds_texts_in_any_case(get: Get) -> None:
     assert [each["number"] for each in get("runs/0/samples", step=0, q="TEXT 2")["samples"]] == [2]
     assert get("runs/0/samples", step=2, q="prompt 3")["samples"][0]["tokens"] is None  # of samples.jsonl
@@ -145,6 +157,15 @@ def test_a_resumed_run_replaces_its_steps(get: Get, run_dir: Path) -> None:
     assert get("runs/0/metrics", names="rollout/reward")["series"] == {
         "rollout/reward": {"steps": [0], "values": [0.125]}
     }
+
+
+def test_differences_are_of_the_runs_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.toml").write_text(CONFIG + "run.steps = 7\n")
+    shown = TestClient(app(runs_of([run_dir, other]), key=KEY), base_url="http://localhost:8000")
+    for runs, wanted in {"0,1": [{"name": "run.steps", "values": ["9", "7"]}], "1": [], "0,x": [], "": []}.items():
+        assert shown.get("/api/differences", params={"runs": runs}, headers={"X-Key": KEY}).json() == wanted
 
 
 def test_notices_are_the_files(get: Get) -> None:

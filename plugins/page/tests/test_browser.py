@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH; install it, or name it in CHROMIUM"),
 ]
 STEPS, MANY = 12, 10_000
+SIGNED, VALUES = "own/signed", (-100.0, 0.0, 0.01, 1.0, 100.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with (directory / "many" / "rollouts.jsonl").open("w") as file:
         for number in range(MANY):
             file.write(json.dumps({**one, "step": 0, "number": number, "response": f"answer {number}"}) + "\n")
+    with (directory / "many" / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps({"step": step, SIGNED: value}) + "\n" for step, value in enumerate(VALUES))
     served = Server([*runs, directory / "many"])
     served.start()
     yield served
@@ -69,22 +73,65 @@ def test_the_overview_says_why_the_bad_runs_are_bad(page: Any) -> None:
     cards = page.locator(".card")
     cards.nth(3).wait_for()
     good, cut_off, old = (cards.nth(at).inner_text() for at in range(3))
-    assert "of samples are cut off at rollout.max_tokens = 3" in cut_off
-    assert "log-probs that differ" in old and "only some engines do" in old
+    assert re.search(r"[\d,]+ of 5,120 samples \(\d+ %\) are cut off at rollout.max_tokens = 3", cut_off)
+    assert "log-probs that differ" in old and "engine-1 has other weights than it says" in old
     assert "log-probs that differ" not in good and "cut off" not in good
     assert "key=" not in page.url
 
 
-def test_half_of_the_samples_are_of_the_engine_with_old_weights(page: Any) -> None:
+def test_samples_of_the_engine_with_old_weights_are_shown_alone(page: Any) -> None:
     page.get_by_role("button", name="see samples").last.wait_for()
-    cards = page.locator(".card")
-    cards.nth(2).get_by_role("button", name="see samples").first.click()
-    text = page.locator(".bar b", has_text="differ from the trainer").inner_text()
-    far = int(text.split(" differ")[0].split(" of ")[-2].split()[-1])
-    assert 16 <= far <= 48
-    assert page.locator(".line .bad", has_text="Δ").first.is_visible()
+    page.locator(".card").nth(2).get_by_role("button", name="see samples").first.click()
+    text = page.locator(".counts", has_text="differ from the trainer").inner_text()
+    far, whole, of_first, of_second = map(
+        int, re.findall(r"(\d+) of (\d+) \(\d+ %\) differ.*: engine-0 0 of (\d+), engine-1 \d+ of (\d+)", text)[0]
+    )
+    assert (whole, of_first + of_second) == (64, 64) and 16 <= far <= of_second
+    playwright.expect(page.locator(".line .marks").first).to_contain_text("engine-1")
     page.locator(".token.far").first.hover()
-    assert "trainer" in page.locator(".readout").inner_text()
+    playwright.expect(page.locator(".readout")).to_contain_text(re.compile(r"sampled with .* by engine-1 · trainer"))
+    page.get_by_label("Engine", exact=True).select_option("0")
+    playwright.expect(page.locator(".list")).to_have_attribute("aria-label", f"{of_first} samples")
+    assert "engine=0" in page.url and page.locator(".line .bad", has_text="Δ").count() == 0
+    page.get_by_label("Engine", exact=True).select_option("")
+    playwright.expect(page.locator(".list")).to_have_attribute("aria-label", "64 samples")
+
+
+def test_a_penalty_stands_between_reward_and_advantage(page: Any, server: Server) -> None:
+    go(page, "view=samples&run=0&step=0&sort=-truncated")
+    page.locator(".sample .tokens").first.wait_for()
+    facts = dict(zip(*(page.locator(f".sample dl {part}").all_inner_texts() for part in ("dt", "dd")), strict=True))
+    lines = [json.loads(line) for line in (server.runs[0].path / "rollouts.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["kind"] == "sampled" and line["truncated"])
+    assert first["shaped"] == pytest.approx(first["reward"] - 1)
+    assert facts["reward after overlong penalty"].endswith(f"\u2212 1 = {first['shaped']:.3g}")
+    count, mean, std = first["peers"]
+    assert facts["such rewards of its prompt"].startswith(f"{count} samples: mean ")
+    assert first["advantage"] == pytest.approx((first["shaped"] - mean) / (std + 1e-6), abs=2e-3)
+    assert float(facts["advantage, mean"]) == pytest.approx(first["advantage"], rel=1e-2)
+
+
+def test_what_differs_between_runs_is_a_table(page: Any) -> None:
+    page.locator(".differences").first.wait_for()
+    rows = page.locator(".differences tbody tr").all_inner_texts()
+    assert any(row.split()[:4] == ["rollout.max_tokens", "7", "3", "7"] for row in rows)
+    page.locator("#runs .run", has_text="cut-off").click()
+    page.locator("#runs .run", has_text="many").click()
+    page.get_by_text("settings, and the versions they know, are equal").wait_for()
+
+
+def test_a_logarithmic_axis_drops_no_point(page: Any) -> None:
+    for log, says in (("", ""), ("1", "log, linear within ±0.01: there are values of 0 or below")):
+        go(page, f"view=curves&metrics={SIGNED}&log={log}")
+        playwright.expect(page.locator("figcaption")).to_have_text([f"{SIGNED} {says}".strip()])
+        line = page.locator(".chart polyline")
+        points = [tuple(map(float, each.split(","))) for each in line.get_attribute("points").split()]
+        heights = [y for _, y in points]
+        assert len(points) == len(VALUES) and heights == sorted(heights, reverse=True)
+        assert (heights[1] - heights[2] > 3) == bool(log)  # pixels between 0 and 0.01
+        assert heights[1] == pytest.approx((heights[0] + heights[-1]) / 2, abs=0.2)
+    go(page, "view=curves&metrics=rollout/response_length&log=1")
+    playwright.expect(page.locator("figcaption")).to_have_text(["rollout/response_length log"])
 
 
 def test_a_click_on_a_curve_opens_its_run(page: Any) -> None:
@@ -162,9 +209,9 @@ def test_the_page_follows_a_run_that_goes_on(page: Any, server: Server) -> None:
     before = len(path.read_text().splitlines())
     for step in range(before, before + 3):
         with path.open("a") as file:
-            file.write(json.dumps({"step": step, "rollout/reward": step + 0.25, "time/step": 1.0}) + "\n")
+            file.write(json.dumps({"step": step, "rollout/reward": step % 8 + 0.25, "time/step": 1.0}) + "\n")
         playwright.expect(page.locator("#runs .run").nth(3)).to_contain_text(f"step {step + 1}")
-        playwright.expect(page.locator(".legend").first).to_contain_text(f"many {step + 0.25}")
+        playwright.expect(page.locator(".legend").first).to_contain_text(f"many {step % 8 + 0.25}")
 
 
 def test_a_narrow_window_needs_no_scrolling_sideways(page: Any) -> None:

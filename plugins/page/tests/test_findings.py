@@ -2,45 +2,146 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
-from corerl_page.findings import findings
+from corerl_page.findings import Finding, findings
+from corerl_page.runs import Summary
 
-CONFIG = {"rollout": {"max_tokens": 3}, "algorithm": {"mismatch_bound": 0.0}}
+CONFIG = {"rollout": {"max_tokens": 3, "prompts": 4, "samples": 16}, "train": {"mini_batches": 2, "epochs": 1}}
+RECOMPUTE = {"algorithm": {"old_logprobs": "recompute"}}
 
 
-def found(**metrics: list[float | None]) -> list[tuple[str, str]]:
+def found(config: dict[str, Any] | None = None, samples: Sequence[Summary] = (), /, **metrics: Any) -> list[Finding]:
     by_step = {name.replace("__", "/"): dict(enumerate(values)) for name, values in metrics.items()}
-    return [(each.level, each.what) for each in findings(by_step, CONFIG)]
+    return list(findings(by_step, {**CONFIG, **(config or {})}, samples))
+
+
+def sample(number: int, **facts: Any) -> Summary:
+    return Summary(id=number, step=0, kind="sampled", number=number, prompt="", response="", reward=0.0, **facts)
+
+
+def of_engines(*diffs: float) -> list[Summary]:
+    """Four samples of each engine."""
+    return [sample(at, engines=(at % len(diffs),), diff=diffs[at % len(diffs)]) for at in range(4 * len(diffs))]
 
 
 def test_a_run_without_trouble_has_none() -> None:
     assert found(rollout__truncated=[0.9] * 30 + [0.01] * 10, rollout__logprob_diff=[1e-7] * 40) == []
 
 
-def test_cut_off_answers_name_the_limit() -> None:
-    ((level, what),) = found(rollout__truncated=[0.0, *[0.75] * 10], rollout__response_length=[2.9] * 11)
-    assert level == "error"
-    assert what == "75% of samples are cut off at rollout.max_tokens = 3; their mean length is 2.9 tokens"
+def test_cut_off_answers_are_counted_of_all() -> None:
+    (one,) = found(rollout__truncated=[0.0, *[0.75] * 10], rollout__response_length=[2.9] * 11)
+    assert (one.level, one.sort) == ("error", "-truncated")
+    assert one.what == (
+        "in the last 10 steps, 480 of 640 samples (75 %) are cut off at rollout.max_tokens = 3; the mean length of all "
+        "is 2.9 tokens"
+    )
+    (one,) = found({"samplers": {"episodes": {"roles": ["a", "b"]}}}, rollout__truncated=[0.75])
+    assert one.what.startswith("in the last step, 75 % of samples are cut off")  # how many roles have spoken, who knows
 
 
-@pytest.mark.parametrize(("mean", "levels"), [(0.009, []), (0.02, ["warning"]), (0.4, ["error"])])
-def test_a_mismatch_is_graver_the_larger_it_is(mean: float, levels: list[str]) -> None:
-    assert [level for level, _ in found(rollout__logprob_diff=[mean])] == levels
+@pytest.mark.parametrize(
+    ("overlong", "why", "fix"),
+    [
+        ("keep", "an answer without its end earns", "'penalty' or 'mask'"),
+        ("mask", "they are left out of training", "or set algorithm.overlong = 'penalty'"),
+        ("penalty", "each loses up to 1", "raise rollout.max_tokens to what whole answers need"),
+    ],
+)
+def test_no_advice_is_what_the_run_does_already(overlong: str, why: str, fix: str) -> None:
+    (one,) = found({"algorithm": {"overlong": overlong}}, rollout__truncated=[0.5])
+    assert one.why.startswith(why) and one.fix.endswith(fix)
+    equal = {"rollout__groups_without_spread": [1.0], "rollout__reward": [0.0]}
+    assert "dynamic_sampling" in found(**equal)[0].fix
+    assert "dynamic_sampling" not in found({"algorithm": {"dynamic_sampling": 2}}, **equal)[0].fix
+
+
+@pytest.mark.parametrize(
+    ("mean", "config", "levels"),
+    [
+        (0.009, {}, []),
+        (0.02, {}, ["warning"]),
+        (0.4, {}, ["error"]),
+        (0.09, {"train": {"precision": "bfloat16"}}, []),
+        (0.4, {"train": {"precision": "bfloat16"}}, ["warning"]),
+        (0.25, {"weights": {"quantize": "fp8"}}, []),
+        (0.25, {"algorithm": {"mismatch_bound": 0.2}, "weights": {"quantize": "fp8"}}, ["warning"]),
+    ],
+)
+def test_a_mismatch_is_judged_by_the_runs_bound(mean: float, config: dict[str, Any], levels: list[str]) -> None:
+    assert [each.level for each in found(config, rollout__logprob_diff=[mean])] == levels
+
+
+def test_the_engine_that_differs_is_named() -> None:
+    metrics = {"rollout__logprob_diff": [2.0], "rollout__staleness": [0.0]}
+    (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0), **metrics)
+    assert one.why.startswith(
+        "of the kept samples, engine-0's differ by 1e-07 (0 of 4 by more than 0.1), engine-1's differ by 4 (4 of 4 by "
+    )
+    assert "engine-1 has other weights than it says (tokens count as 0 updates old)" in one.why
+    assert "rollout.restarts" in one.fix and "--layers" not in one.fix
+    (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **metrics)
+    assert "the engines differ alike" in one.why and "--layers" in one.fix
+    (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **{**metrics, "rollout__staleness": [1.0]})
+    assert "the tokens are 1 updates old" in one.why and "--layers" not in one.fix
+    (one,) = found(**metrics)
+    assert "old_logprobs = 'recompute'" in one.fix
+
+
+def test_engines_on_both_sides_of_the_bound_are_alike() -> None:
+    assert found(RECOMPUTE, of_engines(0.009, 0.0105), rollout__logprob_diff=[0.0098]) == []
+    (one,) = found(RECOMPUTE, of_engines(0.009, 0.012), rollout__logprob_diff=[0.0105], rollout__staleness=[1.0])
+    assert "the tokens are 1 updates old" in one.why and "other weights" not in one.why
+
+
+def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
+    (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0))
+    assert one.what.startswith(
+        "in the last step, trainer and engines give sampled tokens log-probs that differ by 2 on"
+    )
+
+
+def test_one_wrong_engine_of_many_is_found() -> None:
+    (one,) = found(RECOMPUTE, of_engines(*[1e-7] * 19, 0.15), rollout__logprob_diff=[0.0075])
+    assert (one.level, "engine-19 has other weights" in one.why) == ("error", True)
+
+
+def test_equal_rewards_that_teach_are_no_finding() -> None:
+    equal = {"rollout__groups_without_spread": [0.75, 1.0], "rollout__reward": [0.5, 0.5]}
+    (one,) = found({}, [sample(at, advantage=0.0 if at < 9 else 1.0) for at in range(10)], **equal)
+    assert (
+        one.what
+        == "in the last 2 steps, all samples have the same reward in 7 of 8 groups (88 %); the mean reward is 0.5"
+    )
+    assert one.why == "9 of 10 kept samples have an advantage of 0, and teach nothing"
+    # As of algorithms that compare rewards over the whole batch.
+    assert found({}, [sample(at, advantage=float(at % 3 - 1)) for at in range(9)], **equal) == []
+
+
+def test_skipped_steps_are_counted_of_all() -> None:
+    (one,) = found(train__skipped_steps=[1.0, 0.0, 2.0])
+    assert one.what == "in the last 3 steps, 3 of 6 optimizer steps were skipped"
+
+
+def test_taking_turns_on_a_device_is_not_idleness() -> None:
+    seconds = {"time__step": [1.0], "idle__engines__training": [0.8], "idle__engines__total": [0.8]}
+    assert found({"cluster": {"placement": "colocated"}}, **seconds) == []
+    (one,) = found({"cluster": {"placement": "disaggregated"}}, **seconds)
+    assert "engines do nothing in 0.8 of the 1 s of a step (80 %), most of it waiting for training (0.8 s)" in one.what
 
 
 def test_the_gravest_comes_first() -> None:
-    levels = [
-        level
-        for level, _ in found(
-            time__step=[1.0],
-            idle__ranks__total=[0.8],
-            idle__ranks__samples=[0.7],
-            rollout__groups_without_spread=[0.9],
-            train__skipped_steps=[1.0],
-        )
-    ]
-    assert levels == ["error", "warning", "info"]
+    levels = found(
+        time__step=[1.0],
+        idle__ranks__samples=[0.7],
+        rollout__groups_without_spread=[0.9],
+        rollout__reward=[0.0],
+        train__skipped_steps=[1.0],
+    )
+    assert [each.level for each in levels] == ["error", "warning", "info"]
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from corerl.config import CONFIG_FILE, load_config
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes
@@ -20,7 +21,7 @@ EXTENSIONS = 'extensions=[{name="jsonl", options={samples="all"}}, {name="page",
 
 def test_kept_tokens_equal_what_the_run_reports(tmp_path: Path) -> None:
     config, run_dir = write_small(tmp_path), tmp_path / "run"
-    more = ("eval.every=0", "checkpoint.export=false", "algorithm.old_logprobs=recompute")
+    more = ("eval.every=0", "checkpoint.export=false", "algorithm.old_logprobs=recompute", "algorithm.overlong=penalty")
     with Command("train", config, f"run.dir={run_dir}", EXTENSIONS, *more, logs=tmp_path) as command:
         while not (address := re.search(r"http://\S+/(?=#key=(\S+))", command.err)):
             assert command.process.poll() is None, command.err
@@ -30,6 +31,7 @@ def test_kept_tokens_equal_what_the_run_reports(tmp_path: Path) -> None:
             assert [(each["name"], each["running"]) for each in json.load(answer)] == [("run", True)]
         assert command.finish() == 0, command.err
         command.assert_nothing_is_left()
+    replicas = load_config(run_dir / CONFIG_FILE).rollout.replicas
     kept = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     texts = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [{name: line[name] for name in texts[0]} for line in kept] == texts
@@ -40,4 +42,7 @@ def test_kept_tokens_equal_what_the_run_reports(tmp_path: Path) -> None:
         assert max(each["diff"][1] for each in of_step) == pytest.approx(line["rollout/logprob_diff_max"], rel=1e-4)
         assert np.mean([each["truncated"] for each in of_step]) == pytest.approx(line["rollout/truncated"])
         assert sum(each["tokens"] for each in of_step) == line["rollout/tokens"]
+        penalties = [each["shaped"] - each["reward"] for each in of_step]
+        assert np.mean(penalties) == pytest.approx(line["rollout/overlong_penalty"], rel=1e-4)
+        assert {engine for each in of_step for engine in each["engines"]} == set(range(replicas))
         assert np.mean([each["reward"] for each in of_step]) == pytest.approx(line["rollout/reward"])

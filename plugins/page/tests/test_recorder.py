@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,13 @@ def test_a_line_has_the_samples_texts_and_tokens(run_dir: Path) -> None:
     assert [len(line["rows"]) for line in found[1:]] == [1, 1, 2, 1]
     assert found[1]["parts"] == {"form": 0.5}
     assert found[1]["rows"][0]["pieces"] == ["<pad>", "<bos>", "<eos>", "<unk>", "d"]  # ids 0, 1, 2, 3 and 7
+
+
+def test_the_versions_of_what_is_installed_are_kept(run_dir: Path) -> None:
+    record(run_dir, started(run_dir))
+    found = json.loads((run_dir / "versions.json").read_text())
+    assert found["Python"] == platform.python_version()
+    assert all(found[name] == metadata.version(name) for name in ("corerl", "torch", "numpy"))
 
 
 def test_only_some_samples_of_some_steps_are_kept(run_dir: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from corerl_page.records import Pieces, chosen, rows_by_sample, tokens_record
+from corerl_page.records import Pieces, chosen, credit_of, rows_by_sample, tokens_record
 from plugins.page.tests.batches import END, batch, decode
 
 
@@ -36,6 +36,36 @@ def test_a_branch_says_where_it_begins() -> None:
     episode = records()[2]
     assert [row["shared"] for row in episode["rows"]] == [0, 3]
     assert [row["final"] for row in episode["rows"]] == [False, True]
+
+
+def test_engines_are_those_of_the_tokens() -> None:
+    found = records()
+    assert [each["engines"] for each in found] == [[0], [1], [0, 1], [1]]
+    assert [row["engines"] for row in found[2]["rows"]] == [[[3, 0]], [[3, 1]]]
+
+
+def test_a_sample_is_set_beside_those_of_its_prompt_and_role() -> None:
+    found = credit_of(batch())
+    assert [each["shaped"] for each in found] == [1.0, 0.0, 0.5, 0.25]
+    assert found[0]["peers"] == found[1]["peers"] == [2, 0.5, pytest.approx(np.std([1.0, 0.0], ddof=1), rel=1e-5)]
+    assert found[2]["peers"] == found[3]["peers"] == [2, 0.375, pytest.approx(np.std([0.5, 0.25], ddof=1), rel=1e-5)]
+    roles = batch().with_row_columns(role=np.array(["white", "black", "white", "white", "white"]))
+    assert [each["peers"][:2] for each in credit_of(roles)] == [[1, 1.0], [1, 0.0], [2, 0.375], [2, 0.375]]
+
+
+def test_what_is_left_out_of_training_keeps_its_text() -> None:
+    whole = batch()
+    left = np.arange(5, 10)  # the sample that is cut off
+    columns = {name: column.copy() for name, column in whole.columns.items()}
+    for name in ("loss_mask", "rollout_logprobs", "old_logprobs", "versions", "engines", "advantages"):
+        columns[name][left] = 0
+    masked = whole.with_columns(**columns)
+    pieces = Pieces(lambda tokens: decode(list(tokens)))
+    found = tokens_record(masked, np.array([1]), pieces, recomputed=True, ends={END})
+    assert (found["masked"], found["truncated"], found["ended"], found["tokens"]) == (True, True, False, 3)
+    assert found["rows"][0]["spans"] == [[2, 5]] and found["rows"][0]["engine"] == []
+    assert not {"engines", "diff", "advantage"} & found.keys() and found["versions"] == []
+    assert "masked" not in tokens_record(masked, np.array([0]), pieces, recomputed=True, ends={END})
 
 
 def test_cut_off_and_ended_samples_are_told_apart() -> None:

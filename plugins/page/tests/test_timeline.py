@@ -88,7 +88,7 @@ def test_processes_are_summed_up(timeline: Timeline) -> None:
     (rank,) = timeline.processes()
     assert rank["process"] == "actor rank 0"
     assert rank["state"] == "failed"
-    assert rank["busy"] == pytest.approx(7 / 9)
+    assert (rank["busy"], rank["seconds"]) == (pytest.approx(7.0), pytest.approx(9.0))
     assert rank["idle"] == {"samples": 2.0}
     assert rank["errors"] == ["save error: no room"]
 

@@ -65,6 +65,7 @@ class Exchange:
     tokens: IntArray  # [m] of the answer
     logprobs: FloatArray  # [m]
     versions: IntArray  # [m]
+    engines: Array  # [m] int16
     experts: Array | None = None  # [n + m, MoE layers, experts per token] if the engine reports them
     # Those of earlier tokens that nobody knew until the pass that read these: places [k] in the row, and experts [k].
     earlier: IntArray = _empty(np.int64)
@@ -84,6 +85,7 @@ class Row:
     loss_mask: BoolArray  # [n] True where sampled, unless another row is trained on that token
     logprobs: FloatArray  # [n] 0.0 outside the loss mask
     versions: IntArray  # [n] 0 outside the loss mask
+    engines: Array  # [n] int16, of the engine that sampled each token; 0 outside the loss mask
     turn_rewards: FloatArray  # [n] at the last token of each answer that this row is trained on, 0 elsewhere
     routed_experts: Array | None = None  # [n, MoE layers, experts per token] if the engine reports them
     prompt_length: int  # tokens of the first request
@@ -105,6 +107,7 @@ class Row:
             loss_mask=nothing.astype(np.bool_),
             logprobs=nothing.astype(np.float32),
             versions=nothing.astype(np.int64),
+            engines=nothing.astype(np.int16),
             turn_rewards=nothing.astype(np.float32),
             prompt_length=len(prompt.tokens),
             turns=0,
@@ -190,6 +193,7 @@ class Conversation:
             tokens=generation.tokens,
             logprobs=generation.logprobs,
             versions=generation.versions,
+            engines=generation.engines,
             experts=None if experts is None else experts[before:].copy(),  # not a view: those before would stay
             earlier=earlier,
             learned=None if experts is None else experts[earlier],
@@ -222,6 +226,8 @@ class Conversation:
         logprobs, versions = np.zeros(len(loss_mask), np.float32), np.zeros(len(loss_mask), np.int64)
         logprobs[loss_mask] = _joined([exchange.logprobs for exchange in own], np.float32)
         versions[loss_mask] = _joined([exchange.versions for exchange in own], np.int64)
+        engines = np.zeros(len(loss_mask), np.int16)
+        engines[loss_mask] = _joined([exchange.engines for exchange in own], np.int16)
         turn_rewards = np.zeros(len(loss_mask), np.float32)
         turn_rewards[np.cumsum(lengths)[2 * shared + 1 :: 2] - 1] = rewards[shared:] or 0.0
         picture, pictures = self.shown
@@ -232,6 +238,7 @@ class Conversation:
             loss_mask=loss_mask,
             logprobs=logprobs,
             versions=versions,
+            engines=engines,
             turn_rewards=turn_rewards,
             routed_experts=self.routed_experts,
             prompt_length=self.prompt_length,

@@ -171,6 +171,7 @@ def _batch(rows: Sequence[Row], temperature: float) -> SampleBatch:
         "loss_mask": np.concatenate([row.loss_mask for row in rows]),
         "rollout_logprobs": np.concatenate([row.logprobs for row in rows]),
         "versions": np.concatenate([row.versions for row in rows]),
+        "engines": np.concatenate([row.engines for row in rows]),
         TURN_REWARDS: np.concatenate([row.turn_rewards for row in rows]),
     }
     if (shape := next((row.routed_experts for row in rows if row.routed_experts is not None), None)) is not None:

@@ -2,13 +2,15 @@
 
     /                                     the page and its files, for whoever asks
     /api/runs                             [{name, path, running, steps, done, changed, files}]
+    /api/differences?runs=0,2             [{name, values: [text or null, one for each run]}]
     /api/runs/R/metrics?names=A,B         {names: [...], series: {A: {steps: [...], values: [number or null, ...]}}}
     /api/runs/R/findings                  [{level, what, why, fix, metric, view}]
     /api/runs/R/steps                     [{step, kinds: {sampled: 64}}]
-    /api/runs/R/samples?step=&kind=&offset=&limit=&sort=&q=     {total, cut_off, far, samples: [summary]}
+    /api/runs/R/samples?step=&kind=&engine=&offset=&limit=&sort=&q=
+                                          {total, cut_off, far, engines: [of each], samples: [summary]}
     /api/runs/R/samples/ID                a line of rollouts.jsonl or samples.jsonl; ?step= says of which file
     /api/runs/R/timeline?from=&to=&width= {from, to, of, tracks: [{process, track, slices}]}, in microseconds
-    /api/runs/R/processes                 [{process, state, last, ended, calls, busy, idle, errors}]
+    /api/runs/R/processes                 [{process, state, last, ended, calls, busy, seconds, idle, errors}]
     /api/runs/R/notices                   [{step, text}]
     /api/runs/R/config                    config.toml
 
@@ -32,13 +34,13 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
-from corerl_page.findings import findings
-from corerl_page.runs import Run, summaries
+from corerl_page.differences import differences
+from corerl_page.findings import FEW, findings
+from corerl_page.runs import FAR, Run, by_engine, summaries
 
 STATIC = Path(__file__).parent / "static"
 MOST = 500  # samples of one answer
-FAR = 0.1  # mean |trainer - engine| above which a sample counts as far; rounding makes 1e-7 to 0.06
-ORDERS = ("", "reward", "-reward", "-tokens", "-diff", "-truncated")
+ORDERS = ("", "reward", "-reward", "-advantage", "advantage", "-tokens", "-diff", "-truncated", "engines")
 # Nothing is loaded from elsewhere, and nothing of what a model wrote is run.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -94,10 +96,15 @@ def app(runs: Sequence[Run], *, key: str, hosts: Collection[str] = ()) -> Starle
             return JSONResponse({"error": f"{shorten(request.url.path, 200)} is not served here"}, 404, headers=HEADERS)
         return FileResponse(file, headers=HEADERS)
 
+    def differing(request: Request) -> list[dict[str, Any]]:
+        wanted = {each.strip() for each in request.query_params.get("runs", "").split(",")}
+        return [asdict(each) for each in differences([run for at, run in enumerate(runs) if str(at) in wanted])]
+
     run = "runs/{run:int}"
     return Starlette(
         routes=[
             route("runs", lambda _: [each.state() for each in runs]),
+            route("differences", differing),
             route(f"{run}/metrics", of_run(_metrics)),
             route(f"{run}/findings", of_run(_findings)),
             route(f"{run}/steps", of_run(lambda run, _: run.steps())),
@@ -122,7 +129,7 @@ def _metrics(run: Run, request: Request) -> dict[str, Any]:
 
 
 def _findings(run: Run, request: Request) -> list[dict[str, Any]]:
-    return [asdict(each) for each in findings(run.metrics(run.names()), run.config())]
+    return [asdict(each) for each in findings(run.metrics(run.names()), run.config(), run.newest(FEW))]
 
 
 def _samples(run: Run, request: Request) -> dict[str, Any]:
@@ -133,16 +140,24 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
         raise Refused(f"sort={shorten(order, 40)!r}, expected one of {', '.join(ORDERS[1:])}")
     samples = run.samples(step)
     found = list(samples.steps.get(step, {}).get(kind, ()))
+    engines = by_engine(found)
+    if "engine" in request.query_params:
+        engine = _number(request, "engine")
+        found = [each for each in found if engine in each.engines]
     if text:
         found = samples.matching(found, text)
     if name := order.lstrip("-"):
         sign = -1 if order.startswith("-") else 1
         # Those without the number come last.
-        found.sort(key=lambda each: (getattr(each, name) is None, sign * (getattr(each, name) or 0)))
+        values = {each.id: getattr(each, name) for each in found}
+        if name == "engines":
+            values = {number: engines[0] if engines else None for number, engines in values.items()}
+        found.sort(key=lambda each: (values[each.id] is None, sign * (values[each.id] or 0)))
     return {
         "total": len(found),
         "cut_off": sum(bool(each.truncated) for each in found),
         "far": sum((each.diff or 0) > FAR for each in found),
+        "engines": [asdict(each) for each in engines],
         "samples": summaries(found[offset : offset + limit]),
     }
 

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import define, frozen
+
+from corerl_page.runs import OfEngine, Summary, by_engine
 
 FEW = 10  # steps that a finding averages over
+CLEARLY = 3  # how many times as far from the trainer an engine is that differs alone
+# As the settings `algorithm.mismatch_bound` and `train.precision` say: mean differences of sides that compute the same.
+BOUNDS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
+CAUSES = {
+    "samples": "samples",
+    "rewards": "rewards",
+    "driver": "the driver",
+    "longest": "the last samples of other engines",
+    "training": "training",
+}
 Metrics = Mapping[str, Mapping[int, float | None]]
 
 
@@ -20,111 +32,245 @@ class Finding:
     fix: str  # what to try
     metric: str = ""  # a curve that shows it
     view: str = "curves"  # of the page
+    sort: str = ""  # of samples, in that view
 
 
-def findings(metrics: Metrics, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Those of the last FEW steps, the gravest first."""
-    recent = {name: _recent(values) for name, values in metrics.items()}
-
-    def of(name: str) -> float:
-        return recent.get(name, math.nan)
-
-    found = [finding for rule in RULES for finding in rule(of, config)]
+def findings(metrics: Metrics, config: Mapping[str, Any], samples: Sequence[Summary] = ()) -> Iterator[Finding]:
+    """Those of the last FEW steps, the gravest first; `samples` are those that were kept of these steps."""
+    recent = Recent(metrics=metrics, config=config, samples=samples)
+    found = [finding for rule in RULES for finding in rule(recent)]
     yield from sorted(found, key=lambda each: ("error", "warning", "info").index(each.level))
 
 
-def _recent(values: Mapping[int, float | None]) -> float:
-    last = [value for _, value in sorted(values.items())[-FEW:] if value is not None]
-    return sum(last) / len(last) if last else math.nan
+@define(kw_only=True)
+class Recent:
+    """The last FEW steps of a run."""
+
+    metrics: Metrics
+    config: Mapping[str, Any]
+    samples: Sequence[Summary]
+
+    def values(self, name: str) -> list[float]:
+        return [value for _, value in sorted(self.metrics.get(name, {}).items())[-FEW:] if value is not None]
+
+    def of(self, name: str) -> float:
+        """The mean; NaN if there is none."""
+        values = self.values(name)
+        return sum(values) / len(values) if values else math.nan
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting by its dotted name, such as rollout.prompts."""
+        found: Any = self.config
+        for part in name.split("."):
+            found = found.get(part, {}) if isinstance(found, Mapping) else {}
+        return default if found in ({}, None) else found
+
+    def counted(self, name: str, what: str, per_step: int | None) -> str:
+        """`12 of 64 samples (19 %)`, for a share of each step's `what`; `per_step` says how many, if that is known."""
+        values = self.values(name)
+        share = sum(values) / len(values)
+        if not per_step:
+            return f"{_percent(share)} of {what}"
+        whole = per_step * len(values)
+        return f"{round(share * whole):,} of {whole:,} {what} ({_percent(share)})"
+
+    def span(self, name: str) -> str:
+        """The steps that a metric is averaged over, or that samples are of."""
+        steps = len(self.values(name)) or len({each.step for each in self.samples})
+        return f"in the last {f'{steps} steps' if steps > 1 else 'step'}"
+
+    @property
+    def groups(self) -> int | None:
+        """Of a step; None if each role of an episode makes its own."""
+        return None if self.setting("samplers.episodes.roles") else self.setting("rollout.prompts")
+
+    @property
+    def bound(self) -> float:
+        """The mean difference of log-probs above which trainer and engines disagree: by default, of the coarser one."""
+        train = self.setting("roles.actor.train.precision") or self.setting("train.precision", "float32")
+        quantized = self.setting("weights.quantize") == "fp8"
+        sides = (train, "fp8" if quantized else self.setting("weights.dtype", "model"))
+        return self.setting("algorithm.mismatch_bound") or max(BOUNDS.get(each, BOUNDS["float32"]) for each in sides)
 
 
-Of = Callable[[str], float]
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
-def _cut_off(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    share, limit = of("rollout/truncated"), config.get("rollout", {}).get("max_tokens")
-    if share >= 0.2:
-        yield Finding(
-            level="error" if share >= 0.5 else "warning",
-            what=f"{share:.0%} of samples are cut off at rollout.max_tokens = {limit}; their mean length is "
-            f"{of('rollout/response_length'):.1f} tokens",
-            why="an answer without its end earns what its beginning is worth, and the model never sees itself finish",
-            fix="raise rollout.max_tokens, or set algorithm.overlong so that cut-off samples teach nothing, or less",
-            metric="rollout/truncated",
-            view="samples",
+def _cut_off(run: Recent) -> Iterator[Finding]:
+    share, overlong = run.of("rollout/truncated"), run.setting("algorithm.overlong", "keep")
+    if not share >= 0.2:
+        return
+    whole = run.groups and run.groups * run.setting("rollout.samples", 1)
+    why, fix = {
+        "mask": ("they are left out of training (algorithm.overlong = 'mask')", "algorithm.overlong = 'penalty'"),
+        "penalty": ("each loses up to 1 of its reward (algorithm.overlong = 'penalty')", ""),
+    }.get(
+        overlong,
+        (
+            "an answer without its end earns what its beginning is worth, and the model never sees itself finish",
+            "algorithm.overlong = 'penalty' or 'mask'",
+        ),
+    )
+    yield Finding(
+        level="error" if share >= 0.5 else "warning",
+        what=f"{run.span('rollout/truncated')}, {run.counted('rollout/truncated', 'samples', whole)} are cut off at "
+        f"rollout.max_tokens = {run.setting('rollout.max_tokens')}; the mean length of all is "
+        f"{run.of('rollout/response_length'):.1f} tokens",
+        why=why,
+        fix="raise rollout.max_tokens to what whole answers need" + (f", or set {fix}" if fix else ""),
+        metric="rollout/truncated",
+        view="samples",
+        sort="-truncated",
+    )
+
+
+def _mismatch(run: Recent) -> Iterator[Finding]:
+    mean, bound, stale = run.of("rollout/logprob_diff"), run.bound, run.of("rollout/staleness")
+    engines = [each for each in by_engine(run.samples) if each.diff is not None]
+    alone = _alone(engines, bound)
+    if math.isnan(mean) and engines:  # a run without metrics
+        mean = sum((each.diff or 0.0) * each.diffs for each in engines) / sum(each.diffs for each in engines)
+    if not (mean > bound or alone):
+        return
+    recomputes = run.setting("algorithm.old_logprobs") == "recompute"
+    tokens = round(run.of("rollout/tokens")) if recomputes and run.values("rollout/tokens") else None
+    far = "rollout/logprob_diff_above_0.1"
+    shares = f"; {run.counted(far, 'tokens', tokens)} by more than 0.1" if run.values(far) else ""
+    of_engines = f"of the kept samples, {', '.join(map(_of_engine, engines))}; " if len(engines) > 1 else ""
+    why = "the loss takes the trainer's log-probs for those that the tokens were sampled with"
+    if not recomputes:
+        why = "ratios of probabilities begin away from 1, and are clipped"
+    elif run.setting("algorithm.correction", "none") != "none":
+        why = "algorithm.correction gives such tokens other weights, in the end none"
+    yield Finding(
+        level="error" if max([mean, *(each.diff or 0.0 for each in alone)]) > 5 * bound else "warning",
+        what=f"{run.span('rollout/logprob_diff')}, trainer and engines give sampled tokens log-probs that differ by "
+        f"{mean:.3g} on average, wanted at most {bound:g}{shares}",
+        why=f"{of_engines}{_reason(engines, alone, stale)}; {why}",
+        fix=_remedy(run, engines, alone, stale),
+        metric="rollout/logprob_diff",
+        view="samples",
+        sort="-diff",
+    )
+
+
+def _alone(engines: Collection[OfEngine], bound: float) -> list[OfEngine]:
+    """Those that differ from the trainer where the others do not; by far, so that stale tokens make no difference."""
+    diffs = [each.diff or 0.0 for each in engines]
+    least = max([bound, *(CLEARLY * diff for diff in diffs if diff <= bound)])
+    far = [each for each in engines if (each.diff or 0.0) > bound]
+    clear = all((each.diff or 0.0) > least for each in far)
+    return far if clear and 0 < len(far) < len(engines) else []
+
+
+def _of_engine(each: OfEngine) -> str:
+    return f"engine-{each.engine}'s differ by {each.diff:.3g} ({each.far:,} of {each.diffs:,} by more than 0.1)"
+
+
+def _reason(engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:
+    """What makes log-probs differ, as far as these numbers say."""
+    if alone:
+        names = " and ".join(f"engine-{each.engine}" for each in alone)
+        return (
+            f"the other engines agree with the trainer, so {names} has other weights than it says (tokens count as "
+            f"{stale:.2g} updates old), or computes them wrongly"
         )
+    if stale >= 0.5:
+        return f"the tokens are {stale:.2g} updates old, and log-probs change with each"
+    if engines:
+        return "the engines differ alike, so they compute another model than the trainer"
+    return "either an engine has other weights than it says, or all of them compute another model"
 
 
-def _mismatch(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    mean, bound = of("rollout/logprob_diff"), config.get("algorithm", {}).get("mismatch_bound") or 0.01
-    if mean > bound:
-        far = of("rollout/logprob_diff_above_0.1")
-        yield Finding(
-            level="error" if mean > 5 * bound else "warning",
-            what=f"trainer and engines give the sampled tokens log-probs that differ by {mean:.3g} on average (bound "
-            f"{bound:g}); {far:.0%} of tokens differ by more than 0.1; they are {of('rollout/staleness'):.2g} updates "
-            "old by what engines say",
-            why="samples are trained on as if the newest weights had chosen them; where tokens are not old, an engine "
-            "keeps old weights all the same or computes another model, and if only some samples differ, only some "
-            "engines do",
-            fix="sort the samples by log-prob difference; corerl doctor --config RUN/config.toml --layers; "
-            "weights.verify_every compares engines' weights more often, of engines that can report them",
-            metric="rollout/logprob_diff",
-            view="samples",
+def _remedy(run: Recent, engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:
+    layers = "corerl doctor --config RUN/config.toml --layers finds the layer where they part"
+    if alone:
+        return (
+            "end that engine's process: the run replaces it (rollout.restarts) and sends it the newest weights; "
+            "if the curve rises again, look at its device and its log"
         )
+    if stale >= 0.5:
+        older = "rollout.source and rollout.max_staleness say how old tokens may be"
+        corrected = run.setting("algorithm.correction", "none") != "none"
+        return older if corrected else f"{older}; algorithm.correction weights tokens by the difference"
+    if engines:
+        return layers
+    return (
+        "the extension page and algorithm.old_logprobs = 'recompute' keep the difference of each sample, with its "
+        f"engine; if all engines differ, {layers}"
+    )
 
 
-def _stale(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    mean = of("rollout/staleness")
+def _stale(run: Recent) -> Iterator[Finding]:
+    mean = run.of("rollout/staleness")
     if mean >= 2:
+        most = run.setting("rollout.max_staleness")
         yield Finding(
             level="warning",
-            what=f"tokens are {mean:.2g} updates old on average, the oldest {of('rollout/staleness_max'):.0f}",
+            what=f"{run.span('rollout/staleness')}, tokens are {mean:.2g} updates old on average, the oldest of a step "
+            f"{run.of('rollout/staleness_max'):.2g}",
             why="the policy that is trained is not the one that sampled; clipping takes more of each step",
-            fix="lower rollout.max_staleness, or give engines more devices",
+            fix=f"lower rollout.max_staleness (now {most}), or give engines more devices",
             metric="rollout/staleness",
         )
 
 
-def _no_spread(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    share = of("rollout/groups_without_spread")
-    if share >= 0.8:
-        yield Finding(
-            level="warning",
-            what=f"in {share:.0%} of groups all samples have the same reward; its mean is {of('rollout/reward'):.3g}",
-            why="a group without differences teaches nothing",
-            fix="check the reward on a few samples; use prompts that this model answers right sometimes",
-            metric="rollout/groups_without_spread",
-            view="samples",
-        )
+def _no_spread(run: Recent) -> Iterator[Finding]:
+    name = "rollout/groups_without_spread"
+    known = [each.advantage for each in run.samples if each.advantage is not None]
+    zero = sum(not each for each in known)
+    # Some algorithms compare rewards over the whole batch: there equal rewards of a prompt teach.
+    if not run.of(name) >= 0.8 or zero < 0.8 * len(known):
+        return
+    other = "" if run.setting("algorithm.dynamic_sampling") else ", or replace such groups (algorithm.dynamic_sampling)"
+    yield Finding(
+        level="warning",
+        what=f"{run.span(name)}, all samples have the same reward in {run.counted(name, 'groups', run.groups)}; the "
+        f"mean reward is {run.of('rollout/reward'):.3g}",
+        why=f"{zero:,} of {len(known):,} kept samples have an advantage of 0, and teach nothing"
+        if known
+        else "an algorithm that compares the samples of a prompt learns nothing from these",
+        fix=f"check the reward on a few samples; use prompts that this model answers right sometimes{other}",
+        metric=name,
+        view="samples",
+    )
 
 
-def _skipped(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    if of("train/skipped_steps") > 0:
+def _skipped(run: Recent) -> Iterator[Finding]:
+    skipped = sum(run.values("train/skipped_steps"))
+    if skipped > 0:
+        train = run.setting("roles.actor.train", run.setting("train", {}))
+        steps = train.get("mini_batches", 0) * train.get("epochs", 1) * len(run.values("train/skipped_steps"))
         yield Finding(
             level="error",
-            what=f"{of('train/skipped_steps'):.2g} optimizer steps of each rollout step were skipped",
+            what=f"{run.span('train/skipped_steps')}, {skipped:.0f}{f' of {steps}' * bool(steps)} optimizer steps were "
+            "skipped",
             why="their gradients were not finite: nothing was learned from these batches",
             fix="list the extension nan-guard, which names the first number that is not finite",
             metric="train/grad_norm",
         )
 
 
-def _idle(of: Of, config: Mapping[str, Any]) -> Iterator[Finding]:
-    step = of("time/step")
+def _idle(run: Recent) -> Iterator[Finding]:
+    step = run.of("time/step")
+    colocated = run.setting("cluster.placement") == "colocated"
     for who in ("ranks", "engines"):
-        idle = of(f"idle/{who}/total")
-        if idle < 0.5 * step or not step or math.isnan(idle):
-            continue
-        causes = {cause: of(f"idle/{who}/{cause}") for cause in ("samples", "rewards", "driver", "longest", "training")}
+        # Where both have the same devices, one of them works while the other waits for it.
+        own = [each for each in CAUSES if not (colocated and each in ("samples", "training"))]
+        causes = {each: run.of(f"idle/{who}/{each}") for each in own}
         known = {cause: seconds for cause, seconds in causes.items() if not math.isnan(seconds)}
-        cause = max(known, key=lambda each: known[each], default="unknown")
+        idle = sum(known.values())
+        if not step or not idle >= 0.5 * step:
+            continue
+        cause = max(known, key=lambda each: known[each])
         yield Finding(
             level="info",
-            what=f"{who} do nothing for {idle / step:.0%} of a step, mostly waiting for {cause} "
-            f"({known.get(cause, idle):.2g} of {step:.2g} s)",
+            what=f"{run.span('time/step')}, {who} do nothing in {idle:.2g} of the {step:.2g} s of a step "
+            f"({_percent(idle / step)}), most of it waiting for {CAUSES[cause]} ({known[cause]:.2g} s)",
             why="devices that wait are paid for too",
-            fix="see Time for what comes when; rollout.source says how far sampling and training overlap",
+            fix=f"see Time for what comes when; rollout.source (now {run.setting('rollout.source')}) says how far "
+            "sampling, scoring and training overlap",
             metric=f"idle/{who}/total",
             view="time",
         )

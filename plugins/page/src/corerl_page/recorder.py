@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Collection, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,9 +14,15 @@ from corerl.errors import CorerlError
 from corerl.messages import note
 from corerl.observability import reopen
 from corerl.plugin import Evaluated, Event, RunRewound, RunStarted, StepFinished
-from corerl_page.records import Pieces, chosen, rows_by_sample, tokens_record
-from corerl_page.runs import ROLLOUTS_FILE
+from corerl_page.records import Pieces, chosen, credit_of, rows_by_sample, tokens_record
+from corerl_page.runs import ROLLOUTS_FILE, VERSIONS_FILE
 from corerl_page.spec import PageOptions
+
+
+def installed() -> dict[str, str]:
+    """The version of Python and of each distribution, by its name."""
+    found = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    return {"Python": platform.python_version(), **dict(sorted(found.items()))}
 
 
 class Recorder:
@@ -33,6 +41,7 @@ class Recorder:
         match event:
             case RunStarted():
                 self._open(event.repeats_from)
+                (self._run_dir / VERSIONS_FILE).write_text(json.dumps(installed(), indent=0), encoding="utf-8")
                 self._read(load_config(self._run_dir / CONFIG_FILE))
                 if self._options.serve:
                     self._serve()
@@ -72,13 +81,14 @@ class Recorder:
         batch, pieces = event.batch, self._pieces
         if batch is None or pieces is None:
             return
-        rows = rows_by_sample(batch)
+        rows, credit = rows_by_sample(batch), credit_of(batch)
         lines: Sequence[dict[str, Any]] = [
             {
                 "step": event.step,
                 "kind": "sampled",
                 **event.samples[number].record(),
                 "number": number,
+                **credit[number],
                 **tokens_record(batch, rows[number], pieces, recomputed=self._recomputed, ends=self._ends),
             }
             for number in chosen(len(event.samples), self._options.samples)

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from corerl.config import CONFIG_FILE
 from corerl.observability import METRICS_FILE, NOTICES_FILE, SAMPLES_FILE
 from corerl_page.timeline import TRACE_FILE, Timeline
 
-ROLLOUTS_FILE = "rollouts.jsonl"
+ROLLOUTS_FILE, VERSIONS_FILE = "rollouts.jsonl", "versions.json"
 FILES = (METRICS_FILE, SAMPLES_FILE, ROLLOUTS_FILE, NOTICES_FILE, TRACE_FILE, CONFIG_FILE)
 
 
@@ -68,9 +68,13 @@ class Summary:
     diff: float | None = None  # mean |trainer - engine| of its log-probs
     largest: float | None = None
     versions: tuple[int, ...] = ()
+    engines: tuple[int, ...] = ()  # that sampled it
+    shaped: float | None = None  # its reward after penalties
+    advantage: float | None = None  # the mean of its tokens'
 
 
 SHOWN = 160  # characters of a text in a list
+FAR = 0.1  # mean |trainer - engine| above which a sample counts as far; rounding makes 1e-7 to 0.06
 
 
 class Samples:
@@ -129,6 +133,9 @@ def _summary(record: Mapping[str, Any], *, place: int, number: int) -> Summary:
         diff=mean,
         largest=largest,
         versions=tuple(record.get("versions", ())),
+        engines=tuple(record.get("engines", ())),
+        shaped=record.get("shaped"),
+        advantage=record.get("advantage"),
     )
 
 
@@ -180,6 +187,14 @@ class Run:
         except (OSError, ValueError):  # such as a directory that has metrics alone
             return {}
 
+    def versions(self) -> dict[str, str]:
+        """Of what was installed as the run began; empty if the extension has not written them."""
+        try:
+            found: dict[str, str] = json.loads((self.path / VERSIONS_FILE).read_text(encoding="utf-8"))
+            return found
+        except (OSError, ValueError):
+            return {}
+
     def names(self) -> list[str]:
         """Of all metrics."""
         with self._lock:
@@ -212,6 +227,13 @@ class Run:
             of_tokens, of_texts = self._rollouts.steps.get(step, {}), self._shown.steps.get(step, {})
             return self._rollouts if of_tokens.get("sampled") or not of_texts else self._shown
 
+    def newest(self, steps: int) -> list[Summary]:
+        """The sampled ones with their tokens of the last so many steps."""
+        with self._lock:
+            self._rollouts.update()
+            kept = [each["sampled"] for _, each in sorted(self._rollouts.steps.items()) if "sampled" in each]
+        return [summary for each in kept[-steps:] for summary in each]
+
     def steps(self) -> list[dict[str, Any]]:
         """The steps that have samples, with how many of each kind."""
         self.samples()
@@ -225,6 +247,40 @@ class Run:
 
     def notices(self) -> list[dict[str, Any]]:
         return [json.loads(line) for _, line in Tail(self.path / NOTICES_FILE).new()[1]]
+
+
+@frozen(kw_only=True)
+class OfEngine:
+    """What one engine has sampled of some samples; of one by several, each engine counts it."""
+
+    engine: int
+    samples: int
+    diffs: int  # of these, how many have a difference from the trainer
+    diff: float | None  # the mean of these
+    far: int  # of these, how many are above FAR
+    cut_off: int
+
+
+def by_engine(found: Iterable[Summary]) -> list[OfEngine]:
+    """Those whose engine is known, by its number."""
+    own: dict[int, list[Summary]] = {}
+    for each in found:
+        for engine in each.engines:
+            own.setdefault(engine, []).append(each)
+    sums = []
+    for engine, members in sorted(own.items()):
+        diffs = [each.diff for each in members if each.diff is not None]
+        sums.append(
+            OfEngine(
+                engine=engine,
+                samples=len(members),
+                diffs=len(diffs),
+                diff=sum(diffs) / len(diffs) if diffs else None,
+                far=sum(diff > FAR for diff in diffs),
+                cut_off=sum(bool(each.truncated) for each in members),
+            )
+        )
+    return sums
 
 
 def summaries(found: list[Summary]) -> list[dict[str, Any]]:

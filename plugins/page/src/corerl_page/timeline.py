@@ -122,7 +122,8 @@ class Timeline:
                         "last": track.details[-1] or track.names[-1],
                         "ended": (track.ends[-1] - origin) / 1e6,
                         "calls": len(track.starts),
-                        "busy": _covered(track) / since,
+                        "seconds": since / 1e6,
+                        "busy": _covered(track) / 1e6,
                         "idle": causes,
                         "errors": errors[-5:],
                     }

@@ -32,6 +32,20 @@ function thinned(points, columns) {
   return found;
 }
 
+// Values to places on the axis, and back. A logarithm has no place for 0 and below: then the axis is linear around 0, up
+// to the smallest size that there is, but for a millionth of the largest.
+function axis(log, values) {
+  if (!log) return { convert: (each) => each, back: (each) => each, says: "" };
+  if (values.every((each) => each > 0)) return { convert: Math.log10, back: (each) => 10 ** each, says: "log" };
+  const sizes = values.map(Math.abs).filter(Boolean), largest = sizes.reduce((one, other) => Math.max(one, other), 0);
+  const linear = Math.max(sizes.reduce((one, other) => Math.min(one, other), largest || 1), largest * 1e-6);
+  return {
+    convert: (each) => Math.sign(each) * Math.log10(1 + Math.abs(each) / linear),
+    back: (each) => Math.sign(each) * linear * (10 ** Math.abs(each) - 1),
+    says: `log, linear within ±${number(linear, 2)}: there are values of 0 or below`,
+  };
+}
+
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough);
@@ -47,7 +61,7 @@ function ticks(low, high, count) {
 export function chart({ title, series, smoothing = 0, log = false, stacked = false, height = 170, onstep }) {
   const plot = svg("svg", { role: "img", "aria-label": describe(title, series) });
   const legend = h("div", { class: "legend" });
-  const figure = h("figure", { class: "chart" }, h("figcaption", {}, title), plot, legend);
+  const figure = h("figure", { class: "chart" }, h("figcaption", {}, title, " ", h("small", {})), plot, legend);
   const known = series.flatMap((each) => each.steps), last = known.reduce((most, each) => Math.max(most, each), -Infinity);
   let scale = null, at = null;
 
@@ -60,7 +74,7 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
     plot.style.height = `${height}px`;
     plot.replaceChildren();
     const all = stacked ? [0, ...layers.flatMap((each) => each.high)] : lines.flatMap((each) => each.smooth);
-    const finite = all.filter((each) => each != null && (!log || each > 0));
+    const finite = all.filter((each) => each != null);
     if (!known.length || !finite.length) {
       plot.append(svg("text", { x: width / 2, y: height / 2, "text-anchor": "middle", class: "empty" }));
       plot.lastChild.textContent = "nothing recorded";
@@ -68,7 +82,8 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
     }
     const limits = (values) => values.reduce(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
     const [first] = limits(known);
-    const convert = log ? Math.log10 : (each) => each;
+    const { convert, back, says } = axis(log, finite);
+    figure.querySelector("small").textContent = says;
     let [low, high] = limits(finite.map(convert));
     const margin = (high - low || Math.abs(high) || 1) * 0.06;
     [low, high] = stacked ? [0, high + margin] : [low - margin, high + margin];
@@ -81,7 +96,7 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
       const y = TOP + (1 - (tick - low) / (high - low)) * (height - TOP - BOTTOM);
       plot.append(svg("line", { x1: WIDTH_OF_AXIS, x2: width - RIGHT, y1: y, y2: y, class: "grid" }));
       const text = svg("text", { x: WIDTH_OF_AXIS - 6, y: y + 4, "text-anchor": "end" });
-      text.textContent = number(log ? 10 ** tick : tick, 2);
+      text.textContent = number(back(tick), 2);
       plot.append(text);
     }
     for (const tick of ticks(first, last, Math.max(2, width / 110)).filter(Number.isInteger)) {
@@ -100,7 +115,7 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
   }
 
   function path(line, values, columns, kind) {
-    const points = line.steps.map((step, index) => [step, values[index]]).filter(([, value]) => value != null && (!log || value > 0));
+    const points = line.steps.map((step, index) => [step, values[index]]).filter(([, value]) => value != null);
     const found = thinned(points, columns).map(([step, value]) => `${scale.x(step).toFixed(1)},${scale.y(value).toFixed(1)}`);
     const element = found.length === 1
       ? svg("circle", { cx: scale.x(points[0][0]), cy: scale.y(points[0][1]), r: 3, class: "dot" })
@@ -149,7 +164,7 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
     const y = event.clientY - plot.getBoundingClientRect().top;
     const away = (each) => {
       const value = each.smooth[nearest(each.steps, step)];
-      return value == null || (log && value <= 0) ? Infinity : Math.abs(scale.y(value) - y);
+      return value == null ? Infinity : Math.abs(scale.y(value) - y);
     };
     return lines.reduce((best, each) => (away(each) < away(best) ? each : best));
   }

@@ -1,6 +1,7 @@
 // Any metrics of several runs over each other.
 
 import { chart } from "./chart.js";
+import { differences } from "./differences.js";
 import { color, get, h, select, state } from "./dom.js";
 
 export const TITLE = "Curves";
@@ -10,7 +11,8 @@ let filter = "";
 export async function show(page) {
   const runs = page.shown();
   const wanted = state.get("metrics") ? state.get("metrics").split(",") : FIRST;
-  const found = await Promise.all(runs.map((run) => get(`runs/${run.id}/metrics?names=${wanted.map(encodeURIComponent).join()}`)));
+  const [differing, ...found] = await Promise.all([differences(runs),
+    ...runs.map((run) => get(`runs/${run.id}/metrics?names=${wanted.map(encodeURIComponent).join()}`))]);
   const names = [...new Set(found.flatMap((each) => each.names))].sort();
   const smoothing = Number(state.get("smooth", "0")), log = state.get("log") === "1";
   const search = h("input", {
@@ -27,14 +29,14 @@ export async function show(page) {
   const charts = wanted.map((name) => chart({
     title: name, smoothing, log, height: 210,
     series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...found[at].series[name] })).filter((each) => each.steps),
-    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "", engine: "" }),
   }));
   return h("div", { class: "columns" },
     h("aside", {}, search,
       h("p", { class: "controls" }, "smooth ", select("Smoothing", [["0", "none"], ["0.6", "0.6"], ["0.8", "0.8"], ["0.9", "0.9"], ["0.97", "0.97"]], state.get("smooth", "0"), (value) => state.set({ smooth: value })),
         h("label", {}, h("input", { type: "checkbox", checked: log, onchange: (event) => state.set({ log: event.target.checked ? "1" : "" }) }), "log")),
       list),
-    h("section", { class: "charts wide" }, charts));
+    h("div", {}, h("section", { class: "charts wide" }, charts), differing));
 }
 
 function choose(wanted, name, on) {

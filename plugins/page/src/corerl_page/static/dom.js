@@ -75,3 +75,4 @@ export const state = {
 
 export const color = (run) => `var(--run${run % 8})`;
 export const percent = (share) => `${Math.round(100 * share)} %`;
+export const ofWhole = (part, whole, unit = "") => `${number(part)} of ${number(whole)}${unit} (${percent(part / whole)})`;

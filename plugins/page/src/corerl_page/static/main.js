@@ -22,7 +22,7 @@ async function show({ again = false } = {}) {
   const turn = ++showing;
   try {
     const found = await VIEWS[name()].show(page, { again, current: () => turn === showing });
-    if (turn === showing && found) view.replaceChildren(...[found].flat());
+    if (turn === showing && found) view.replaceChildren(...[found].flat().filter(Boolean));
   } catch (error) {
     if (turn === showing) view.replaceChildren(h("p", { class: "problem", role: "alert" }, error.message));
   }
@@ -40,7 +40,7 @@ function drawFrame() {
     return h("button", {
       type: "button", class: "run", "aria-pressed": String(active), title: run.path,
       onclick: () => {
-        if (one) return state.set({ run: run.id, sample: "" });
+        if (one) return state.set({ run: run.id, sample: "", engine: "" });
         if (!page.hidden.delete(run.id)) page.hidden.add(run.id);
         show();
       },
@@ -102,7 +102,7 @@ function onKey(event) {
   if (event.key >= "1" && event.key <= String(views.length)) state.set({ view: views[event.key - 1] });
   else if (event.key === "j" || event.key === "k") samples.move(page, event.key === "j" ? 1 : -1);
   else if (event.key === "/") document.querySelector("input[type=search]")?.focus();
-  else if (event.key === "r") state.set({ run: (page.run().id + 1) % page.runs.length, sample: "" });
+  else if (event.key === "r") state.set({ run: (page.run().id + 1) % page.runs.length, sample: "", engine: "" });
   else if (event.key === "t") switchTheme();
   else if (event.key === "?") showKeys();
   else if (!VIEWS[name()].onKey?.(event)) return;

@@ -1,6 +1,7 @@
 // Each run's state, what its newest steps say about it, and the curves that say most.
 
 import { chart } from "./chart.js";
+import { differences } from "./differences.js";
 import { color, get, h, number, state } from "./dom.js";
 
 export const TITLE = "Overview";
@@ -15,17 +16,18 @@ const MARKS = { error: "✕", warning: "!", info: "i" };
 export async function show(page) {
   const runs = page.shown();
   const names = CURVES.map(([name]) => name).join();
-  const [found, metrics] = await Promise.all([
+  const [found, metrics, differing] = await Promise.all([
     Promise.all(runs.map((run) => get(`runs/${run.id}/findings`))),
     Promise.all(runs.map((run) => get(`runs/${run.id}/metrics?names=${names}`))),
+    differences(runs),
   ]);
   const cards = runs.map((run, at) => card(run, found[at], metrics[at].series));
   const charts = CURVES.filter(([name]) => metrics.some((each) => each.series[name])).map(([name, title]) => chart({
     title,
     series: runs.map((run, at) => ({ run: run.id, label: run.name, color: color(run.id), ...metrics[at].series[name] })).filter((each) => each.steps),
-    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "" }),
+    onstep: (step, { run }) => state.set({ view: "samples", step, run, sample: "", engine: "" }),
   }));
-  return [h("section", { class: "cards" }, cards), h("section", { class: "charts" }, charts)];
+  return [h("section", { class: "cards" }, cards), differing, h("section", { class: "charts" }, charts)];
 }
 
 function card(run, findings, series) {
@@ -35,8 +37,7 @@ function card(run, findings, series) {
     h("div", {}, h("strong", {}, each.what), h("p", {}, `${each.why}.`), h("p", {}, h("em", {}, "Try: "), `${each.fix}.`),
       h("p", {}, each.metric && link(`curve ${each.metric}`, { view: "curves", metrics: each.metric, run: run.id }),
         each.view !== "curves" && link(`see ${each.view}`, {
-          view: each.view, run: run.id, step: "", sample: "",
-          sort: each.metric === "rollout/logprob_diff" ? "-diff" : each.metric === "rollout/truncated" ? "-truncated" : "",
+          view: each.view, run: run.id, step: "", sample: "", engine: "", sort: each.sort,
         })))));
   return h("article", { class: "card" },
     h("h2", {}, h("i", { style: { background: color(run.id) } }), run.name),

@@ -1,6 +1,6 @@
 // Ranks and engines: what they are by the config, and what each of them has done by the trace.
 
-import { get, h, number, percent } from "./dom.js";
+import { get, h, number, ofWhole } from "./dom.js";
 
 export const TITLE = "Processes", ONE_RUN = true;
 
@@ -16,7 +16,7 @@ export async function show(page) {
   ].filter(([, value]) => value != null && value !== "");
   const rows = found.map((each) => h("tr", {},
     h("th", { scope: "row" }, each.process), h("td", {}, h("b", { class: `flag ${each.state}` }, each.state)),
-    h("td", {}, each.last), h("td", {}, `${number(each.ended, 5)} s`), h("td", {}, each.calls), h("td", {}, percent(each.busy)),
+    h("td", {}, each.last), h("td", {}, `${number(each.ended, 5)} s`), h("td", {}, each.calls), h("td", {}, ofWhole(each.busy, each.seconds, " s")),
     h("td", {}, Object.entries(each.idle).sort((one, other) => other[1] - one[1]).map(([cause, seconds]) => `${cause} ${number(seconds, 2)} s`).join(", ")),
     h("td", { class: "bad" }, each.errors.map((error) => h("div", {}, error)))));
   const heads = ["process", "state", "last call", "ended at", "calls", "busy", "waited for", "errors"];

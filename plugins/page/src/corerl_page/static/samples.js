@@ -1,12 +1,13 @@
 // The samples of a step: a list of any length, of which the server sends what is visible, and one sample token by token.
 
-import { get, h, number, percent, select, state } from "./dom.js";
+import { get, h, number, ofWhole, percent, select, state } from "./dom.js";
 
 export const TITLE = "Samples", ONE_RUN = true;
 const ROW = 56, PAGE = 100; // pixels of a row; samples of one question
 const ORDERS = [
-  ["", "in order"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-tokens", "longest"],
-  ["-diff", "largest log-prob difference"], ["-truncated", "cut off first"],
+  ["", "in order"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-advantage", "highest advantage"],
+  ["advantage", "lowest advantage"], ["-tokens", "longest"], ["-diff", "largest log-prob difference"],
+  ["-truncated", "cut off first"], ["engines", "by engine"],
 ];
 const PAINTS = [
   ["diff", "log-prob difference, trainer − engine"], ["engine", "log-prob when sampled"], ["advantages", "advantage"],
@@ -28,6 +29,7 @@ export async function show(page, { again, current }) {
   const place = closest(steps, step), kinds = steps[place].kinds;
   const kind = state.get("kind") in kinds ? state.get("kind") : "sampled" in kinds ? "sampled" : Object.keys(kinds)[0];
   const query = { step: steps[place].step, kind, sort: state.get("sort"), q: state.get("q") };
+  if (state.get("engine")) query.engine = state.get("engine");
   const address = `runs/${run.id}/samples?${new URLSearchParams(query)}`;
   if (again && list?.address === address && list.element.isConnected) {
     const total = (await get(`${address}&limit=0`)).total;
@@ -66,14 +68,25 @@ function bar({ steps, place, last, kinds, kind, query }) {
     h("label", {}, "step ", input), h("span", { class: "of" }, `of ${last}`),
     h("button", { type: "button", "aria-label": "Next step", disabled: place === steps.length - 1, onclick: () => to(place + 1) }, "›"),
     select("Kind", Object.entries(kinds).map(([each, count]) => [each, `${each}, ${count}`]), kind, (value) => state.set({ kind: value, sample: "" })),
-    h("span", {}, counts(list.counts)),
-    select("Order", ORDERS, query.sort, (value) => state.set({ sort: value, sample: "" })), search);
+    engineFilter(list.counts.engines, query),
+    select("Order", ORDERS, query.sort, (value) => state.set({ sort: value, sample: "" })), search, counts(list.counts));
 }
 
-function counts({ total, cut_off, far }) {
-  const parts = [cut_off && `${cut_off} of ${total} cut off`, far && `${far} of ${total} differ from the trainer by more than 0.1`];
-  return h("b", { class: "bad" }, parts.filter(Boolean).join(" · "));
+function engineFilter(engines, { engine = "" }) {
+  if (engines.length < 2 && !engine) return null;
+  const options = engines.map((each) => [String(each.engine), `${named(each.engine)}, ${each.samples}`]);
+  return select("Engine", [["", "all engines"], ...options], engine, (value) => state.set({ engine: value, sample: "" }));
 }
+
+function counts({ total, cut_off, far, engines }) {
+  const own = engines.map((each) => `${named(each.engine)} ${each.far} of ${each.diffs}`).join(", ");
+  return h("b", { class: "bad counts" }, [
+    cut_off && `${ofWhole(cut_off, total)} cut off`,
+    far && `${ofWhole(far, total)} differ from the trainer by more than 0.1${engines.length > 1 ? `: ${own}` : ""}`,
+  ].filter(Boolean).join(" · "));
+}
+
+const named = (engine) => `engine-${engine}`;
 
 const closest = (steps, wanted) => steps.reduce((best, each, at) =>
   (Math.abs(each.step - wanted) < Math.abs(steps[best].step - wanted) ? at : best), 0);
@@ -109,7 +122,7 @@ async function makeList(address) {
       visible.push(line(at, rows.get(at)));
     }
     inner.replaceChildren(...visible);
-    if (!first.total) inner.replaceChildren(h("p", { class: "quiet" }, "no sample has this text"));
+    if (!first.total) inner.replaceChildren(h("p", { class: "quiet" }, "no sample is like that"));
   }
 
   async function fetchPage(page) {
@@ -125,10 +138,11 @@ async function makeList(address) {
       class: "line", role: "option", "aria-selected": String(Boolean(selected)), "aria-posinset": at + 1, "aria-setsize": first.total,
       style: { top: `${at * ROW}px` }, onclick: () => sample && state.set({ sample: sample.id }),
     }, sample ? [
-      h("span", { class: "reward" }, number(sample.reward)),
+      h("span", { class: "reward" }, penalized(sample) ? `${number(sample.reward, 2)} → ${number(sample.shaped, 2)}` : number(sample.reward),
+        sample.advantage != null && h("small", { title: "advantage, mean over its tokens" }, `A ${number(sample.advantage, 2)}`)),
       h("span", { class: "texts" }, h("span", { class: "asked" }, brief(sample.prompt)), h("span", {}, brief(sample.response) || "∅")),
       h("span", { class: "marks" },
-        sample.tokens != null && `${sample.tokens} tok`, sample.truncated && h("b", { class: "bad" }, "cut off"),
+        sample.tokens != null && [`${sample.tokens} tok`, ...sample.engines.map(named)].join(" · "), sample.truncated && h("b", { class: "bad" }, "cut off"),
         sample.diff != null && h("b", { class: sample.diff > 0.1 ? "bad" : "" }, `Δ ${number(sample.diff, 2)}`)),
     ] : "…");
   }
@@ -171,6 +185,8 @@ function moveToken(by) {
   return true;
 }
 
+// By more than rounding.
+const penalized = ({ reward, shaped }) => shaped != null && reward != null && Math.abs(shaped - reward) > 1e-5 * Math.max(1, Math.abs(reward));
 const brief = (text) => text.replace(/\s+/g, " ").trim();
 
 // ---- one sample ---------------------------------------------------------------------------------------------------------
@@ -182,14 +198,24 @@ async function drawSample(place, run, step, id) {
   } catch (error) {
     return place.replaceChildren(h("p", { class: "problem" }, error.message));
   }
-  const parts = Object.entries(sample.parts ?? {});
+  const parts = Object.entries(sample.parts ?? {}), { algorithm = {} } = await get(`runs/${run}/config`);
+  const penalties = [algorithm.overlong === "penalty" && "overlong penalty", algorithm.kl_in === "reward" && "KL penalty"];
+  const weighted = (algorithm.correction ?? "none") !== "none" ? ", times its importance weights" : "";
+  const [peers, mean, std] = sample.peers ?? [];
   const facts = [
     ["reward", number(sample.reward)], ...parts.map(([name, value]) => [`reward, ${name}`, number(value)]),
+    [`reward after ${penalties.filter(Boolean).join(" and ") || "penalties"}`,
+      penalized(sample) && `${number(sample.reward)} ${sample.shaped < sample.reward ? "−" : "+"} ${number(Math.abs(sample.shaped - sample.reward))} = ${number(sample.shaped)}`],
+    [`${penalties.some(Boolean) ? "such " : ""}rewards of its prompt${sample.role ? ` and role ${sample.role}` : ""}`,
+      peers && `${peers} samples: mean ${number(mean)}, standard deviation ${number(std)}`],
+    [`advantage, mean${weighted}`, sample.advantage != null && number(sample.advantage)],
+    ["engine", sample.engines?.map(named).join(", ")],
     ["answer wanted", sample.answer], ["tokens", sample.tokens], ["sample", sample.sample], ["source", sample.source],
     ["versions", sample.versions?.length ? [...new Set(sample.versions)].join(" – ") : ""],
     ["|Δ log-prob|, mean and largest", sample.diff && sample.diff.map((each) => number(each)).join(", ")],
-  ].filter(([, value]) => value !== "" && value != null);
+  ].filter(([, value]) => value !== "" && value != null && value !== false);
   const flags = [
+    sample.masked && h("b", { class: "flag bad" }, "left out of training"),
     sample.truncated && h("b", { class: "flag bad" }, "cut off at the limit"),
     sample.ended === false && !sample.truncated && h("b", { class: "flag" }, "no end token"),
     sample.ended && h("b", { class: "flag good" }, "ended by itself"),
@@ -221,7 +247,8 @@ function conversations(rows) {
 
 function conversation(rows, row, at, paint, readout) {
   const title = rows.length > 1 ? `conversation ${at + 1} of ${rows.length}${row.shared ? `, branches off the one before after ${row.shared} tokens` : ""}${row.final ? ", with the final answer" : ""}` : "";
-  const versions = row.versions.flatMap(([count, version]) => Array(count).fill(version));
+  const spread = (counted) => (counted ?? []).flatMap(([count, each]) => Array(count).fill(each));
+  const versions = spread(row.versions), engines = spread(row.engines);
   const newest = Math.max(...versions), blocks = [];
   let given = 0, number_ = 0, turn = 0;
   for (const [first, end] of [...row.spans, [row.pieces.length, row.pieces.length]]) {
@@ -230,7 +257,7 @@ function conversation(rows, row, at, paint, readout) {
       turn += 1;
       const tokens = row.pieces.slice(first, end).map((piece, offset) => {
         const index = number_ + offset;
-        const facts = { piece, place: first + offset, engine: row.engine[index], trainer: row.trainer?.[index], advantages: row.advantages?.[index], version: versions[index], newest };
+        const facts = { piece, place: first + offset, engine: row.engine[index], trainer: row.trainer?.[index], advantages: row.advantages?.[index], version: versions[index], by: engines[index], newest };
         return token(facts, paint, readout);
       });
       number_ += end - first;
@@ -263,9 +290,10 @@ function token(facts, paint, readout) {
   const shown = facts.piece.replace(/\n/g, "⏎\n") || "·";
   const far = paint === "diff" && Math.abs(diff) > 0.5;
   const line = [
-    `token ${facts.place} ${JSON.stringify(facts.piece)}`, `engine ${number(facts.engine)} (${percent(Math.exp(facts.engine ?? -Infinity))})`,
+    `token ${facts.place} ${JSON.stringify(facts.piece)}`,
+    facts.engine != null && `sampled with ${number(facts.engine)} (probability ${percent(Math.exp(facts.engine))})${facts.by != null ? ` by ${named(facts.by)}` : ""}`,
     facts.trainer != null && `trainer ${number(facts.trainer)}, Δ ${number(diff)}`, facts.advantages != null && `advantage ${number(facts.advantages)}`,
-    `version ${facts.version}`,
+    facts.version != null && `version ${facts.version}`,
   ].filter(Boolean).join(" · ");
   const say = () => { readout.textContent = line; };
   const element = h("span", { class: `token ${value < 0 ? "low" : "high"}${far ? " far" : ""}`, title: line, onpointerenter: say }, shown);

@@ -1,7 +1,7 @@
 // Where the time of a step goes: phases, idle time by cause, and the timeline of every process.
 
 import { chart } from "./chart.js";
-import { get, h, number, percent, state } from "./dom.js";
+import { get, h, number, ofWhole, percent, state } from "./dom.js";
 
 export const TITLE = "Time", ONE_RUN = true;
 const LANE = 18, LABELS = 190, HEAD = 20;
@@ -36,15 +36,15 @@ export async function show(page, { again }) {
 }
 
 function shares(series, ...sides) {
-  const mean = (name) => (series[name]?.values ?? []).reduce((sum, value) => sum + (value ?? 0), 0);
-  const whole = mean("time/step");
-  const rows = sides.flat().filter((name) => mean(name) > 0).map((name) => {
+  const sum = (name) => (series[name]?.values ?? []).reduce((before, value) => before + (value ?? 0), 0);
+  const whole = sum("time/step");
+  const rows = sides.flat().filter((name) => sum(name) > 0).map((name) => {
     const [, who, cause] = name.split("/");
-    return h("tr", {}, h("td", {}, who), h("td", {}, cause), h("td", {}, percent(mean(name) / whole)),
-      h("td", { class: "meter" }, h("i", { style: { width: percent(Math.min(1, mean(name) / whole)).replace(" ", "") } })));
+    return h("tr", {}, h("td", {}, who), h("td", {}, cause), h("td", {}, ofWhole(sum(name), whole, " s")),
+      h("td", { class: "meter" }, h("i", { style: { width: percent(Math.min(1, sum(name) / whole)).replace(" ", "") } })));
   });
   return rows.length ? h("table", {}, h("caption", {}, "Idle share of the whole run"),
-    h("thead", {}, h("tr", {}, ["who", "waits for", "share", ""].map((each) => h("th", {}, each)))), h("tbody", {}, rows)) : null;
+    h("thead", {}, h("tr", {}, ["who", "waits for", "of all steps", ""].map((each) => h("th", {}, each)))), h("tbody", {}, rows)) : null;
 }
 
 function timeline(run) {
