@@ -48,12 +48,21 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    from corerl.config.load import load_config
+    from corerl.config.load import config_of, read_toml
     from corerl.imports import uncollected
     from corerl.messages import note
     from corerl.plan.resolve import ignored_tables
+    from corerl.plugin.registry import Kind, installed_names, load, load_implementation
 
-    config = load_config(args.file, args.overrides)
+    data = read_toml(args.file)  # once: it may be a pipe
+    for name in sorted(data.keys() & set(installed_names(Kind.COMMANDS))):
+        command = load(Kind.COMMANDS, name)
+        if command.spec.check:  # of a file for this command, and for no run
+            for line in load_implementation(Kind.COMMANDS, command, command.spec.check)(args.file, args.overrides):
+                note(line)
+            print(f"{args.file}: ok for corerl {name}")
+            return 0
+    config = config_of(data, args.overrides)
     ignored = ignored_tables(config)
     for line in ignored:  # first: they may explain what is wrong
         note(line)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from corerl.config.load import config_of as config_of
     from corerl.config.load import dump_toml as dump_toml
     from corerl.config.load import load_config as load_config
+    from corerl.config.load import load_with_table as load_with_table
     from corerl.config.load import recorded as recorded
     from corerl.config.options import above as above
     from corerl.config.options import at_least as at_least

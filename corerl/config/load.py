@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from attrs import evolve
@@ -18,6 +18,8 @@ from corerl.config.structuring import Keys, Problem, deeper, try_structure
 from corerl.config.toml_text import class_fields, escaped, parse_toml, to_plain
 from corerl.errors import ConfigError
 from corerl.messages import LONGEST, did_you_mean_path, short_repr, shorten
+
+T = TypeVar("T")
 
 CONFIG_FILE = "config.toml"  # in a run's directory, written before it starts
 KEY = re.compile(r"[\w.-]*")  # a dotted key without quotes
@@ -43,8 +45,21 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     VALUE is TOML; anything that is not valid TOML is taken as a string. An override replaces the whole value at its
     path. Raises ConfigError with one line for each problem.
     """
+    return _config(read_toml(path), overrides)[0]
+
+
+def load_with_table(
+    path: Path | str, overrides: Sequence[str] = (), *, table: str, options: type[T]
+) -> tuple[Config, T]:
+    """Like `load_config`, of a file with one more table, that of a command: with what it says, as the frozen attrs
+    class `options`."""
+    return _config(read_toml(path), overrides, table=table, options=options)
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    """The plain data of a TOML file. Raises ConfigError."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # -sig: Windows editors may write a BOM
     except FileNotFoundError:
         fault = f"no such file; pass the path of a TOML file{did_you_mean_path(path)}"
     except OSError as error:
@@ -54,14 +69,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
     except (ValueError, RecursionError) as error:  # TOMLDecodeError; too many digits; nested too deeply
         advice = next((f"; {advice}" for start, advice in ADVICE.items() if str(error).startswith(start)), "")
         fault = f"is not valid TOML: {error}{advice}"
-    else:
-        return _config(data, overrides)
     raise ConfigError(f"{path}: {fault}")
 
 
 def config_of(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Like `load_config`, from plain data such as a checkpoint's; `data` is not changed."""
-    return _config(copy.deepcopy(dict(data)), overrides)
+    return _config(copy.deepcopy(dict(data)), overrides)[0]
 
 
 def as_config(source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()) -> Config:
@@ -77,7 +90,10 @@ def as_config(source: Config | Mapping[str, Any] | Path | str, overrides: Sequen
     return config_of(source, overrides)
 
 
-def _config(data: dict[str, Any], overrides: Sequence[str]) -> Config:
+def _config(
+    data: dict[str, Any], overrides: Sequence[str], *, table: str = "", options: type = Config
+) -> tuple[Config, Any]:
+    """The config, and the `options` that a further `table` says."""
     lines: list[str] = []
     applied: list[tuple[Keys, str]] = []
     for text in overrides:
@@ -85,11 +101,13 @@ def _config(data: dict[str, Any], overrides: Sequence[str]) -> Config:
             applied.append((_apply(text, data), text))
         except ConfigError as error:
             lines.append(error.message)
-    config, problems = try_structure(data, Config)
+    own, problems = try_structure(data.pop(table, {}), options) if table else (None, [])
+    config, others = try_structure(data, Config)
+    problems = [*(evolve(problem, keys=(table, *problem.keys)) for problem in problems), *others]
     lines += [_concealed(problem).line() + _elsewhere(problem) + _blame(problem.keys, applied) for problem in problems]
     if config is None or lines:
         raise ConfigError("\n".join(lines))
-    return config
+    return config, own
 
 
 # What to do about common mistakes, by the start of tomllib's message.

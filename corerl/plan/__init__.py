@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from corerl.plan.group import plan_group as plan_group
     from corerl.plan.make import make_plan as make_plan
     from corerl.plan.plan import Plan as Plan
     from corerl.plan.plan import PlanReady as PlanReady

@@ -334,6 +334,10 @@ class CommandSpec(Spec):
     # function of the parsed arguments that returns the exit status: `parser.set_defaults(run=run)`. Imported only when
     # the command is chosen, also with --help.
     implementation: str
+    # "package.module:function", for a command with a table of its own in a TOML file, the `config` of this spec under
+    # the command's name: gets the file and the overrides of `corerl config check`, in place of its checks of a run,
+    # raises UserError with a line for each problem, and returns lines to be shown.
+    check: str = ""
 
 
 @frozen(kw_only=True)

@@ -16,6 +16,28 @@ SPEC = """
 from corerl.plugin import CommandSpec
 SPEC = CommandSpec(implementation="{code}:add_arguments", api={api}, summary="{summary}")
 """
+CHECKED = """
+from attrs import frozen
+from corerl.config import option
+from corerl.plugin import CommandSpec
+
+@frozen
+class Options:
+    whom: str = option("who is greeted", default="you")
+
+SPEC = CommandSpec(implementation="table_code:add", check="table_code:check", api=(2, 2), summary="", config=Options)
+"""
+TABLE = """
+from corerl.config import load_with_table
+from corerl.errors import ConfigError
+from {table} import Options
+
+def check(file, overrides):
+    config, options = load_with_table(file, overrides, table="table", options=Options)
+    if options.whom == "nobody":
+        raise ConfigError("table.whom: somebody is needed")
+    return [f"{{config.backend.name}} greets {{options.whom}}"]
+"""
 HELLO = """
 def add_arguments(parser):
     parser.add_argument("whom")
@@ -29,6 +51,8 @@ def run(args):
 MODULES = {
     "hello_code": HELLO,
     "hello": SPEC.format(code="hello_code", api=(2, 0), summary="greets 100% of you"),
+    "table": CHECKED,
+    "table_code": TABLE.format(table="commands_table"),
     "later": SPEC.format(code="no_code", api=(3, 0), summary="of another time"),
     "bad": "import a_library_that_is_not_there",
     "absent": SPEC.format(code="no_code", api=(2, 0), summary="has no code"),
@@ -38,7 +62,7 @@ MODULES = {
     "fails_code": "def add_arguments(parser):\n    raise SystemExit(0)\n",
 }
 POINTS = {
-    "corerl-hello": ["hello"],
+    "corerl-hello": ["hello", "table"],
     "corerl-many": ["later", "bad", "absent", "mute", "fails", "both"],
     "corerl-other": ["both"],
 }
@@ -92,6 +116,20 @@ def test_a_command_gets_its_words_and_gives_its_status(capsys: pytest.CaptureFix
         main(["hello"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("corerl hello: error: the following arguments are required: whom\n")
+
+
+def test_config_check_lets_a_command_check_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "greeting.toml")
+    Path(file).write_text("backend.name = 'mine'\n[table]\nwhom = 'all'")
+    assert main(["config", "check", file]) == 0
+    assert capsys.readouterr() == (f"{file}: ok for corerl table\n", "corerl: note: mine greets all\n")
+    for override, said in (
+        ("table.whom=nobody", "table.whom: somebody is needed"),
+        ("table.whim=you", "table.whim: unknown key; did you mean 'whom'? (override table.whim)"),
+        ("table=3", "table: expected table, got integer 3 (override table)"),
+        ("run.stepps=3", "run.stepps: unknown key; did you mean 'steps'? (override run.stepps)"),
+    ):
+        assert error(capsys, "config", "check", file, override) == said
 
 
 def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

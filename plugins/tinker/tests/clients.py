@@ -106,6 +106,7 @@ def on_bench(**options: Any) -> Callable[[Callable[[Bench], Coroutine[Any, Any, 
                 loop.run(play())
             finally:
                 loop.close()
+                bench.policy.directory.cleanup()
 
         run.__name__, run.__doc__ = test.__name__, test.__doc__
         return run

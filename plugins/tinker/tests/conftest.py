@@ -12,8 +12,8 @@ import pytest
 from attrs import frozen
 
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Policy
 from corerl_tinker.server import Server
+from corerl_tinker.training import ServedPolicy
 from plugins.tinker.tests.policies import NAME, OneNumber
 
 os.environ["TINKER_TELEMETRY"] = "0"  # or the SDK would send what these tests do
@@ -31,7 +31,7 @@ class Served:
     notices: list[str]
 
 
-def start(policy: Policy, options: ServeOptions, notices: list[str]) -> tuple[Server, threading.Thread, str]:
+def start(policy: ServedPolicy, options: ServeOptions, notices: list[str]) -> tuple[Server, threading.Thread, str]:
     """A server on a free port, whose group's thread is named so."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
     server = Server(policy, options, key=KEY, listening=listening, notify=notices.append)
@@ -49,3 +49,4 @@ def served() -> Iterator[Served]:
     policy.hold.set()
     server.stop()
     thread.join()
+    policy.directory.cleanup()

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve
+from tinker import types
 
 from corerl.types import FloatArray, IntArray
-from corerl_tinker.requests import (
-    Adam,
-    Draw,
-    Drawn,
-    InTurn,
-    ModelMade,
-    ModelWanted,
-    Pass,
-    PassDone,
-    Refused,
-    Run,
-    Saved,
-)
+from corerl_tinker.checkpoints import Checkpoints, Metadata
+from corerl_tinker.requests import Draw, Drawn, InTurn, ModelMade, Pass, PassDone, Refused, Sampler, Saved
+from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
 
 
-class OneNumber:
+class OneNumber(ServedPolicy):
     """log p of each token is the number `w` less its index in the row; the gradient of a pass is the sum of its
     weights."""
 
@@ -36,28 +27,35 @@ class OneNumber:
         self.w, self.gradient, self.moment = 0.0, 0.0, 0.0
         self.calls: list[str] = []  # of all calls but `draw`, in their order
         self.threads: set[str] = set()
-        self.samplers: dict[str, float] = {}
-        self.saved: dict[str, tuple[Saved, float, float]] = {}
-        self.models: dict[str, ModelWanted] = {}
+        self.samplers: list[float] = []  # by number
+        self.directory = tempfile.TemporaryDirectory()
+        self.checkpoints = Checkpoints(Path(self.directory.name), "")
         self.hold = threading.Event()  # passes wait for it
         self.hold.set()
         self.started = threading.Event()  # by a pass
         self.drawn: list[Draw] = []
         self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
+        self.ranks_ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self.ranks_ended
 
     def _called(self, what: str) -> None:
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
 
-    def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
+    def create(self, wanted: types.CreateModelRequest, *, model_id: str) -> ModelMade:
         self._called("create")
         if wanted.base_model not in (NAME, "other/name"):
             raise Refused(f"base model {wanted.base_model!r} is not served here")
         self.model = model_id
-        self.models[model_id] = wanted
         self.w = self.gradient = self.moment = 0.0
-        return ModelMade(base_model=wanted.base_model, tokenizer="a/directory", rank=wanted.rank)
+        rank = wanted.lora_config.rank if wanted.lora_config else None
+        made = ModelMade(base_model=wanted.base_model, tokenizer="a/directory", rank=rank)
+        self.checkpoints.begin(model_id, made, wanted.user_metadata)
+        return made
 
     def release(self) -> None:
         self._called("release")
@@ -83,86 +81,62 @@ class OneNumber:
         self._called("discard")
         self.gradient = 0.0
 
-    def step(self, settings: Adam) -> Mapping[str, float]:
+    def step(self, asked: types.AdamParams) -> Mapping[str, float]:
         self._called("step")
         norm, self.gradient = abs(self.gradient), 0.0
-        self.w += settings.lr * norm
-        self.moment = settings.beta1 * self.moment + norm
+        self.w += asked.learning_rate * norm
+        self.moment = asked.beta1 * self.moment + norm
         return {"grad_norm": norm, "unknown": float("nan")}
 
-    def save(self, name: str, *, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]) -> Saved:
+    def save(self, name: str, *, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
         self._called("save")
-        return self._keep("weights", name, ttl, overwrite, user_metadata)
+        return self._kept(f"weights/{name}", ttl, overwrite, user_metadata)
 
-    def _keep(
-        self, folder: str, name: str, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]
-    ) -> Saved:
-        path = f"tinker://{self.model}/{folder}/{name}"
-        if path in self.saved and not overwrite:
-            raise Refused(f"there is a checkpoint {path!r}; choose another name, or overwrite=True")
-        now = time.time()
-        saved = Saved(
-            path=path,
-            kind="training" if folder == "weights" else "sampler",
-            bytes=8,
-            created=now,
-            expires=None if ttl is None else now + ttl,
-            user_metadata=user_metadata,
-        )
-        self.saved[path] = saved, self.w, self.moment
-        return saved
+    def _kept(self, name: str, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
+        path = f"tinker://{self.model}/{name}"
+
+        def write(file: Path) -> int:
+            return file.write_text(f"{self.w} {self.moment}")
+
+        return self.checkpoints.save(path, write, ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
 
     def load(self, path: str, *, optimizer: bool) -> None:
         self._called("load")
-        _, self.w, moment = self.saved[path]
+        self.w, moment = self._saved(path)
         self.moment = moment if optimizer else 0.0
 
-    def save_for_sampler(
-        self, name: str | None, *, ttl: float | None, inflight: bool, user_metadata: Mapping[str, str]
-    ) -> tuple[str, Saved | None]:
-        self._called("save for sampler")
-        sampler = f"{self.model}:sampler:{len(self.samplers)}"
-        self.samplers[sampler] = self.w
-        return sampler, self._keep("sampler_weights", name, ttl, True, user_metadata) if name else None
+    def _saved(self, path: str) -> tuple[float, float]:
+        w, moment = self.checkpoints.state_of(path).read_text().split()
+        return float(w), float(moment)
 
-    def sampler(self, model_path: str | None, base_model: str | None) -> str:
+    def save_for_sampler(self, name: str | None, *, ttl: object, inflight: bool, user_metadata: Metadata) -> Sampler:
+        self._called("save for sampler")
+        path = self._kept(f"sampler_weights/{name}", ttl, True, user_metadata).path if name else None
+        return self._new_sampler(self.w, path)
+
+    def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         self._called("sampler")
-        sampler = f"sampler {len(self.samplers)}"
-        self.samplers[sampler] = 0.0 if model_path is None else self.saved[model_path][1]
-        return sampler
+        return self._new_sampler(0.0 if model_path is None else self._saved(model_path)[0], model_path)
+
+    def _new_sampler(self, w: float, path: str | None) -> Sampler:
+        self.samplers.append(w)
+        number = len(self.samplers) - 1
+        return Sampler(number=number, weights=number, name="", base_model=NAME, model_path=path)
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         self.drawn.append(wanted)
         if self.drawing is not None:
             await self.drawing(wanted)
-        length = min(wanted.max_tokens or 3, 1000)
+        most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
+        length = min(most or 3, 1000)
+        scored = await in_turn(lambda: self._scored(wanted.prompt)) if wanted.asked.prompt_logprobs else None
         return Drawn(
-            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(wanted.samples)),
-            logprobs=(np.full(length, self.samplers[wanted.sampler], np.float32),) * wanted.samples,
-            stopped=(wanted.max_tokens is None,) * wanted.samples,
-            prompt_logprobs=await in_turn(lambda: self._scored(wanted.prompt)) if wanted.prompt_logprobs else None,
+            tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
+            logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
+            stopped=(most is None,) * samples,
+            prompt_logprobs=scored,
         )
 
     def _scored(self, prompt: IntArray) -> FloatArray:
         self._called("score")
         return np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32)
-
-    def runs(self) -> Sequence[Run]:
-        return [
-            Run(
-                id=model_id,
-                made=ModelMade(base_model=wanted.base_model, tokenizer="a/directory", rank=wanted.rank),
-                used=time.time(),
-                user_metadata=wanted.user_metadata,
-                checkpoints=tuple(saved for path, (saved, *_) in self.saved.items() if path.split("/")[2] == model_id),
-            )
-            for model_id, wanted in self.models.items()
-        ]
-
-    def delete(self, path: str) -> None:
-        del self.saved[path]
-
-    def expire(self, path: str, *, ttl: float | None) -> None:
-        saved, *numbers = self.saved[path]
-        expires = None if ttl is None else time.time() + ttl
-        self.saved[path] = (evolve(saved, expires=expires), *numbers)

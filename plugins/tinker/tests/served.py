@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 import torch
 from attrs import frozen
+from tinker import types
 
 from corerl import Engines
 from corerl.config import config_of
 from corerl.types import FloatArray
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Adam, Datum, Draw, Drawn, ModelWanted, Pass
+from corerl_tinker.requests import Datum, Draw, Drawn, Pass, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
 T = TypeVar("T")
 VOCABULARY = 32
 MODEL = "tiny"
-ADAM = Adam(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, clip_norm=0.0)
+ADAM = types.AdamParams(learning_rate=0.01)
 CONFIG: Mapping[str, Any] = {
     "backend": {"name": "plain"},
     "cluster": {"device": "cpu"},
@@ -64,10 +65,9 @@ class Served:
         model: torch.nn.Module = self.engines.group.processes._objects[0].backend.model  # type: ignore[attr-defined]
         return model
 
-    def logprobs(self, sampler: str, prompt: Sequence[int]) -> FloatArray:
+    def logprobs(self, sampler: Sampler, prompt: Sequence[int]) -> FloatArray:
         """As `compute_logprobs` asks for them."""
-        asked = Draw(sampler=sampler, prompt=np.array(prompt), max_tokens=1, prompt_logprobs=True)
-        found = self.draw(asked).prompt_logprobs
+        found = self.draw(asked(sampler, prompt, max_tokens=1, prompt_logprobs=True)).prompt_logprobs
         assert found is not None
         return found
 
@@ -76,7 +76,13 @@ class Served:
 
     def new_model(self, model_id: str, *, rank: int | None = None) -> None:
         self.policy.release()
-        self.policy.create(ModelWanted(base_model=MODEL, rank=rank), model_id=model_id)
+        self.policy.create(model_wanted(rank), model_id=model_id)
+
+
+def model_wanted(rank: int | None = None, *, base_model: str = MODEL, **adapters: Any) -> types.CreateModelRequest:
+    """A model with adapters of this rank, and more of their settings; None asks for nothing."""
+    lora = None if rank is None else types.LoraConfig(rank=rank, **adapters)
+    return types.CreateModelRequest(session_id="a", model_seq_id=0, base_model=base_model, lora_config=lora)
 
 
 async def at_once(work: Callable[[], T]) -> T:
@@ -124,12 +130,19 @@ NOTHING: Mapping[str, str] = {}
 PROMPT = [1, 7, 8, 9, 4]
 
 
-def publish(served: Served, *, inflight: bool = False) -> str:
-    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)[0]
+def publish(served: Served, *, inflight: bool = False) -> Sampler:
+    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)
 
 
-def asked(sampler: str, **more: Any) -> Draw:
-    return Draw(**{"sampler": sampler, "prompt": np.array(PROMPT), "max_tokens": 6, "stop_tokens": (), **more})
+def asked(sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> Draw:
+    """Samples of six tokens, with further fields of the SDK's request or its sampling parameters."""
+    own = {name: settings.pop(name) for name in settings.keys() & types.SampleRequest.model_fields.keys()}
+    request = types.SampleRequest(
+        prompt=types.ModelInput.from_ints(list(prompt)),
+        sampling_params=types.SamplingParams(**{"max_tokens": 6, "stop": [], **settings}),
+        **own,
+    )
+    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)
 
 
 def same(drawn: Drawn, expected: Drawn) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from tinker import types
 
-from corerl_tinker.requests import ModelWanted, Refused
-from plugins.tinker.tests.served import LORA, MODEL, Served, serving, train, weights_of
+from corerl_tinker.requests import Refused
+from plugins.tinker.tests.served import LORA, MODEL, Served, model_wanted, serving, train, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +24,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     [
         ({"base_model": "huge"}, "base_model='huge' is not served here; 'tiny' is"),
         ({"rank": 32}, "rank=32, but adapters here have rank 4"),
-        ({"seed": 5}, "seed=5 of the adapters, but ranks here start with seed 0"),
-        ({"train_mlp": False}, "train_mlp=False, but adapters here are in all-linear; ask for train_mlp=True"),
-        ({"optimizer": "dimuon"}, "optimizer 'dimuon' is not served"),
+        ({"seed": 5}, "seed=5, but adapters here have seed 0"),
+        ({"train_mlp": False}, "train_mlp=False, but adapters here have train_mlp True"),
     ],
 )
 def test_a_model_that_would_differ_silently_is_refused(
@@ -33,12 +33,20 @@ def test_a_model_that_would_differ_silently_is_refused(
 ) -> None:
     served.policy.release()
     with pytest.raises(Refused, match=sentence):
-        served.policy.create(ModelWanted(**{"base_model": MODEL, "rank": 4, **wanted}), model_id="d:train:0")
+        served.policy.create(model_wanted(**{"rank": 4, **wanted}), model_id="d:train:0")
+
+
+def test_an_optimizer_that_is_not_served_is_refused(served: Served) -> None:
+    other = types.CreateModelRequest.model_validate(
+        {"session_id": "a", "model_seq_id": 0, "base_model": MODEL, "optimizer_config": {"type": "dimuon"}}
+    )
+    with pytest.raises(Refused, match="optimizer 'dimuon' is not served"):
+        served.policy.create(other, model_id="d:train:0")
 
 
 def test_a_client_learns_the_rank(served: Served) -> None:
     served.policy.release()
-    made = served.policy.create(ModelWanted(base_model=MODEL, rank=4), model_id="e:train:0")
+    made = served.policy.create(model_wanted(4), model_id="e:train:0")
     assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, 4)
 
 

@@ -64,7 +64,12 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
         (await client.post("forward_backward", b"x", **{"content-encoding": "br"}), 415, "encoded as 'br'; use zstd"),
         (await client.post("optim_step", {"model_id": model, "seq_id": "1"}), 400, "the number seq_id"),
         (await client.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
-        (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served"),
+        (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
+        (
+            await client.sample(sampler, 1, target_prompt_logprobs={"data": [3], "dtype": "int64", "shape": [1, 1]}),
+            400,
+            "target_prompt_logprobs is not served; ask for topk_prompt_logprobs; or, under the weights that are",
+        ),
         (await client.sample(sampler, 1, num_samples=10**9), 400, "num_samples=1000000000 is out of range"),
         (await client.sample(sampler, 1, sampling_params={"top_p": 0.0}), 400, "top_p=0.0 is out of range"),
         (
@@ -89,7 +94,7 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
 
 @on_bench()
 async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench) -> None:
-    bench.policy.runs = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    bench.policy.checkpoints.runs = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
     with contextlib.redirect_stderr(io.StringIO()) as console:
         found = await bench.http.get("/api/v1/training_runs")
     assert found.status_code == 422  # and no 5xx, which clients repeat for minutes

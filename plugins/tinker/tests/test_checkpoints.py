@@ -23,7 +23,7 @@ def kept(tmp_path: Path) -> Checkpoints:
     return found
 
 
-def save(kept: Checkpoints, path: str = PATH, *, text: str = "weights", ttl: float | None = None) -> Saved:
+def save(kept: Checkpoints, path: str = PATH, *, text: str = "weights", ttl: int | None = None) -> Saved:
     def write(directory: Path) -> int:
         directory.mkdir()
         return (directory / "rank-00000.json").write_text(text)
@@ -44,7 +44,7 @@ def test_another_server_finds_what_was_saved(kept: Checkpoints, tmp_path: Path) 
     assert (run.id, run.made, run.user_metadata) == ("a:train:0", MADE, {"renderer": "role_colon"})
     assert run.checkpoints == (first, second) and (first.kind, second.kind) == ("training", "sampler")
     assert (empty.id, empty.checkpoints) == ("b:train:0", ())
-    assert later.get(PATH) == first
+    assert later.find(PATH) == (run, first)
     assert (text_at(later), text_at(later, second.path)) == ("weights", "others")
     assert first.bytes == len("weights") and first.user_metadata == {"step": "weights"}
 
@@ -81,14 +81,14 @@ def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, mon
 def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(checkpoints.time, "time", lambda: now)
-    assert save(kept, ttl=60.0).expires == 1060.0
+    assert save(kept, ttl=60).expires == 1060
     now = 1059.0
-    kept.expire(PATH, ttl=10.0)
-    assert kept.get(PATH).expires == 1069.0
+    kept.expire(PATH, ttl=10)
+    assert kept.find(PATH)[1].expires == 1069.0
     state = kept.state_of(PATH)
     now = 1069.0
     assert kept.runs()[0].checkpoints == () and not state.exists()
-    save(kept, ttl=5.0)
+    save(kept, ttl=5)
     kept.expire(PATH, ttl=None)
     now = 1e9
     assert text_at(kept) == "weights"
@@ -99,7 +99,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
     state = kept.state_of(PATH)
     kept.delete(PATH)
     assert not state.exists() and kept.runs()[0].checkpoints == ()
-    for call in (kept.get, kept.state_of, kept.delete):
+    for call in (kept.find, kept.state_of, kept.delete):
         with pytest.raises(Refused, match="was deleted") as refused:
             call(PATH)
         assert refused.value.status == 404
@@ -118,7 +118,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
 )
 def test_paths_lead_nowhere_else(path: str, kept: Checkpoints) -> None:
     with pytest.raises(Refused, match="the path of a checkpoint is"):
-        kept.get(path)
+        kept.find(path)
 
 
 def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: Path) -> None:

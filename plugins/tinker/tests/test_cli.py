@@ -15,8 +15,8 @@ import tomli_w
 from attrs import evolve
 from tinker import types
 
-from corerl.errors import ConfigError
-from corerl_tinker.cli import KEY_VARIABLE, key_of, listener, read_config, url_of
+from corerl.errors import ConfigError, UserError
+from corerl_tinker.cli import KEY_VARIABLE, check, key_of, listener, read_config, url_of
 from corerl_tinker.options import ServeOptions
 from plugins.tinker.tests.served import CONFIG, LORA, MODEL
 from tests.machine import paced
@@ -36,6 +36,7 @@ aliases = ["Qwen/Qwen3-8B"]
 port = 0
 """
 KEY = "tml-0123456789abcdef"
+EXAMPLE = str(Path(__file__).parents[3] / "examples" / "serve.toml")
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_engines_hold_several_versions_of_adapters(overrides: list[str], version
 
 
 def test_the_example_is_read() -> None:
-    config, options = read_config(str(Path(__file__).parents[3] / "examples" / "serve.toml"), [])
+    config, options = read_config(EXAMPLE, [])
     assert (config.backend.name, config.roles.actor.ranks, config.lora and config.lora.rank) == ("fsdp", 2, 32)
     assert (options.name, options.directory) == ("small", "runs/served")
 
@@ -76,7 +77,7 @@ def test_the_example_is_read() -> None:
         (TOML, ["serve.address=localhost"], "serve.address: must be an IP address, such as 127.0.0.1 or 0.0.0.0"),
         (TOML, ["serve.key=secret"], "serve.key: must begin with 'tml-', as clients demand"),
         (TOML, ["model.pth=a"], "model.pth: unknown key; did you mean"),
-        ("serve = 3", [], "serve: expected a table, got 3"),
+        ("serve = 3\nbackend.name = 'plain'", [], "serve: expected table, got integer 3"),
         ("[serve", [], "is not valid TOML"),
         ("[backend]\nname = 'plain'", [], "serve.name is empty, and there is no model.path"),
         (
@@ -92,6 +93,20 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, text: str, overrides: list[st
     with pytest.raises(ConfigError) as wrong:
         key_of(read_config(str(path), overrides)[1])
     assert line in wrong.value.message and "\n" not in wrong.value.message and "secret" not in wrong.value.message
+
+
+def test_config_check_says_what_serve_would() -> None:
+    plain = ["backend.name=plain", "roles.actor.ranks=1"]
+    assert check(EXAMPLE, plain) == ()
+    for override, said in (
+        ("serve.port=many", r"serve.port: expected integer, got string 'many' \(override serve.port\)"),
+        ("model.tokenizer=''", "model.tokenizer is empty, and there is no model.path; set it"),
+        ("model.config.head_dim=0", "head_dim"),
+        ("algorithm.aggregation=sequence-mean", "algorithm.aggregation: the losses of this server are plain sums"),
+        ('serve.teachers={a="b"}', r"serve.teachers: with a table \[lora\], ranks hold"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(EXAMPLE, [*plain, override])
 
 
 def test_other_machines_need_a_key_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corerl.errors import WorkerDied
+from corerl.errors import UserError, WorkerDied
 from corerl_tinker.futures import Answer, Futures
 from corerl_tinker.order import GAP_SECONDS, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
@@ -55,7 +55,7 @@ def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing
                 promise = futures.open(str(number), owner="s", size=0)
                 turns.add(number, promise, functools.partial(call, number))
         await asyncio.sleep(0)
-        settled = [number for number in range(1, 9) if (each := futures.get(str(number))) and each.settled.is_set()]
+        settled = [number for number in range(1, 9) if (each := futures.get(str(number))) and each.answer.done()]
         assert settled == executed
         return executed
 
@@ -87,7 +87,7 @@ async def test_a_gap_that_nobody_fills_ends(bench: Bench) -> None:
     bench.now += 2 * GAP_SECONDS  # while nothing waits
     await client.step(model, 3)
     bench.service.sweep()
-    assert not bench.service.futures.get(f"{model}:3").settled.is_set()  # type: ignore[union-attr]
+    assert not bench.service.futures.get(f"{model}:3").answer.done()  # type: ignore[union-attr]
     for _ in range(2):  # the session has heartbeats meanwhile
         bench.now += GAP_SECONDS / 2
         await client.post("get_info", {"model_id": model})
@@ -141,7 +141,7 @@ async def test_what_is_wrong_with_a_request_uses_its_number_up(bench: Bench) -> 
     errors = [(await client.get(f"{model}:{number}")).json().get("error", "") for number in (1, 2, 3, 4)]
     assert errors[0].startswith("adam_params.") and errors[0].endswith("got 'fast'")
     assert errors[1] == "the optimizer 'dimuon' is not served; use AdamParams"
-    assert errors[2].startswith("the name of a checkpoint is '../../etc', wanted") and errors[3] == ""
+    assert "/weights/../../etc', wanted tinker://RUN/weights/NAME" in errors[2] and errors[3] == ""
 
 
 @on_bench()
@@ -198,3 +198,19 @@ async def test_a_fatal_error_reaches_everyone_who_waits_or_comes(bench: Bench) -
         )
     ).json()["error"] == answer["error"]
     assert bench.policy.calls == ["create", "sampler", "pass 1"]
+
+
+@on_bench()
+async def test_an_error_that_ended_the_ranks_is_no_refusal(bench: Bench) -> None:
+    client = bench.client
+    model = await client.model(await client.begin())
+    bench.policy.dies = UserError("the files do not fit the model")
+    errors = []
+    for number, ended in ((1, False), (2, True), (3, True)):
+        bench.policy.ranks_ended = ended
+        errors.append((await client.get((await client.run(model, number)).json()["request_id"])).json())
+    assert errors[0] == {"error": "the files do not fit the model", "category": "user"}
+    what = "the model is lost: the files do not fit the model"
+    lost = f"{what}; restart `corerl serve`, and resume from the last saved state"
+    assert errors[1] == errors[2] == {"error": lost, "category": "server"}
+    assert bench.notices == [lost]

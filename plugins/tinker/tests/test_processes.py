@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from corerl import Engines
 from corerl.config import config_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.requests import Refused
 from corerl_tinker.training import ServedPolicy
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, serving, supervised, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, asked, serving, supervised, train
 
 
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
@@ -34,9 +34,9 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         policy.run(supervised([1, 20, 21, 22]))
         policy.discard()
         losses = train(policy, 2)
-        _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={})
-        assert saved is not None
-        sampler = policy.sampler(saved.path, None)
+        path = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={}).model_path
+        assert path is not None
+        sampler = policy.sampler(path, "")
         run = tmp_path / "a:train:0"
         state, model = str(run / "sampler_weights/two/state"), str(tmp_path / "model")
         words = ["export", state, model, "--config", str(run / "config.toml"), "--merge"]
@@ -45,20 +45,20 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
         exported = logits[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].detach()
         np.testing.assert_allclose(served.logprobs(sampler, [1, 2, 3])[1:], exported, atol=1e-5)
-        wanted = Draw(sampler=sampler, prompt=np.array([1, 7]), max_tokens=6, seed=1, stop_tokens=())
+        wanted = asked(sampler, [1, 7], seed=1)
         drawn = served.draw(wanted)
         losses += train(policy, 2)
         assert served.logprobs(reference, [1, 2, 3]).tobytes() == before.tobytes()
 
         served.new_model("a:train:1", rank=4)
-        policy.load(saved.path, optimizer=True)
+        policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(policy, 2), losses[2:], rtol=1e-6)
-        newest = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata={})[0]
+        newest = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata={})
         assert len(served.draw(evolve(wanted, sampler=newest)).tokens[0]) == 6
         with pytest.raises(Refused, match="are gone: ranks hold version"):
             served.draw(wanted)
         policy.release()
-        again = served.draw(evolve(wanted, sampler=policy.sampler(saved.path, None)))
+        again = served.draw(evolve(wanted, sampler=policy.sampler(path, "")))
         assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
         np.testing.assert_allclose(again.logprobs[0], drawn.logprobs[0], atol=1e-6)
 
@@ -73,7 +73,7 @@ def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tm
     config = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
     with Engines.start(config) as engines:
         served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config), engines)
-        assert [saved.path for run in served.policy.runs() for saved in run.checkpoints] == [path]
+        assert [saved.path for run in served.policy.checkpoints.runs() for saved in run.checkpoints] == [path]
         served.new_model("b:train:0", rank=4)
         served.policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(served.policy, 3), losses[2:], rtol=1e-4)

@@ -7,18 +7,19 @@ import concurrent.futures
 import copy
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 
 from corerl import Engines
 from corerl.errors import EngineFailed, WorkerDied
-from corerl_tinker.requests import Draw, Drawn, Refused
+from corerl_tinker.requests import Draw, Drawn, Refused, Sampler
 from plugins.tinker.tests.served import (
     ADAM,
+    CONFIG,
     MODEL,
     NOTHING,
     PROMPT,
@@ -52,7 +53,7 @@ def served(serving_one: Served) -> Served:
 def test_sampled_tokens_have_the_logprobs_of_the_weights(served: Served) -> None:
     for _ in range(2):
         sampler = publish(served)
-        drawn = served.draw(asked(sampler, samples=3))
+        drawn = served.draw(asked(sampler, num_samples=3))
         assert [len(row) for row in drawn.tokens] == [6, 6, 6] and drawn.stopped == (False, False, False)
         for tokens, logprobs in zip(drawn.tokens, drawn.logprobs, strict=True):
             scored = served.logprobs(sampler, [*PROMPT, *tokens])
@@ -142,7 +143,7 @@ def test_the_copy_that_was_not_used_for_longest_goes(served: Served) -> None:
         served.logprobs(second, PROMPT)
 
 
-def _published_and_trained(served: Served) -> str:
+def _published_and_trained(served: Served) -> Sampler:
     sampler = publish(served)
     train(served.policy, 1)
     return sampler
@@ -198,25 +199,26 @@ def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
 def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     policy = served.policy
     train(policy, 2)
-    _, saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata=NOTHING)
-    assert saved is not None and saved.path == "tinker://a:train:0/sampler_weights/two"
-    of_file = policy.sampler(saved.path, None)
+    saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata=NOTHING)
+    path = saved.model_path
+    assert path == "tinker://a:train:0/sampler_weights/two"
+    of_file = policy.sampler(path, "")
     drawn = served.draw(asked(of_file, seed=4))
     scored = served.logprobs(of_file, PROMPT)
     for _ in range(3):  # its copy goes
         train(policy, 1)
         publish(served)
     with pytest.raises(Refused, match="are not in memory, and the ranks are training a:train:0"):
-        policy.sampler(saved.path, None)
+        policy.sampler(path, "")
     policy.release()
-    later = policy.sampler(saved.path, None)
+    later = policy.sampler(path, "")
     assert served.logprobs(later, PROMPT).tobytes() == scored.tobytes()
     again = served.draw(asked(later, seed=4))
     assert again.tokens[0].tolist() == drawn.tokens[0].tolist()
     assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist()
-    policy.delete(saved.path)
+    policy.checkpoints.delete(path)
     with pytest.raises(Refused, match="was deleted") as refused:
-        policy.sampler(saved.path, None)
+        policy.sampler(path, "")
     assert refused.value.status == 404
 
 
@@ -227,7 +229,9 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         networks.append(copy.deepcopy(served.network))
         train(served.policy, 2)
     for last, number in ((None, 0), (2, 1), (None, 1), (3, 0)):
-        wanted = asked(samplers[number], max_tokens=1, prompt_logprobs=True, prompt_top=4, prompt_last=last)
+        wanted = asked(
+            samplers[number], max_tokens=1, prompt_logprobs=True, topk_prompt_logprobs=4, prompt_logprobs_last_n=last
+        )
         found = served.draw(wanted)
         assert found.prompt_top is not None and found.prompt_logprobs is not None
         tokens, logprobs = found.prompt_top
@@ -240,22 +244,24 @@ def test_likely_tokens_of_prompts_are_those_of_the_samplers_weights(served: Serv
         own = expected.gather(1, torch.tensor(PROMPT[-count:])[:, None])[:, 0]
         np.testing.assert_allclose(found.prompt_logprobs[-count:], own, atol=1e-5)
         assert np.isnan(logprobs[:-count]).all() and np.isnan(found.prompt_logprobs[:-count]).all()
-        scored = served.draw(evolve(wanted, prompt_top=0))  # by the ranks
+        scored = served.draw(
+            asked(samplers[number], max_tokens=1, prompt_logprobs=True, prompt_logprobs_last_n=last)
+        )  # by the ranks
         np.testing.assert_allclose(scored.prompt_logprobs, found.prompt_logprobs, atol=1e-5)
     assert [bool(copied) for copied in pushed] == [False, False, True, True, True]
     with pytest.raises(Refused, match="topk_prompt_logprobs=33, of 32 tokens that there are"):
-        served.draw(asked(samplers[0], prompt_top=33))
+        served.draw(asked(samplers[0], topk_prompt_logprobs=33))
 
 
 def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
     sampler = publish(served)
 
     def tokens(**more: Any) -> list[list[int]]:
-        return [row.tolist() for row in served.draw(asked(sampler, samples=2, **more)).tokens]
+        return [row.tolist() for row in served.draw(asked(sampler, num_samples=2, **more)).tokens]
 
     seeded = tokens(seed=7)
-    assert seeded == tokens(seed=7, key=5) != tokens(seed=8) and seeded[0] != seeded[1]
-    assert tokens(key=1) == tokens(key=1) != tokens(key=2)
+    assert seeded == tokens(seed=7, seq_id=5) != tokens(seed=8) and seeded[0] != seeded[1]
+    assert tokens(seq_id=1) == tokens(seq_id=1) != tokens(seq_id=2)
     first, second = tokens(temperature=0.0)
     assert first == second
     assert [len(row) for row in tokens(max_tokens=None)] == [64 - len(PROMPT)] * 2
@@ -264,28 +270,42 @@ def test_seeds_and_request_numbers_say_what_is_sampled(served: Served) -> None:
 def test_samples_end_at_tokens_and_texts(served: Served) -> None:
     sampler = publish(served)
     whole = served.draw(asked(sampler, seed=7)).tokens[0].tolist()
-    at_token = served.draw(asked(sampler, seed=7, stop_tokens=(whole[2],)))
+    at_token = served.draw(asked(sampler, seed=7, stop=[whole[2]]))
     assert at_token.tokens[0].tolist() == whole[:3] and at_token.stopped == (True,)
     text = served.policy._tokenizer.decode(whole[1:3])
-    at_text = served.draw(asked(sampler, seed=7, stop_texts=(text,), stop_tokens=None))
+    at_text = served.draw(asked(sampler, seed=7, stop=text))
     assert at_text.tokens[0].tolist() == whole[:3] and at_text.stopped == (True,)
     with pytest.raises(Refused, match="stop: '' is an empty text"):
-        served.draw(asked(sampler, stop_texts=("",)))
+        served.draw(asked(sampler, stop=""))
+
+
+def test_stops_are_told_apart(served: Served) -> None:
+    sampler, ends = publish(served), (2,)
+    found = {}
+    for stop in (None, (), (5, 6), "x", ("x", "yz")):
+        params = served.policy._params(asked(sampler, stop=stop))
+        found[stop] = params.stop_tokens, params.stop
+    (x,) = served.policy._tokenizer.encode("x", add_special_tokens=False)
+    assert found == {
+        None: (ends, ()),
+        (): ((), ()),
+        (5, 6): ((5, 6), ()),
+        "x": ((*ends, x), ()),
+        ("x", "yz"): ((*ends, x), ("yz",)),
+    }
 
 
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"sampler": "of an earlier server"}, "there is no sampler of an earlier server"),
-        ({"prompt": np.array([], np.int64)}, "the prompt needs at least one token"),
-        ({"prompt": np.array([1, 32])}, "all below 32"),
-        ({"prompt": np.full(60, 1)}, "a prompt of 60 tokens and 6 more do not fit in the context length 64"),
-        ({"prompt": np.full(64, 1), "max_tokens": None}, "do not fit"),
+        ({"prompt": [1, 32]}, "below 32"),
+        ({"prompt": [1] * 60}, "a prompt of 60 tokens and 6 more do not fit in the context length 64"),
+        ({"prompt": [1] * 64, "max_tokens": None}, "do not fit"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(wrong: Mapping[str, Any], sentence: str, served: Served) -> None:
     with pytest.raises(Refused, match=sentence):
-        served.draw(evolve(asked(publish(served)), **wrong))
+        served.draw(asked(publish(served), **wrong))
 
 
 def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +325,7 @@ def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monke
         return work()
 
     async def all_of_them() -> list[Any]:
-        wanted = [asked(sampler, prompt=np.array(row), max_tokens=1, prompt_logprobs=True) for row in ROWS]
+        wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in ROWS]
         tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
         await asyncio.sleep(0)
         ready.set()
@@ -348,8 +368,7 @@ def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.
 def _as_engines_get(served: Served, wanted: Draw) -> Any:
     from corerl_tinker.sampling import _request
 
-    samplers = served.policy._samplers
-    return _request(wanted, served.policy._params(wanted), samplers._samplers[wanted.sampler])
+    return _request(wanted, served.policy._params(wanted))
 
 
 def test_engines_that_died_get_weights_once_for_all_who_sample(
@@ -408,6 +427,32 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
     served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
     drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), in_turn))
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
+
+
+def test_engines_that_fail_for_good_leave_a_model_that_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path, {"rollout": {**CONFIG["rollout"], "restarts": 0}}) as served:
+        served.new_model("a:train:0")
+        sampler = publish(served)
+        train(served.policy, 1)
+        monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
+        monkeypatch.setattr(served.engines.fleet.processes, "kill", lambda: None)  # threads of this process
+        served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
+        for call in (lambda: publish(served), lambda: served.draw(asked(sampler)), lambda: publish(served)):
+            with pytest.raises(Refused, match="engines do not take the weights: engine-0 was killed by SIG") as failed:
+                call()
+            assert failed.value.category == "server"
+        losses = train(served.policy, 2)
+        path = served.policy.save("one", ttl=None, overwrite=False, user_metadata=NOTHING).path
+        served.new_model("a:train:1")
+        assert train(served.policy, 1)[0] > losses[0] > losses[1]
+        served.policy.load(path, optimizer=True)
+        assert train(served.policy, 1)[0] < losses[1]
+        monkeypatch.setattr(type(served.engines.group.processes), "ended", True)  # then it is the end of the model
+        with pytest.raises(WorkerDied):
+            served.policy._samplers.push()
+        monkeypatch.undo()
 
 
 def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,12 +515,12 @@ def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:
         wanted = asked(sampler, max_tokens=1, prompt_logprobs=True)
         task = asyncio.create_task(served.policy.draw(wanted, never))
         await asyncio.sleep(0)
-        assert sum(map(len, served.policy._samplers._waiting.values())) == 1
+        assert len(served.policy._samplers._prompts) == 1
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(gone())
-    assert not sum(map(len, served.policy._samplers._waiting.values()))
+    assert not len(served.policy._samplers._prompts)
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,9 +123,8 @@ def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Serv
     found = [future.result() for future in [sampler.sample(prompt, 1, params) for prompt in prompts]]
     assert [each.sequences[0].tokens for each in found] == [[number] for number in range(512)]
     assert len({each.sequences[0].sequence_id for each in found}) == 512
-    assert sorted(wanted.key for wanted in served.policy.drawn) == list(range(512))
-    wanted = served.policy.drawn[0]
-    assert (wanted.temperature, wanted.top_k, wanted.top_p, wanted.stop_texts) == (0.5, 3, 0.9, ("a", "b"))
+    assert sorted(wanted.asked.seq_id or 0 for wanted in served.policy.drawn) == list(range(512))
+    assert served.policy.drawn[0].asked.sampling_params == params
 
 
 def test_two_samplers_of_the_same_weights_are_not_confused(client: tinker.ServiceClient, served: Served) -> None:
@@ -134,20 +133,6 @@ def test_two_samplers_of_the_same_weights_are_not_confused(client: tinker.Servic
     params = types.SamplingParams(max_tokens=1)
     found = [sampler.sample(prompt, 1, params).result() for sampler, prompt in zip(samplers, prompts, strict=True)]
     assert [each.sequences[0].tokens for each in found] == [[10], [20]]
-
-
-def test_stops_are_told_apart(client: tinker.ServiceClient, served: Served) -> None:
-    sampler = client.create_sampling_client(base_model=NAME).result()
-    stops: list[list[int] | list[str] | str | None] = [None, [], [5, 6], "x", ["x", "y"]]
-    for stop in stops:
-        sampler.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(stop=stop)).result()
-    assert [(wanted.stop_tokens, wanted.stop_texts) for wanted in served.policy.drawn] == [
-        (None, ()),
-        ((), ()),
-        ((5, 6), ()),
-        (None, ("x",)),
-        (None, ("x", "y")),
-    ]
 
 
 def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.ServiceClient, served: Served) -> None:
@@ -168,7 +153,7 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     training = client.create_lora_training_client(NAME, rank=4, user_metadata={"renderer_name": "role_colon"}).result()
     saved = training.save_state("one", user_metadata={"step": "1"}).result()
     training.save_weights_for_sampler("two", ttl_seconds=3600).result()
-    with pytest.raises(tinker.RequestFailedError, match="choose another name, or overwrite=True"):
+    with pytest.raises(tinker.RequestFailedError, match="give the checkpoint another name, or say overwrite=True"):
         training.save_state("one").result()
     with pytest.warns(FutureWarning, match="create_rest_client"):  # one of its own would stay open
         rest = client.create_rest_client()
@@ -188,9 +173,10 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     info = rest.get_weights_info_by_tinker_path(saved.path).result()
     assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 4)
     rest.set_checkpoint_ttl_from_tinker_path(saved.path, 7200).result()
-    assert served.policy.saved[saved.path][0].expires
+    assert served.policy.checkpoints.find(saved.path)[1].expires
     rest.delete_checkpoint_from_tinker_path(saved.path).result()
-    assert [path.rpartition("/")[2] for path in served.policy.saved] == ["two"]
+    (kept,) = served.policy.checkpoints.run(training.model_id).checkpoints
+    assert kept.path.rpartition("/")[2] == "two"
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         client.create_training_client_from_state(saved.path).result()
     models = rest.get_server_capabilities().result().supported_models

@@ -10,8 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ConfigError
-from corerl_tinker.requests import Draw
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, serving, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, asked, serving, train
 
 ROW = [1, 7, 8, 9, 4]
 TEACHER = "teacher"
@@ -46,7 +45,7 @@ def test_a_teachers_logprobs_are_those_of_transformers(teacher: Path, tmp_path: 
         served.policy.load(path, optimizer=True)  # by other ranks
         np.testing.assert_allclose(served.logprobs(before, ROW)[1:], wanted, atol=1e-5)
         assert served.logprobs(start, ROW).tobytes() == of_start.tobytes()
-        drawn = served.draw(Draw(sampler=sampler, prompt=np.array(ROW), max_tokens=2, stop_tokens=()))
+        drawn = served.draw(asked(sampler, ROW, max_tokens=2))
         scored = served.logprobs(sampler, [*ROW, *drawn.tokens[0]])
         np.testing.assert_allclose(drawn.logprobs[0], scored[len(ROW) :], atol=1e-5)
 

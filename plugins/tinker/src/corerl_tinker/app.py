@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
 from corerl_tinker import wire
-from corerl_tinker.futures import JSON, Answer, answered
+from corerl_tinker.futures import Answer
 from corerl_tinker.requests import Refused
 from corerl_tinker.service import Service
 
@@ -31,16 +31,16 @@ Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
 
 def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette:
     """Answers to whoever has the key, under the names `hosts`, localhost or an IP address."""
-    gate = _Gate(key=key, hosts=hosts)
+    names = {"localhost", *(host.lower() for host in hosts)}
 
     def route(methods: str, path: str, handler: Handler, *, is_json: bool = True) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                gate.check(request)
+                _require_entry(request, key=key, hosts=names)
                 body = await _body(request, most=MOST_JSON if is_json else wire.MOST_BYTES)
                 return _response(await handler(_object(body) if is_json else body, **request.path_params))
             except Refused as refused:
-                return _refusal(refused.sentence, refused.status)
+                return _refusal(refused.message, refused.status)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             except Exception as error:
@@ -54,7 +54,7 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
         path = shorten(request.url.path, 200)
         return _refusal(f"{request.method} {path} is not served here", error.status_code)
 
-    checkpoint = "training_runs/{run}/checkpoints/{checkpoint:path}"
+    run, checkpoint = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
     return Starlette(
         routes=[
             route("GET", "healthz", service.health),
@@ -76,40 +76,32 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
             route("POST", "asample", service.asample),
             route("POST", "retrieve_future", service.retrieve_future),
             route("GET", "training_runs", service.training_runs),
-            route("GET", "training_runs/{run}", service.training_run),
-            route("GET", "training_runs/{run}/checkpoints", service.checkpoints),
+            route("GET", run, service.training_run),
+            route("GET", f"{run}/checkpoints", service.checkpoints),
             route("GET", "checkpoints", service.checkpoints),
             route("POST", "weights_info", service.weights_info),
-            route("PUT", "training_runs/{run}/checkpoints/{checkpoint:path}/ttl", service.expire_checkpoint),
+            route("PUT", f"{checkpoint}/ttl", service.expire_checkpoint),
             route("DELETE", checkpoint, service.delete_checkpoint),
         ],
         exception_handlers={404: lost, 405: lost},
     )
 
 
-class _Gate:
-    """Who may come in."""
-
-    def __init__(self, *, key: str, hosts: Collection[str]) -> None:
-        self._key, self._hosts = key.encode(), {"localhost", *(host.lower() for host in hosts)}
-
-    def check(self, request: Request) -> None:
-        # A web page whose name is made to lead here has that name as host: no such name is an IP address.
-        # Starlette's `request.url` has the server's own name where it does not like the header.
-        try:
-            host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        except ValueError:  # brackets without an address
-            host = ""
-        if host not in self._hosts and not is_ip_address(host):
-            raise Refused(
-                f"this server is not called {shorten(host, 200)!r}; list its names in serve.hosts", status=403
-            )
-        given = request.headers.get("x-api-key", "").encode("latin-1")
-        if not hmac.compare_digest(given, self._key):
-            raise Refused("the key is not the one that this server printed; set TINKER_API_KEY to it", status=401)
+def _require_entry(request: Request, *, key: str, hosts: Collection[str]) -> None:
+    # A web page whose name is made to lead here has that name as host: no such name is an IP address.
+    # Starlette's `request.url` has the server's own name where it does not like the header.
+    try:
+        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    except ValueError:  # brackets without an address
+        host = ""
+    if host not in hosts and not _is_ip_address(host):
+        raise Refused(f"this server is not called {shorten(host, 200)!r}; list its names in serve.hosts", status=403)
+    given = request.headers.get("x-api-key", "").encode("latin-1")
+    if not hmac.compare_digest(given, key.encode()):
+        raise Refused("the key is not the one that this server printed; set TINKER_API_KEY to it", status=401)
 
 
-def is_ip_address(text: str) -> bool:
+def _is_ip_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -119,20 +111,17 @@ def is_ip_address(text: str) -> bool:
 
 async def _body(request: Request, *, most: int) -> bytes:
     """At most `most` bytes, also where they are compressed."""
-    parts, size = [], 0
+    body = bytearray()
     async for part in request.stream():
-        size += len(part)
-        if size > most:
+        body += part
+        if len(body) > most:
             raise Refused(f"the body has more than {most} bytes; send less at once", status=413)
-        parts.append(part)
-    body = b"".join(parts)
-    match request.headers.get("content-encoding", "identity"):
-        case "identity":
-            return body
-        case "zstd":
-            return await asyncio.to_thread(wire.decompressed, body, most=most)
-        case other:
-            raise Refused(f"the body is encoded as {shorten(other, 40)!r}; use zstd, or none", status=415)
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding == "zstd":
+        return await asyncio.to_thread(wire.decompressed, bytes(body), most=most)
+    if encoding != "identity":
+        raise Refused(f"the body is encoded as {shorten(encoding, 40)!r}; use zstd, or none", status=415)
+    return bytes(body)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:
@@ -147,11 +136,10 @@ def _object(body: bytes) -> Mapping[str, Any]:
 
 
 def _response(found: Answer | Mapping[str, Any] | None) -> Response:
-    if found is None:
-        return Response(status_code=204)
-    answer = found if isinstance(found, Answer) else answered(found)
-    return Response(answer.body, media_type=answer.media_type)
+    if isinstance(found, Answer):
+        return Response(found.body, media_type=found.media_type)
+    return Response(status_code=204) if found is None else JSONResponse(found)
 
 
 def _refusal(sentence: str, status: int) -> Response:
-    return Response(json.dumps({"error": sentence, "category": "user"}), status, media_type=JSON)
+    return JSONResponse({"error": sentence, "category": "user"}, status)

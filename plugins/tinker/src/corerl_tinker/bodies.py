@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -11,15 +10,20 @@ import numpy as np
 import pydantic
 from tinker import types as sdk
 
-from corerl.messages import shorten
-from corerl_tinker.checkpoints import NAME
-from corerl_tinker.requests import Adam, Draw, ModelWanted, Refused, Run, Saved
+from corerl.messages import short_repr
+from corerl_tinker.requests import Draw, Refused, Run, Sampler, Saved
 from corerl_tinker.wire import row_of
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKEN = 2**31  # a token is below
 MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
-LONGEST_TTL = 10**9  # seconds, of a checkpoint
+# What samplers are not asked, and what clients do instead.
+UNSERVED = {
+    "topk_sample_logprobs": "ask for topk_prompt_logprobs of the prompt followed by what was sampled",
+    "target_prompt_logprobs": "ask for topk_prompt_logprobs; or, under the weights that are trained, call forward with "
+    "'cross_entropy', these tokens as target_tokens [n, K] and weights of 0, and read logprobs [n, K]",
+    "prompt_alt_tokens_k": "ask for topk_prompt_logprobs; or sample one token after each beginning of the prompt",
+}
 Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 
@@ -33,12 +37,8 @@ def read(cls: type[Request], fields: Fields) -> Request:
     unknown = {str(each["loc"][0]) for each in wrong if each["type"] == "extra_forbidden" and not each["input"]}
     if unknown & fields.keys():
         return read(cls, {name: value for name, value in fields.items() if name not in unknown})
-    where, got = ".".join(map(str, wrong[0]["loc"])), shorten(repr(wrong[0]["input"]), 80)
+    where, got = ".".join(map(str, wrong[0]["loc"])), short_repr(wrong[0]["input"], 80)
     raise Refused(f"{where}: {wrong[0]['msg']}, got {got}")
-
-
-def texts(metadata: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: str(value) for name, value in (metadata or {}).items()}
 
 
 def address(fields: Fields) -> tuple[str, int]:
@@ -49,60 +49,15 @@ def address(fields: Fields) -> tuple[str, int]:
     return model_id, number
 
 
-def checked_name(name: str | None) -> str:
-    if name is None or not re.fullmatch(NAME, name, re.ASCII):
-        raise Refused(
-            f"the name of a checkpoint is {shorten(repr(name), 200)}, wanted 1 to 128 letters, digits, '_', '-' and "
-            "'.', which is not the first"
-        )
-    return name
-
-
-def seconds(ttl: object) -> int | None:
-    """How long a checkpoint is kept; None: forever."""
-    if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
-        return ttl
-    raise Refused(f"ttl_seconds={shorten(repr(ttl), 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
-
-
-def model_of(request: sdk.CreateModelRequest) -> ModelWanted:
-    lora = request.lora_config or sdk.LoraConfig(rank=0)
-    return ModelWanted(
-        base_model=request.base_model,
-        rank=lora.rank or None,
-        seed=lora.seed,
-        train_mlp=lora.train_mlp,
-        train_attn=lora.train_attn,
-        train_unembed=lora.train_unembed,
-        optimizer=request.optimizer_config.type,
-        user_metadata=texts(request.user_metadata),
-    )
-
-
-def adam_of(params: sdk.AdamParams) -> Adam:
-    return Adam(
-        lr=params.learning_rate,
-        beta1=params.beta1,
-        beta2=params.beta2,
-        eps=params.eps,
-        weight_decay=params.weight_decay,
-        clip_norm=params.grad_clip_norm,
-    )
-
-
-def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
+def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
     """What is asked of a sampler; `given` are the sampling parameters as they came."""
-    params, stop = request.sampling_params, request.sampling_params.stop
-    others: dict[str, Any] = {
-        "topk_sample_logprobs": request.topk_sample_logprobs,
-        "target_prompt_logprobs": request.target_prompt_logprobs,
-        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
-    }
-    # The SDK's class ignores what it does not know.
-    others |= {f"sampling_params.{name}": given[name] for name in given.keys() - sdk.SamplingParams.model_fields}
-    for name, value in others.items():
-        if value:
-            raise Refused(f"{name} is not served")
+    params = request.sampling_params
+    for name, instead in UNSERVED.items():
+        if getattr(request, name):
+            raise Refused(f"{name} is not served; {instead}")
+    for name in given.keys() - sdk.SamplingParams.model_fields.keys():  # which the SDK's class ignores
+        if given[name]:
+            raise Refused(f"sampling_params.{name} is not served")
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, sdk.EncodedTextChunk):
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
@@ -110,38 +65,20 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, longest: int) -> Draw:
         prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
     except OverflowError:
         raise Refused("the prompt has a token that is no number of 64 bits") from None
-    listed = [stop] if isinstance(stop, str) else list(stop or ())
     checks = {
         "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
         "top_k": -1 <= params.top_k < MOST_TOKEN,
-        "stop": all(0 <= each < MOST_TOKEN for each in listed if isinstance(each, int)),
+        "stop": all(0 <= each < MOST_TOKEN for each in params.stop or () if isinstance(each, int)),
         "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
         "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
     }
     for name, holds in checks.items():
         if not holds:
             raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-    stop_texts = tuple(each for each in listed if isinstance(each, str))
-    stop_tokens = tuple(each for each in listed if isinstance(each, int))
-    return Draw(
-        sampler=request.sampling_session_id or "",
-        prompt=prompt,
-        samples=request.num_samples,
-        max_tokens=params.max_tokens,
-        seed=params.seed,
-        key=request.seq_id or 0,
-        stop_texts=stop_texts,
-        stop_tokens=None if stop is None or stop_texts else stop_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=max(params.top_k, 0),
-        prompt_logprobs=bool(request.prompt_logprobs),
-        prompt_top=request.topk_prompt_logprobs,
-        prompt_last=request.prompt_logprobs_last_n,
-    )
+    return Draw(sampler=sampler, prompt=prompt, asked=request)
 
 
 def run_fields(run: Run) -> Fields:

@@ -15,21 +15,22 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from attrs import asdict, evolve
 
-from corerl.messages import shorten
+from corerl.messages import short_repr
 from corerl_tinker.requests import ModelMade, Refused, Run, Saved
 
-Kind = Literal["training", "sampler"]
-FOLDERS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
+KINDS: Mapping[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
 NAME = r"[\w-][\w.-]{0,127}"
-PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/(weights|sampler_weights)/{NAME}", re.ASCII)
+PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/({'|'.join(KINDS)})/{NAME}", re.ASCII)
 CHECKPOINT, RUN, CONFIG, STATE = "checkpoint.json", "run.json", "config.toml", "state"
 PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
+LONGEST_TTL = 10**9  # seconds
+Metadata = Mapping[str, Any] | None
 
 
 class Checkpoints:
@@ -40,87 +41,98 @@ class Checkpoints:
         self._directory, self._config = directory, config
         self._changing = threading.RLock()
 
-    def begin(self, run: str, made: ModelMade, user_metadata: Mapping[str, str]) -> None:
+    def begin(self, run: str, made: ModelMade, user_metadata: Metadata) -> None:
         """Remember a model, under whose id its checkpoints will be."""
         place = self._directory / run
         place.mkdir(parents=True, exist_ok=True)
-        _write(place / RUN, {"made": asdict(made), "user_metadata": dict(user_metadata)})
+        _write(place / RUN, {"made": asdict(made), "user_metadata": _texts(user_metadata)})
         (place / CONFIG).write_text(self._config)
 
     def save(
-        self,
-        path: str,
-        write: Callable[[Path], int],
-        *,
-        ttl: float | None,
-        overwrite: bool,
-        user_metadata: Mapping[str, str],
+        self, path: str, write: Callable[[Path], int], *, ttl: object, overwrite: bool, user_metadata: Metadata
     ) -> Saved:
         """Publish what `write` puts into a directory; it returns the bytes. Raises Refused if there is a checkpoint of
         that path, unless `overwrite`."""
-        place, kind = self._place(path)
-        if not overwrite and self._read(path) is not None:
+        place, lifetime = self._place(path), _seconds(ttl)
+        if not overwrite and self._read(place) is not None:
             raise Refused(f"{path} exists; give the checkpoint another name, or say overwrite=True")
         partial = place.with_name(PARTIAL + place.name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        size = write(partial / STATE)
-        now = time.time()
-        expires = None if ttl is None else now + ttl
-        saved = Saved(path=path, kind=kind, bytes=size, created=now, expires=expires, user_metadata=dict(user_metadata))
+        size, now = write(partial / STATE), time.time()
+        saved = Saved(
+            path=path,
+            kind=KINDS[place.parent.name],
+            bytes=size,
+            created=now,
+            expires=now + lifetime if lifetime else None,
+            user_metadata=_texts(user_metadata),
+        )
         _write(partial / CHECKPOINT, asdict(saved))
         with self._changing:
-            aside = _aside(place)
-            if place.exists():
-                os.replace(place, aside)
+            aside = _moved_aside(place)
             os.replace(partial, place)
             (place.parent.parent / RUN).touch()
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
-    def get(self, path: str) -> Saved:
-        """Raises Refused, with status 404, if there is none."""
-        saved = self._read(path)
+    def find(self, path: object) -> tuple[Run, Saved]:
+        """A checkpoint, and the model that it is of. Raises Refused, with status 404, if there is none."""
+        place = self._place(path)
+        saved = self._read(place)
+        run = self.run(place.parent.parent.name)
         if saved is None:
             raise Refused(
-                f"there is no checkpoint {path}; it was never saved here, was deleted, or expired", status=404
+                f"there is no checkpoint {path!r}; it was never saved here, was deleted, or expired", status=404
             )
-        return saved
+        return run, saved
 
     def state_of(self, path: str) -> Path:
-        """What ranks go on from. Raises Refused as `get` does."""
-        self.get(path)
-        place, _ = self._place(path)
-        return place / STATE
+        """What ranks go on from. Raises Refused as `find` does."""
+        self.find(path)
+        return (self._place(path) / STATE).absolute()
+
+    def run(self, name: str) -> Run:
+        """Raises Refused, with status 404, if there is none."""
+        run = self._run(self._directory / name) if PATH.fullmatch(f"tinker://{name}/weights/x") else None
+        if run is None:
+            raise Refused(
+                f"training run {short_repr(name, 200)} has no checkpoint here, and is not trained now", status=404
+            )
+        return run
 
     def runs(self) -> list[Run]:
         """Every model that has a directory, those used last at the end."""
-        places = [each for each in self._directory.iterdir() if each.is_dir()] if self._directory.is_dir() else []
-        found = [run for each in places if (run := self._run(each)) is not None]
-        return sorted(found, key=lambda run: run.used)
+        places = self._directory.iterdir() if self._directory.is_dir() else ()
+        return sorted(filter(None, map(self._run, places)), key=lambda run: run.used)
 
     def delete(self, path: str) -> None:
-        """Raises Refused as `get` does."""
+        """Raises Refused as `find` does."""
         with self._changing:
-            self.get(path)
-            self._remove(self._place(path)[0])
+            self.find(path)
+            _remove(self._place(path))
 
-    def expire(self, path: str, *, ttl: float | None) -> None:
-        """Raises Refused as `get` does."""
+    def expire(self, path: str, *, ttl: object) -> None:
+        """Delete a checkpoint `ttl` seconds from now; None: never. Raises Refused as `find` does."""
+        lifetime = _seconds(ttl)
         with self._changing:
-            saved = evolve(self.get(path), expires=None if ttl is None else time.time() + ttl)
-            _write(self._place(path)[0] / CHECKPOINT, asdict(saved))
+            _, saved = self.find(path)
+            saved = evolve(saved, expires=time.time() + lifetime if lifetime else None)
+            _write(self._place(path) / CHECKPOINT, asdict(saved))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _place(self, path: str) -> tuple[Path, Kind]:
-        _, _, run, folder, name = checked_path(path).split("/")
-        kind: Kind = "training" if folder == FOLDERS["training"] else "sampler"
-        return self._directory / run / folder / name, kind
+    def _place(self, path: object) -> Path:
+        if not isinstance(path, str) or not PATH.fullmatch(path):
+            raise Refused(
+                f"the path of a checkpoint is {short_repr(path, 200)}, wanted tinker://RUN/weights/NAME or "
+                "tinker://RUN/sampler_weights/NAME, where NAME has 1 to 128 letters, digits, '_', '-' and '.', which "
+                "is not the first"
+            )
+        return self._directory / path.removeprefix("tinker://")
 
-    def _read(self, path: str) -> Saved | None:
-        """What is at this path; None if nothing is. What has expired goes."""
-        place, _ = self._place(path)
+    def _read(self, place: Path) -> Saved | None:
+        """The checkpoint of this directory; None if there is none. What has expired goes."""
         with self._changing:
             try:
                 saved = Saved(**json.loads((place / CHECKPOINT).read_text()))
@@ -128,7 +140,7 @@ class Checkpoints:
                 return None  # also what is no longer readable, or of a later version
             if saved.expires is None or time.time() < saved.expires:
                 return saved
-            self._remove(place)
+            _remove(place)
             return None
 
     def _run(self, place: Path) -> Run | None:
@@ -138,41 +150,44 @@ class Checkpoints:
             made = ModelMade(**content["made"])
         except (OSError, ValueError, TypeError, KeyError):
             return None  # none of ours
-        paths = [
-            f"tinker://{place.name}/{folder}/{each.name}"
-            for folder in FOLDERS.values()
-            for each in (place / folder).glob("[!.]*")
-        ]
-        saved = [one for path in paths if PATH.fullmatch(path) and (one := self._read(path)) is not None]
         return Run(
             id=place.name,
             made=made,
             used=used,
             user_metadata=content.get("user_metadata", {}),
-            checkpoints=tuple(sorted(saved, key=lambda one: one.created)),
+            checkpoints=tuple(sorted(self._checkpoints(place), key=lambda saved: saved.created)),
         )
 
-    def _remove(self, place: Path) -> None:
-        """Out of sight first, at once, so that nobody sees half of it."""
-        aside = _aside(place)
-        os.replace(place, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    def _checkpoints(self, run: Path) -> Iterator[Saved]:
+        for folder in KINDS:
+            for place in (run / folder).glob("[!.]*"):
+                if (saved := self._read(place)) is not None:
+                    yield saved
 
 
-def checked_path(path: object) -> str:
-    if not isinstance(path, str) or not PATH.fullmatch(path):
-        raise Refused(
-            f"the path of a checkpoint is {shorten(repr(path), 200)}, wanted tinker://RUN/weights/NAME or "
-            "tinker://RUN/sampler_weights/NAME"
-        )
-    return path
+def _remove(place: Path) -> None:
+    """Out of sight first, at once, so that nobody sees half of it."""
+    shutil.rmtree(_moved_aside(place), ignore_errors=True)
 
 
-def _aside(place: Path) -> Path:
-    """Where what is at `place` is moved to."""
+def _moved_aside(place: Path) -> Path:
+    """Where what was at `place` is now, if there was anything."""
     aside = place.with_name(REPLACED + place.name)
     shutil.rmtree(aside, ignore_errors=True)  # what an earlier server left
+    if place.exists():
+        os.replace(place, aside)
     return aside
+
+
+def _seconds(ttl: object) -> int | None:
+    """How long a checkpoint is kept; None: forever."""
+    if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
+        return ttl
+    raise Refused(f"ttl_seconds={short_repr(ttl, 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
+
+
+def _texts(metadata: Metadata) -> dict[str, str]:
+    return {name: str(value) for name, value in (metadata or {}).items()}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

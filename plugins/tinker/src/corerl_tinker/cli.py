@@ -10,20 +10,18 @@ import os
 import secrets
 import signal
 import socket
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import evolve
 
-from corerl.config import Config, config_of, load_config, structure
+from corerl.algorithms import ACTOR
+from corerl.config import Config, load_with_table
 from corerl.errors import ConfigError
-from corerl.messages import note, short_repr
+from corerl.messages import note
 from corerl_tinker.options import KEY_START, ServeOptions, check_key, is_loopback
 
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
-TABLE = "serve"
 WAITING = 2048  # connections that may wait: a client sends a batch's requests at the same moment
 VERSIONS = 4  # of adapters that engines hold, unless the config says: the policy, an opponent, and those before
 
@@ -62,23 +60,21 @@ def run(args: argparse.Namespace) -> int:
 # ---- before anything starts ------------------------------------------------------------------------------------------
 
 
+def check(file: str, overrides: Sequence[str]) -> Sequence[str]:
+    """What `corerl config check` says of a file that has the table `[serve]`. Raises UserError as `corerl serve` would
+    before it starts anything."""
+    from corerl.plan import plan_group
+    from corerl_tinker.training import require_servable
+
+    config, options = read_config(file, overrides)
+    plan = plan_group(config, ACTOR, resume="", engines_in=Path.cwd())
+    require_servable(options, lora=config.lora, objective=plan.role.objective)
+    return plan.notices
+
+
 def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptions]:
     """What ranks and engines are, and how they are served. Raises ConfigError with one line for each problem."""
-    try:
-        data = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError):
-        return load_config(file), ServeOptions()  # which raises what is wrong, and what to do
-    served: Any = data.pop(TABLE, {})
-    if not isinstance(served, dict):
-        raise ConfigError(f"{TABLE}: expected a table, got {short_repr(served)}")
-    others = []
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        if equals and name.startswith(f"{TABLE}."):
-            served[name.removeprefix(f"{TABLE}.")] = _toml(value)
-        else:
-            others.append(text)
-    config, options = config_of(data, others), structure(served, ServeOptions, path=TABLE)
+    config, options = load_with_table(file, overrides, table="serve", options=ServeOptions)
     name = options.name or config.model.path
     if not name:
         raise ConfigError("serve.name is empty, and there is no model.path; set it to what clients call the model")
@@ -90,14 +86,6 @@ def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptio
     if config.weights.lora == "adapter" and config.weights.versions == 1:
         config = evolve(config, weights=evolve(config.weights, versions=VERSIONS))
     return config, evolve(options, name=name)
-
-
-def _toml(value: str) -> Any:
-    """As in other overrides, what is not valid TOML is a text."""
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return value
 
 
 def key_of(options: ServeOptions) -> str:

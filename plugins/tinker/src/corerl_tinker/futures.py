@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from corerl.errors import UserError
 from corerl.messages import message_of
 from corerl_tinker.requests import Category, Refused
 
@@ -44,9 +45,9 @@ def answer_of(work: asyncio.Future[Answer]) -> Answer:
         case None:
             return work.result()
         case Refused() as refused:
-            return failure(refused.sentence, "user")
+            return failure(refused.message, refused.category)
         case error:
-            return failure(message_of(error), "server")
+            return failure(message_of(error), "user" if isinstance(error, UserError) else "server")
 
 
 class Promise:
@@ -55,8 +56,7 @@ class Promise:
     def __init__(self, name: str, *, owner: str, size: int) -> None:
         self.name, self.owner = name, owner
         self.size = max(size, LEAST_BYTES)  # of the request, then of the answer
-        self.answer: Answer | None = None
-        self.settled = asyncio.Event()
+        self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[Answer] | None = None  # of which the answer will come
 
 
@@ -75,7 +75,7 @@ class Futures:
     def get(self, name: str) -> Promise | None:
         return self._promises.get(name)
 
-    def open(self, name: str, *, owner: str, size: int, urgent: bool = False) -> Promise:
+    def open(self, name: str, *, owner: str, size: int = 0, urgent: bool = False) -> Promise:
         """Promise an answer. Raises Refused, with the status for which clients wait and repeat the request, if there is
         no memory for what it holds; one that others wait for is `urgent` and never refused."""
         if not urgent and self.bytes + size > self._most:
@@ -97,23 +97,21 @@ class Futures:
 
     def settle(self, promise: Promise, answer: Answer) -> None:
         """The first answer counts."""
-        if promise.answer is None:
+        if not promise.answer.done():
             size = max(len(answer.body), LEAST_BYTES)
             self.bytes += size - promise.size
-            promise.size, promise.answer = size, answer
-            promise.settled.set()
+            promise.size = size
+            promise.answer.set_result(answer)
             if promise.work is not None:
                 promise.work.cancel()
 
     async def wait(self, promise: Promise, seconds: float) -> Answer | None:
         """The answer, or None if it is not there after `seconds`."""
-        try:
-            await asyncio.wait_for(promise.settled.wait(), seconds)
-        except TimeoutError:
+        if not (await asyncio.wait([promise.answer], timeout=seconds))[0]:
             return None
         if promise.name in self._promises:
             self._fetched.setdefault(promise.name, self._clock())
-        return promise.answer
+        return promise.answer.result()
 
     def forget(self, *, seconds: float = KEPT_SECONDS) -> None:
         """Forget what was fetched at least so long ago."""

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from attrs import field, frozen
+from torch import Tensor
 
 from corerl import LossSpec, SampleBatch
 from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
 from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
 from corerl_tinker.requests import Datum, Pass, Refused
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
@@ -138,7 +137,6 @@ class Rows:
 
     samples: SampleBatch
     loss: LossSpec
-    function: Callable[..., LossResult]
     known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
     shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
 
@@ -151,27 +149,22 @@ class Rows:
 
     def value(self, logprobs: FloatArray) -> float:
         """The loss, from the log-probs [N]."""
-        import torch  # slow to import, and only passes without gradients need it
-
         columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
         columns["weights"] = columns["loss_mask"].float()
         bounds = torch.from_numpy(self.samples.offsets)
         inputs = LossInputs(logprobs=torch.from_numpy(logprobs).float(), columns=columns, bounds=bounds)
-        return float(self.function(inputs, **self.loss.params).loss)
+        return float(resolve_loss(self.loss)(inputs).loss)
 
 
-# A token whose gradient is not finite, so that no step is taken with it.
-INFINITE = Rows(
-    samples=SampleBatch(
+# A token whose gradient is not finite, so that no step is taken with it, and its loss.
+INFINITE = (
+    SampleBatch(
         tokens=np.zeros(2, np.int64),
         offsets=np.array([0, 2]),
         columns={"loss_mask": np.array([False, True]), "token_weights": np.array([0.0, np.inf], np.float32)},
         row_columns={"group": np.zeros(1, np.int64)},
     ),
-    loss=LossSpec(name=f"{__name__}:cross_entropy"),
-    function=cross_entropy,
-    known=np.array([[False], [True]]),
-    shapes=((1,),),
+    LossSpec(name=f"{__name__}:cross_entropy"),
 )
 
 
@@ -181,32 +174,29 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
         raise Refused(f"loss_fn={wanted.loss!r} is not served: {ELSEWHERE[wanted.loss]}")
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
-    if not wanted.datums:
-        raise Refused("the pass has no data; send at least one datum")
     named = LOSSES[wanted.loss]
     settings = _settings(wanted, named)
-    parts = []
+    tokens, columns = [], []
     for number, datum in enumerate(wanted.datums):
         try:
-            parts.append(_row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss))
+            row = _row(datum, named, settings, vocabulary=vocabulary, longest=longest, loss=wanted.loss)
         except Refused as error:
-            raise Refused(f"datum {number}: {error.sentence}") from None
-    tokens, columns = zip(*parts, strict=True)
+            raise Refused(f"datum {number}: {error.message}") from None
+        tokens.append(row[0])
+        columns.append(row[1])
     together = {name: _together([each[name] for each in columns]) for name in columns[0]}
     samples = SampleBatch(
         tokens=np.concatenate(tokens),
         offsets=offsets_of([len(row) for row in tokens]),
-        row_columns={"group": np.arange(len(parts))},
+        row_columns={"group": np.arange(len(tokens))},
     )
-    known = together.pop(KNOWN)
-    targets = together.pop(TARGETS)
+    known, targets = together.pop(KNOWN), together.pop(TARGETS)
     if targets.ndim > 1 or (known & (targets != samples.tokens)).any():
         together[GIVEN] = targets
-    params = {name: value for name, value in settings.items() if name not in (LOW, HIGH)}
+    params = {name: value for name, value in settings.items() if name not in named.bounds}
     return Rows(
         samples=samples.with_columns(**together),
         loss=LossSpec(name=f"{__name__}:{wanted.loss}", params=params),
-        function=named.function,
         known=known.reshape(len(known), -1),
         shapes=tuple(datum.inputs[TARGETS].shape for datum in wanted.datums),
     )
@@ -214,12 +204,11 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
 
 def _together(parts: Sequence[Array]) -> Array:
     """[N] or [N, K] of rows [n] or [n, k], the most that one has; [N] if that is 1. 0 is what others lack."""
-    most = max(part[:1].size for part in parts)
-    found = np.zeros((sum(map(len, parts)), most), parts[0].dtype)
-    start = 0
-    for part in parts:
-        found[start : start + len(part), : part[:1].size] = part.reshape(len(part), -1)
-        start += len(part)
+    rows = [part.reshape(len(part), -1) for part in parts]
+    most = max(row.shape[1] for row in rows)
+    if any(row.shape[1] < most for row in rows):
+        rows = [np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows]
+    found = np.concatenate(rows)
     return found if most > 1 else found[:, 0]
 
 
@@ -241,8 +230,6 @@ def _row(
 ) -> tuple[IntArray, dict[str, Array]]:
     """The tokens [n + 1], and the columns, of which KNOWN says where TARGETS are ids."""
     count = len(datum.tokens)
-    if not count:
-        raise Refused("it has no tokens")
     if longest and count + 1 > longest:
         raise Refused(f"{count} tokens and a last target are more than the context length {longest}; shorten it")
     if (outside := (datum.tokens < 0) | (datum.tokens >= vocabulary)).any():

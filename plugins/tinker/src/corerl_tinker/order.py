@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, UserError
 from corerl.messages import message_of
 from corerl.rollout import EventLoop
 from corerl_tinker.futures import Answer, Futures, Promise, failure
@@ -21,15 +21,14 @@ T = TypeVar("T")
 GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
 
 
-class ModelLost(CorerlError):
-    """Nothing is computed any more."""
-
-
 class Order:
     """The queue of the group's thread, which is the one that waits in `EventLoop.run`."""
 
-    def __init__(self, loop: EventLoop, futures: Futures, *, notify: Callable[[str], None]) -> None:
-        self._loop, self._futures, self._notify = loop, futures, notify
+    def __init__(
+        self, loop: EventLoop, futures: Futures, *, ended: Callable[[], bool], notify: Callable[[str], None]
+    ) -> None:
+        """`ended`: whether the ranks have ended, so that nothing more can be computed."""
+        self._loop, self._futures, self._ended, self._notify = loop, futures, ended, notify
         self._calls: asyncio.Queue[tuple[Callable[[], Any], asyncio.Future[Any]]] = asyncio.Queue()
         self.lost = ""  # why nothing is computed any more; empty: all is well
 
@@ -37,11 +36,13 @@ class Order:
         """Execute `call` after all that was begun before, unless the future is cancelled by then."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         done.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
-        if self.lost:
-            done.set_exception(ModelLost(self.lost))
-        else:
-            self._calls.put_nowait((call, done))
+        self._calls.put_nowait((call, done))
         return done
+
+    def require(self) -> None:
+        """Raise Refused if nothing is computed any more."""
+        if self.lost:
+            raise Refused(self.lost, category="server")
 
     async def work(self) -> None:
         """Execute what is begun, until this task is cancelled."""
@@ -50,16 +51,19 @@ class Order:
             if done.done():
                 continue
             try:
-                found = await self._loop.in_caller(call)
-            except Exception as error:
-                lost = error if isinstance(error, Refused) else self._lose(error)
-                if not done.done():
-                    done.set_exception(lost)
+                self.require()
+                found, error = await self._loop.in_caller(call), None
+            except Exception as fault:
+                alone = isinstance(fault, UserError) and (self.lost or not self._ended())
+                found, error = None, fault if alone else self._lose(fault)
+            if done.done():
+                continue
+            if error is None:
+                done.set_result(found)
             else:
-                if not done.done():
-                    done.set_result(found)
+                done.set_exception(error)
 
-    def _lose(self, error: Exception) -> ModelLost:
+    def _lose(self, error: Exception) -> Refused:
         """The ranks are in an unknown state, or gone: all that wait, and all that come, get their error."""
         if not isinstance(error, CorerlError):
             traceback.print_exception(error)  # a fault of the server's own
@@ -67,13 +71,8 @@ class Order:
             f"the model is lost: {message_of(error)}; restart `corerl serve`, and resume from the last saved state"
         )
         self._notify(self.lost)
-        lost = ModelLost(self.lost)
         self._futures.fail_all(failure(self.lost, "server"))
-        while not self._calls.empty():
-            _, done = self._calls.get_nowait()
-            if not done.done():
-                done.set_exception(lost)
-        return lost
+        return Refused(self.lost, category="server")
 
 
 class Turns:

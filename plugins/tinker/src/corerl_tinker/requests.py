@@ -1,13 +1,15 @@
 """What clients ask for, once it is read and checked, and what they are answered: plain data between the wire and the
-policy."""
+model that is served."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal, Protocol, TypeAlias, TypeVar
 
-from attrs import field, frozen
+from attrs import define, field, frozen
+from tinker.types import SampleRequest
 
+from corerl.errors import UserError
 from corerl.types import Array, FloatArray, IntArray
 
 T = TypeVar("T")
@@ -15,13 +17,13 @@ T = TypeVar("T")
 Category: TypeAlias = Literal["user", "server"]
 
 
-class Refused(Exception):
-    """A request that is not served; `sentence` says why, and what to do. Clients repeat what fails with 5xx, 408, 409
-    or 429 for minutes without a word, so that everything else has a status of 4xx."""
+class Refused(UserError):
+    """A request that has no result, for which nothing else ends; the message says why, and what to do. Clients repeat
+    what fails with 5xx, 408, 409 or 429 for minutes without a word, so that everything else has a status of 4xx."""
 
-    def __init__(self, sentence: str, *, status: int = 400) -> None:
-        super().__init__(sentence)
-        self.sentence, self.status = sentence, status
+    def __init__(self, message: str, *, status: int = 400, category: Category = "user") -> None:
+        super().__init__(message)
+        self.status, self.category = status, category
 
 
 @frozen(kw_only=True)
@@ -51,32 +53,6 @@ class PassDone:
 
 
 @frozen(kw_only=True)
-class Adam:
-    """The settings of one optimizer step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    clip_norm: float  # 0: gradients are not clipped
-
-
-@frozen(kw_only=True)
-class ModelWanted:
-    """A model that a session creates."""
-
-    base_model: str
-    rank: int | None  # of its adapters; None: not said
-    seed: int | None = None
-    train_mlp: bool = True
-    train_attn: bool = True
-    train_unembed: bool = True
-    optimizer: str = "adamw"
-    user_metadata: Mapping[str, str] = field(factory=dict)
-
-
-@frozen(kw_only=True)
 class ModelMade:
     """A trained model as clients are told of it."""
 
@@ -85,24 +61,24 @@ class ModelMade:
     rank: int | None  # None: all weights are trained
 
 
+@define(kw_only=True, eq=False)
+class Sampler:
+    """What a client samples from."""
+
+    number: int  # the same each time a client does the same
+    weights: int | None  # their number; None: those that were published last, while this model is trained
+    name: str  # for messages
+    base_model: str
+    model_path: str | None = None  # of a checkpoint
+
+
 @frozen(kw_only=True)
 class Draw:
     """A request for samples of one prompt."""
 
-    sampler: str  # id of a sampler, as `Trainer.save_for_sampler` and `Trainer.sampler` give it
+    sampler: Sampler
     prompt: IntArray  # [n]
-    samples: int = 1
-    max_tokens: int | None = None  # None: as many as fit
-    seed: int | None = None
-    key: int = 0  # number of the request of its sampler, from which noise follows if there is no seed
-    stop_texts: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] | None = None  # None: the model's own end tokens; (): none
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    prompt_logprobs: bool = False
-    prompt_top: int = 0  # of so many of the likeliest tokens at each place of the prompt
-    prompt_last: int | None = None  # tokens of the prompt for which this is asked; None: all
+    asked: SampleRequest  # in the ranges that `draw_of` knows
 
 
 @frozen(kw_only=True)
@@ -144,48 +120,3 @@ class InTurn(Protocol):
     """Awaits what `work` returns in the thread of the group, between two requests of the model."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
-
-
-class Policy(Protocol):
-    """The trained model and what samples from it. One thread calls what is above `draw`, in the order of the client's
-    numbers. Each raises `Refused` for what the client should do otherwise; any other error is fatal."""
-
-    def create(self, wanted: ModelWanted, *, model_id: str) -> ModelMade:
-        """Begin with a new model in the place of the one before, which goes on if this one is refused."""
-
-    def release(self) -> None:
-        """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""
-
-    def run(self, wanted: Pass) -> PassDone: ...
-
-    def discard(self) -> None:
-        """Drop the gradients that no step has taken: a part of them was refused."""
-
-    def step(self, settings: Adam) -> Mapping[str, float]:
-        """Metrics of the step, such as the gradient norm."""
-
-    def save(self, name: str, *, ttl: float | None, overwrite: bool, user_metadata: Mapping[str, str]) -> Saved: ...
-
-    def load(self, path: str, *, optimizer: bool) -> None:
-        """Into the model that was created, with the moments of a training checkpoint or without."""
-
-    def save_for_sampler(
-        self, name: str | None, *, ttl: float | None, inflight: bool, user_metadata: Mapping[str, str]
-    ) -> tuple[str, Saved | None]:
-        """The id of a new sampler of the weights as they are, and the checkpoint if it has a name."""
-
-    def sampler(self, model_path: str | None, base_model: str | None) -> str:
-        """The id of a new sampler of a saved checkpoint, or of a base model."""
-
-    def draw(self, wanted: Draw, in_turn: InTurn) -> Coroutine[Any, Any, Drawn]:
-        """A coroutine of the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its
-        turn."""
-
-    # Of files alone, so that any thread may call them while the group computes.
-
-    def runs(self) -> Sequence[Run]: ...
-
-    def delete(self, path: str) -> None: ...
-
-    def expire(self, path: str, *, ttl: float | None) -> None:
-        """Delete a checkpoint `ttl` seconds from now; None: never."""

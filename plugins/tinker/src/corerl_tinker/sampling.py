@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import secrets
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from attrs import define, evolve
 
 from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
-from corerl.errors import EngineFailed, VersionGone
+from corerl.errors import CorerlError, EngineFailed, VersionGone
 from corerl.ops import hash_key
 from corerl.types import FloatArray, IntArray, offsets_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, Refused
+from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
@@ -32,30 +35,51 @@ ATTEMPTS = 3  # to sample a row whose engines die or are replaced meanwhile; a r
 Samples = concurrent.futures.Future[Generation]
 
 
-@define(kw_only=True, eq=False)
-class Sampler:
-    """What a client samples from."""
-
-    number: int  # of the sampler, the same each time a client does the same
-    weights: int | None  # their number; None: those that were published last, while this model is trained
-    name: str  # for messages
-
-
 @define(eq=False)
-class _Prompt:
-    """A prompt that waits for its log-probs [n]."""
-
-    tokens: IntArray
-    logprobs: FloatArray | None = None
-
-
-@define(eq=False)
-class _Asked:
-    """Samples that wait for engines to hold their weights."""
+class _Waiting(Generic[A, R]):
+    """Something that a client has asked of a sampler."""
 
     sampler: Sampler
-    request: GenerateRequest
-    begun: Samples | None = None
+    asked: A
+    answer: R | None = None
+
+
+class _Together(Generic[A, R]):
+    """What is asked of the same weights, answered in one turn of the group's thread with all that waits by then."""
+
+    def __init__(
+        self,
+        prepare: Callable[[int, Sampler], str],
+        answer: Callable[[str, Sequence[_Waiting[A, R]]], Sequence[R | None]],
+    ) -> None:
+        """What is asked during `prepare`, too, is answered with what that returns."""
+        self._prepare, self._answer = prepare, answer
+        self._changing = threading.Lock()
+        self._waiting: dict[int, list[_Waiting[A, R]]] = {}  # by weights
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    async def ask(self, weights: int, sampler: Sampler, asked: A, in_turn: InTurn) -> R | None:
+        mine = _Waiting[A, R](sampler, asked)
+        with self._changing:
+            self._waiting.setdefault(weights, []).append(mine)
+
+        def answer() -> R | None:
+            if mine.answer is None:
+                prepared = self._prepare(weights, sampler)
+                with self._changing:
+                    waiting = self._waiting.pop(weights, [mine])
+                for each, found in zip(waiting, self._answer(prepared, waiting), strict=True):
+                    each.answer = found
+            return mine.answer
+
+        try:
+            return await in_turn(answer)
+        finally:
+            with self._changing:
+                if mine in (left := self._waiting.get(weights, [])):  # refused, or whoever asked has gone
+                    left.remove(mine)
 
 
 class Samplers:
@@ -69,7 +93,8 @@ class Samplers:
         self._sources = {START: "", **teachers}  # of copies that ranks load again, should they have restarted
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
-        self._samplers: dict[str, Sampler] = {}
+        self._added = 0  # samplers, so far
+        self._inflight: weakref.WeakSet[Sampler] = weakref.WeakSet()  # of the model that is trained
         self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
         # What follows is changed by the thread of the group and read by those who sample.
         self._changing = threading.Condition()
@@ -79,8 +104,8 @@ class Samplers:
         self._published = START  # the number of the weights that were pushed last as they were, and not from a copy
         self._going: tuple[int, ...] = ()  # versions that engines are about to lose, from which no sample begins
         self._in_flight: Counter[int] = Counter()  # samples by version
-        self._waiting: dict[int, list[_Prompt]] = {}  # by weights
-        self._asked: dict[int | None, list[_Asked]] = {}  # by weights
+        self._prompts = _Together[IntArray, FloatArray](self._passed_with, self._scores)
+        self._requests = _Together[GenerateRequest, Samples](self._sampled_from, self._begin_all)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -138,11 +163,24 @@ class Samplers:
         if number not in self._held:
             copy = "" if sampler is None or number == self.now else self._copy(number, sampler)
             with self._losing(self._least_used()) as forget:
-                version = self._engines.push(weights=copy, forget=next(iter(forget), None))
+                version = self._push(copy, next(iter(forget), None))
                 with self._changing:
                     self._numbers = {**{each: held for held, each in self._held.items()}, version: number}
         if number == self.now:
             self._published = number
+
+    def _push(self, copy: str, forget: int | None) -> int:
+        """Raises Refused where engines have failed for good, and ranks have not: only sampling has come to its end."""
+        try:
+            return self._engines.push(weights=copy, forget=forget)
+        except CorerlError as error:
+            if self._engines.group.processes.ended:
+                raise
+            raise Refused(
+                f"engines do not take the weights: {error.message}; the model can still be trained and saved, and is "
+                "sampled from once `corerl serve` has been restarted",
+                category="server",
+            ) from error
 
     def _least_used(self) -> tuple[int, ...]:
         """The version in whose place another one comes, if one has to go: rather one without samples in flight."""
@@ -179,41 +217,41 @@ class Samplers:
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
-    def add(self, number: int | None, name: str) -> str:
-        """The id of a new sampler of these weights."""
-        key = secrets.token_hex(8)  # in no other server's life, or a client of that would get other weights
-        self._samplers[key] = Sampler(number=len(self._samplers), weights=number, name=name)
-        return key
+    def add(self, weights: int | None, name: str, *, base_model: str, model_path: str | None) -> Sampler:
+        """A new sampler of these weights."""
+        sampler = Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
+        self._added += 1
+        if weights is None:
+            self._inflight.add(sampler)
+        return sampler
 
     def model_ends(self) -> None:
         """Inflight samplers stay at what their model has published last: others are published from now on."""
-        for each in self._samplers.values():
-            if each.weights is None:
-                each.weights = self._published
+        for each in self._inflight:
+            each.weights = self._published
+        self._inflight.clear()
 
     async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
-        sampler = self._samplers.get(wanted.sampler)
-        if sampler is None:
-            raise Refused(f"there is no sampler {wanted.sampler}; the server may have started again since", status=404)
+        sampler, asked, length = wanted.sampler, wanted.asked, len(wanted.prompt)
+        last = length if asked.prompt_logprobs_last_n is None else asked.prompt_logprobs_last_n
         scores = None
-        if wanted.prompt_top:  # from the engines, and then all of the prompt's log-probs in this answer are
-            last = len(wanted.prompt) if wanted.prompt_last is None else wanted.prompt_last
-            params = evolve(params, scored=last, scored_top=wanted.prompt_top)
-        elif wanted.prompt_logprobs:
-            scores = await self._scored(sampler, wanted.prompt, in_turn)
-            if wanted.prompt_last is not None:
-                scores[: len(scores) - wanted.prompt_last] = np.nan
-        request = _request(wanted, params, sampler)
+        if asked.topk_prompt_logprobs:  # from the engines, and then all of the prompt's log-probs in this answer are
+            params = evolve(params, scored=last, scored_top=asked.topk_prompt_logprobs)
+        elif asked.prompt_logprobs:
+            scores = await self._prompts.ask(self._number(sampler), sampler, wanted.prompt, in_turn)
+            assert scores is not None
+            scores[: length - last] = np.nan
+        request = _request(wanted, params)
         if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
-            found = await self._sampled(_Asked(sampler, request), in_turn)
+            found = await self._sampled(sampler, request, in_turn)
         parts, top = found.offsets[1:-1], None
         if found.scores is not None:
-            first = found.scores.part(0, len(wanted.prompt))
-            scores = first.logprobs if wanted.prompt_logprobs else None
+            first = found.scores.part(0, length)
+            scores = first.logprobs if asked.prompt_logprobs else None
             top = first.top_tokens, first.top_logprobs
         return Drawn(
             tokens=tuple(np.split(found.tokens, parts)),
@@ -223,28 +261,38 @@ class Samplers:
             prompt_top=top,
         )
 
-    async def _sampled(self, asked: _Asked, in_turn: InTurn) -> Generation:
+    async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
         for attempt in range(ATTEMPTS):
             try:
-                begun = None if attempt else self._begin(asked)
-                return await asyncio.wrap_future(begun or await self._begun_in_turn(asked, in_turn))
+                begun = None if attempt else self._begin(sampler, request)
+                begun = begun or await self._requests.ask(self._number(sampler), sampler, request, in_turn)
+                if begun is None:  # an error of this request alone: what fails in turn is the end of the model
+                    raise EngineFailed("all engines died as soon as they had the weights")
+                return await asyncio.wrap_future(begun)
             except (EngineFailed, VersionGone):  # others start in the place of dead ones only by a push
                 if attempt == ATTEMPTS - 1:
                     raise
         raise AssertionError("every attempt returns or raises")
 
-    def _begin(self, asked: _Asked) -> Samples | None:
+    def _sampled_from(self, weights: int, sampler: Sampler) -> str:
+        self.push(sampler)
+        return ""
+
+    def _begin_all(self, _: str, waiting: Sequence[_Waiting[GenerateRequest, Samples]]) -> list[Samples | None]:
+        return [self._begin(each.sampler, each.asked) for each in waiting]
+
+    def _begin(self, sampler: Sampler, request: GenerateRequest) -> Samples | None:
         """The samples; None if engines do not hold the sampler's weights. Always of one version by its name: the newest
         one may be a copy's."""
         with self._changing:
-            version = self._held.get(self._number(asked.sampler))
+            version = self._held.get(self._number(sampler))
             if version is None or version in self._going:
                 return None
             self._in_flight[version] += 1
             others = {each: number for each, number in self._numbers.items() if each != version}
             self._numbers = {**others, version: self._numbers[version]}
         try:
-            work = self._engines.begin(evolve(asked.request, version=version))
+            work = self._engines.begin(evolve(request, version=version))
         except BaseException:
             self._ended(version)
             raise
@@ -256,31 +304,6 @@ class Samplers:
             self._in_flight[version] -= 1
             self._changing.notify_all()
 
-    async def _begun_in_turn(self, asked: _Asked, in_turn: InTurn) -> Samples:
-        """The same, once the weights have been pushed in the thread of the group: for all who wait for them by then."""
-        wanted, asked.begun = asked.sampler.weights, None
-        with self._changing:
-            self._asked.setdefault(wanted, []).append(asked)
-
-        def begin() -> Samples | None:
-            if asked.begun is None:
-                self.push(asked.sampler)
-                with self._changing:
-                    waiting = self._asked.pop(wanted, [asked])
-                for each in waiting:
-                    each.begun = self._begin(each)
-            return asked.begun
-
-        try:
-            begun = await in_turn(begin)
-        finally:
-            with self._changing:
-                if asked in (left := self._asked.get(wanted, [])):  # refused, or whoever asked has gone
-                    left.remove(asked)
-        if begun is None:  # an error of this request alone: what fails in turn is the end of the model
-            raise EngineFailed("all engines died as soon as they had the weights")
-        return begun
-
     def _number(self, sampler: Sampler) -> int:
         """Of the weights that a sampler is asked for now."""
         if sampler.weights is not None:
@@ -289,39 +312,21 @@ class Samplers:
 
     # ---- log-probs of prompts ----------------------------------------------------------------------------------------
 
-    async def _scored(self, sampler: Sampler, tokens: IntArray, in_turn: InTurn) -> FloatArray:
-        """[n] the log-probs of a prompt's tokens, NaN at the first."""
-        prompt, number = _Prompt(tokens), self._number(sampler)
-        with self._changing:
-            self._waiting.setdefault(number, []).append(prompt)
-        try:
-            return await in_turn(lambda: self._score(number, prompt, sampler))
-        finally:
-            with self._changing:
-                if prompt in (left := self._waiting.get(number, [])):  # whoever asked has gone
-                    left.remove(prompt)
+    def _passed_with(self, weights: int, sampler: Sampler) -> str:
+        copy = "" if weights == self.now else self._copy(weights, sampler)
+        self.turn("forward")
+        return copy
 
-    def _score(self, number: int, prompt: _Prompt, sampler: Sampler) -> FloatArray:
-        """In one pass with all prompts that wait for the same weights by now."""
-        if prompt.logprobs is None:
-            with self._changing:
-                prompts = self._waiting.pop(number, [prompt])
-            weights = "" if number == self.now else self._copy(number, sampler)
-            self.turn("forward")
-            for each, found in zip(prompts, self._pass([each.tokens for each in prompts], weights), strict=True):
-                found[0] = np.nan
-                each.logprobs = found
-        assert prompt.logprobs is not None
-        return prompt.logprobs
-
-    def _pass(self, rows: Sequence[IntArray], weights: str) -> list[FloatArray]:
-        offsets = offsets_of([len(row) for row in rows])
-        tokens = np.concatenate(rows)
+    def _scores(self, weights: str, waiting: Sequence[_Waiting[IntArray, FloatArray]]) -> list[FloatArray]:
+        """[n] each: the log-probs of a prompt's tokens, NaN at the first."""
+        rows = [each.asked for each in waiting]
+        offsets, tokens = offsets_of([len(row) for row in rows]), np.concatenate(rows)
         mask = np.ones(len(tokens), np.bool_)
         mask[offsets[:-1]] = False
         samples = SampleBatch(tokens=tokens, offsets=offsets, columns={"loss_mask": mask})
         found = self._engines.group.forward(samples, Output.LOGPROBS, weights=weights).result()[Output.LOGPROBS]
-        return [row.copy() for row in np.split(found, offsets[1:-1])]
+        scores = np.where(mask, found, np.nan).astype(np.float32)
+        return np.split(scores, offsets[1:-1])
 
 
 def _name(number: int) -> str:
@@ -329,12 +334,13 @@ def _name(number: int) -> str:
     return f"weights-{number}"
 
 
-def _request(wanted: Draw, params: SamplingParams, sampler: Sampler) -> GenerateRequest:
+def _request(wanted: Draw, params: SamplingParams) -> GenerateRequest:
     """Rows whose noise follows from the seed or, without one, from the sampler and the request's number."""
-    origin = (sampler.number, wanted.key) if wanted.seed is None else (wanted.seed % 2**63,)
+    seed, samples = wanted.asked.sampling_params.seed, wanted.asked.num_samples
+    origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if seed is None else (seed % 2**63,)
     return GenerateRequest(
-        tokens=np.tile(wanted.prompt, wanted.samples),
-        offsets=offsets_of([len(wanted.prompt)] * wanted.samples),
-        noise_keys=np.array([hash_key(*origin, sample) for sample in range(wanted.samples)]),
+        tokens=np.tile(wanted.prompt, samples),
+        offsets=offsets_of([len(wanted.prompt)] * samples),
+        noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
         params=params,
     )

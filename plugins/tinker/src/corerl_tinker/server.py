@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from corerl.rollout import EventLoop
 from corerl_tinker.app import app
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Policy
 from corerl_tinker.service import Service
+
+if TYPE_CHECKING:
+    from corerl_tinker.training import ServedPolicy
 
 IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so as a client sends its next request
 
@@ -20,7 +23,7 @@ IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so 
 class Server:
     def __init__(
         self,
-        policy: Policy,
+        policy: ServedPolicy,
         options: ServeOptions,
         *,
         key: str,

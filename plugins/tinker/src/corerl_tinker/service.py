@@ -6,31 +6,26 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
+import pydantic
 from tinker import types as sdk
 
-from corerl.messages import message_of, shorten
+from corerl.errors import UserError
+from corerl.messages import message_of
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
-from corerl_tinker.bodies import (
-    Fields,
-    adam_of,
-    address,
-    checked_name,
-    checkpoint_fields,
-    draw_of,
-    model_of,
-    read,
-    run_fields,
-    seconds,
-    texts,
-)
-from corerl_tinker.checkpoints import checked_path
+from corerl_tinker.bodies import Fields, address, checkpoint_fields, draw_of, read, run_fields
 from corerl_tinker.futures import Answer, Futures, Promise, answered, failure
 from corerl_tinker.options import ServeOptions, is_loopback
-from corerl_tinker.order import ModelLost, Order, Turns
-from corerl_tinker.requests import Draw, ModelWanted, Policy, Refused, Run, Saved
-from corerl_tinker.sessions import GONE, Model, Sampler, Sessions
+from corerl_tinker.order import Order, Turns
+from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.sessions import GONE, Model, Sessions
+
+if TYPE_CHECKING:
+    from corerl_tinker.training import ServedPolicy
+
+Request = TypeVar("Request", bound=pydantic.BaseModel)
 
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
@@ -43,7 +38,7 @@ class Service:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: ServedPolicy,
         options: ServeOptions,
         loop: EventLoop,
         *,
@@ -55,7 +50,7 @@ class Service:
         self._names = (options.name, *options.aliases)
         self.futures = Futures(most_bytes=options.memory_mib << 20, clock=clock)
         self.sessions = Sessions(idle_seconds=options.idle_minutes * 60, clock=clock)
-        self._order = Order(loop, self.futures, notify=notify)
+        self._order = Order(loop, self.futures, ended=lambda: policy.ended, notify=notify)
 
     async def work(self) -> None:
         """Execute what is asked for, and give up who has gone, until this task is cancelled."""
@@ -113,39 +108,35 @@ class Service:
     # ---- a model -----------------------------------------------------------------------------------------------------
 
     async def create_model(self, fields: Fields) -> Fields:
-        request = read(sdk.CreateModelRequest, fields)
-        return self._begin(request.session_id, request.model_seq_id, model_of(request))
+        return self._begin(read(sdk.CreateModelRequest, fields))
 
-    def _begin(
-        self, session_id: str, number: int, wanted: ModelWanted, *, path: str = "", moments: bool = False
-    ) -> Fields:
+    def _begin(self, wanted: sdk.CreateModelRequest, *, path: str = "", moments: bool = False) -> Fields:
         """Create a model, with the weights of a checkpoint if there is a path."""
+        session_id = wanted.session_id
         self.sessions.seen(session_id)
-        model_id = f"{session_id}:train:{number}"
+        model_id = f"{session_id}:train:{wanted.model_seq_id}"
         name = f"{model_id}:0"
         if (promise := self.futures.get(name)) is None:
             # Once all is lost, the promise says so, whoever trained.
             if not self._order.lost and (silent := self.sessions.silent_trainer(session_id)):
                 self._notify(f"session {silent} has ended: another one trains, and its client sends no heartbeats")
                 self._end(silent)
-            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
+            promise = self.futures.open(name, owner=session_id, urgent=True)
             before = self.sessions.model
             turns = Turns(self._order, self.futures, clock=self._clock)
-            model = Model(id=model_id, session=session_id, wanted=wanted, turns=turns)
-            self.sessions.model = model
+            model = self.sessions.model = Model(id=model_id, session=session_id, turns=turns)
 
             def create() -> Answer:
                 made = self._policy.create(wanted, model_id=model_id)
                 try:
                     if path:
                         self._policy.load(path, optimizer=moments)
-                except Refused:
+                except UserError:
                     self._policy.release()
                     raise
                 model.made = made
-                return answered(
-                    {"model_id": model_id, "path": path, "type": "load_weights" if path else "create_model"}
-                )
+                kind = "load_weights" if path else "create_model"
+                return answered({"model_id": model_id, "path": path, "type": kind})
 
             def created(work: asyncio.Future[Answer]) -> None:
                 failed = work.cancelled() or work.exception() is not None
@@ -187,71 +178,69 @@ class Service:
                 if wanted is None:
                     raise refused
                 return wire.pass_answer(self._policy.run(wanted))
-            except Refused as error:
+            except UserError as error:
                 if not forward_only:
                     model.incomplete = (
-                        f"request {number} of this model, a pass of this step, was refused: {error.sentence}"
+                        f"request {number} of this model, a pass of this step, was refused: {error.message}"
                     )
                 raise
 
-        return self._in_turn(model_id, number, run, size=len(body))
+        return self._numbered(model_id, number, run, size=len(body))
 
     async def optim_step(self, fields: Fields) -> Fields:
-        def step(model: Model) -> Answer:
-            request = read(sdk.OptimStepRequest, fields)
-            params = request.optim_params
-            if not isinstance(params, sdk.AdamParams):
+        def step(model: Model, request: sdk.OptimStepRequest) -> Fields:
+            if not isinstance(params := request.optim_params, sdk.AdamParams):
                 raise Refused(f"the optimizer {params.type!r} is not served; use AdamParams")
             if model.incomplete:
                 why, model.incomplete = model.incomplete, ""
                 self._policy.discard()
                 raise Refused(f"the step was not taken, and its gradients are dropped; {why}")
-            metrics = self._policy.step(adam_of(params))
-            return answered({"metrics": {name: value for name, value in metrics.items() if math.isfinite(value)}})
+            metrics = self._policy.step(params)
+            return {"metrics": {name: value for name, value in metrics.items() if math.isfinite(value)}}
 
-        return self._in_turn(*address(fields), step)
+        return self._in_turn(fields, sdk.OptimStepRequest, step)
 
     async def save_weights(self, fields: Fields) -> Fields:
-        def save(model: Model) -> Answer:
-            request = read(sdk.SaveWeightsRequest, fields)
+        def save(model: Model, request: sdk.SaveWeightsRequest) -> Fields:
             saved = self._policy.save(
-                checked_name(request.path),
-                ttl=seconds(request.ttl_seconds),
+                request.path or "",
+                ttl=request.ttl_seconds,
                 overwrite=request.overwrite,
-                user_metadata=texts(request.user_metadata),
+                user_metadata=request.user_metadata,
             )
-            return answered({"path": saved.path, "type": "save_weights"})
+            return {"path": saved.path, "type": "save_weights"}
 
-        return self._in_turn(*address(fields), save)
+        return self._in_turn(fields, sdk.SaveWeightsRequest, save)
 
     async def load_weights(self, fields: Fields) -> Fields:
         """Into the model that there is, or as the first request of a new one."""
+
+        def load(model: Model, request: sdk.LoadWeightsRequest) -> Fields:
+            self._policy.load(request.path, optimizer=request.optimizer)
+            model.incomplete = ""
+            return {"path": request.path, "model_id": model.id, "type": "load_weights"}
+
         if fields.get("session_id") is None:
-
-            def load(model: Model) -> Answer:
-                request = read(sdk.LoadWeightsRequest, fields)
-                self._policy.load(checked_path(request.path), optimizer=request.optimizer)
-                model.incomplete = ""
-                return answered({"path": request.path, "model_id": model.id, "type": "load_weights"})
-
-            return self._in_turn(*address(fields), load)
+            return self._in_turn(fields, sdk.LoadWeightsRequest, load)
         request = read(sdk.LoadWeightsRequest, fields)
-        if request.model_seq_id is None:
+        if request.session_id is None or request.model_seq_id is None:
             raise Refused("load_weights with a session_id needs a model_seq_id")
-        run, _ = await self._found(checked_path(request.path))
-        wanted = ModelWanted(
+        run, _ = await asyncio.to_thread(self._policy.checkpoints.find, request.path)
+        wanted = sdk.CreateModelRequest(
+            session_id=request.session_id,
+            model_seq_id=request.model_seq_id,
             base_model=request.base_model or run.made.base_model,
-            rank=run.made.rank,
-            optimizer=request.optimizer_config.type if request.optimizer_config else "adamw",
-            user_metadata=texts(request.user_metadata),
+            optimizer_config=request.optimizer_config or sdk.AdamOptimizerConfig(),
+            user_metadata=request.user_metadata,
         )
-        return self._begin(
-            fields["session_id"], request.model_seq_id, wanted, path=request.path, moments=request.optimizer
-        )
+        return self._begin(wanted, path=request.path, moments=request.optimizer)
 
-    def _in_turn(self, model_id: str, number: int, call: Callable[[Model], Answer], *, size: int = 0) -> Fields:
-        """Promise the answer of a call of the policy, which is executed after those of lower numbers. What is wrong
-        with a request is found in the call: its number is used up either way."""
+    def _in_turn(self, fields: Fields, cls: type[Request], call: Callable[[Model, Request], Fields]) -> Fields:
+        """As `_numbered`, of a request in JSON. What is wrong with it is found in the call, and its number used up."""
+        return self._numbered(*address(fields), lambda model: answered(call(model, read(cls, fields))))
+
+    def _numbered(self, model_id: str, number: int, call: Callable[[Model], Answer], *, size: int = 0) -> Fields:
+        """Promise the answer of a call of the policy, which is executed after those of lower numbers."""
         model = self.sessions.trained(model_id)
         name = f"{model_id}:{number}"
         if (promise := self.futures.get(name)) is None:
@@ -272,40 +261,34 @@ class Service:
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
     async def save_weights_for_sampler(self, fields: Fields) -> Fields:
-        def save(model: Model) -> Answer:
-            request = read(sdk.SaveWeightsForSamplerRequest, fields)
-            sampler, saved = self._policy.save_for_sampler(
-                None if request.path is None else checked_name(request.path),
-                ttl=seconds(request.ttl_seconds),
+        def save(model: Model, request: sdk.SaveWeightsForSamplerRequest) -> Fields:
+            sampler = self._policy.save_for_sampler(
+                request.path,
+                ttl=request.ttl_seconds,
                 inflight=request.kind == "inflight",
-                user_metadata=texts(request.user_metadata),
+                user_metadata=request.user_metadata,
             )
-            path = saved.path if saved else None
-            base_model = model.wanted.base_model
-            self.sessions.add(Sampler(id=sampler, session=model.session, base_model=base_model, model_path=path))
-            found = {"path": saved.path} if saved else {"sampling_session_id": sampler}
-            return answered({**found, "type": "save_weights_for_sampler"})
+            sampler_id = self.sessions.add(model.session, sampler)
+            path = sampler.model_path
+            found = {"path": path} if path else {"sampling_session_id": sampler_id}
+            return {**found, "type": "save_weights_for_sampler"}
 
-        return self._in_turn(*address(fields), save)
+        return self._in_turn(fields, sdk.SaveWeightsForSamplerRequest, save)
 
     async def create_sampling_session(self, fields: Fields) -> Answer:
         request = read(sdk.CreateSamplingSessionRequest, fields)
-        session_id = request.session_id
+        session_id, path = request.session_id, request.model_path
         self.sessions.seen(session_id)
-        path = None if request.model_path is None else checked_path(request.model_path)
         if path is not None:
-            run, _ = await self._found(path)
-            base_model = run.made.base_model
-        else:
-            base_model = request.base_model or ""
+            await asyncio.to_thread(self._policy.checkpoints.find, path)
         name = f"{session_id}:sample:{request.sampling_session_seq_id}"
         if (promise := self.futures.get(name)) is None:
-            promise = self.futures.open(name, owner=session_id, size=0, urgent=True)
+            promise = self.futures.open(name, owner=session_id, urgent=True)
 
             def create() -> Answer:
-                sampler = self._policy.sampler(path, None if path else base_model)
-                self.sessions.add(Sampler(id=sampler, session=session_id, base_model=base_model, model_path=path))
-                return answered({"sampling_session_id": sampler, "type": "create_sampling_session"})
+                sampler = self._policy.sampler(path, request.base_model or "")
+                sampler_id = self.sessions.add(session_id, sampler)
+                return answered({"sampling_session_id": sampler_id, "type": "create_sampling_session"})
 
             self.futures.fill(promise, self._order.begin(create))
         answer = await self._wait(promise)
@@ -314,18 +297,18 @@ class Service:
         return answer
 
     async def get_sampler(self, fields: Fields, sampler: str) -> Fields:
-        known = self.sessions.sampler(sampler)
-        return {"sampler_id": known.id, "base_model": known.base_model, "model_path": known.model_path}
+        _, found = self.sessions.sampler(sampler)
+        return {"sampler_id": sampler, "base_model": found.base_model, "model_path": found.model_path}
 
     async def asample(self, fields: Fields) -> Fields:
         request = read(sdk.SampleRequest, fields)
         if request.sampling_session_id is None or request.seq_id is None:
             raise Refused("asample needs a sampling_session_id and a seq_id, as a SamplingClient sends them")
-        sampler = self.sessions.sampler(request.sampling_session_id)
-        name = f"{sampler.id}:{request.seq_id}"
-        wanted = draw_of(request, fields["sampling_params"], longest=self._options.tokens_per_row)
+        session_id, sampler = self.sessions.sampler(request.sampling_session_id)
+        name = f"{request.sampling_session_id}:{request.seq_id}"
+        wanted = draw_of(request, fields["sampling_params"], sampler=sampler, longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
-            promise = self.futures.open(name, owner=sampler.session, size=wanted.prompt.nbytes)
+            promise = self.futures.open(name, owner=session_id, size=wanted.prompt.nbytes)
             self.futures.fill(promise, asyncio.create_task(self._drawn(wanted)))
         return {
             "request_id": promise.name,
@@ -333,11 +316,10 @@ class Service:
         }
 
     async def _drawn(self, wanted: Draw) -> Answer:
-        if self._order.lost:
-            raise ModelLost(self._order.lost)
+        self._order.require()
         try:
             return wire.sample_answer(await self._policy.draw(wanted, self._order.begin))
-        except (Refused, ModelLost):
+        except UserError:
             raise
         except Exception as error:
             self._notify(f"sampling has failed: {message_of(error)}")
@@ -367,44 +349,27 @@ class Service:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     async def training_runs(self, fields: Fields) -> Fields:
-        runs = [run_fields(run) for run in await self._runs()]
+        runs = [run_fields(run) for run in await asyncio.to_thread(self._policy.checkpoints.runs)]
         return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
 
     async def training_run(self, fields: Fields, run: str) -> Fields:
-        return run_fields(await self._run(run))
+        return run_fields(await asyncio.to_thread(self._policy.checkpoints.run, run))
 
     async def checkpoints(self, fields: Fields, run: str = "") -> Fields:
-        runs = [await self._run(run)] if run else await self._runs()
+        kept = self._policy.checkpoints
+        runs = [await asyncio.to_thread(kept.run, run)] if run else await asyncio.to_thread(kept.runs)
         return {"checkpoints": [checkpoint_fields(saved) for each in runs for saved in each.checkpoints]}
 
     async def weights_info(self, fields: Fields) -> Fields:
-        run, _ = await self._found(checked_path(fields.get("tinker_path")))
+        run, _ = await asyncio.to_thread(self._policy.checkpoints.find, fields.get("tinker_path"))
         return {"base_model": run.made.base_model, "is_lora": run.made.rank is not None, "lora_rank": run.made.rank}
 
     async def delete_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
-        _, saved = await self._found(checked_path(f"tinker://{run}/{checkpoint}"))
-        await asyncio.to_thread(self._policy.delete, saved.path)
+        await asyncio.to_thread(self._policy.checkpoints.delete, f"tinker://{run}/{checkpoint}")
 
     async def expire_checkpoint(self, fields: Fields, run: str, checkpoint: str) -> None:
-        _, saved = await self._found(checked_path(f"tinker://{run}/{checkpoint}"))
-        ttl = seconds(fields.get("ttl_seconds"))
-        await asyncio.to_thread(self._policy.expire, saved.path, ttl=ttl)
-
-    async def _runs(self) -> list[Run]:
-        return list(await asyncio.to_thread(self._policy.runs))
-
-    async def _run(self, name: str) -> Run:
-        for run in await self._runs():
-            if run.id == name:
-                return run
-        raise Refused(f"training run {shorten(name, 200)!r} has no checkpoint here, and is not trained now", status=404)
-
-    async def _found(self, path: str) -> tuple[Run, Saved]:
-        run = await self._run(path.split("/")[2])
-        for saved in run.checkpoints:
-            if saved.path == path:
-                return run, saved
-        raise Refused(f"there is no checkpoint {path!r} here (any more)", status=404)
+        path, ttl = f"tinker://{run}/{checkpoint}", fields.get("ttl_seconds")
+        await asyncio.to_thread(self._policy.checkpoints.expire, path, ttl=ttl)
 
     # ---- the server --------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,10 @@ import secrets
 import time
 from collections.abc import Callable
 
-from attrs import define, frozen
+from attrs import define
 
 from corerl_tinker.order import Turns
-from corerl_tinker.requests import ModelMade, ModelWanted, Refused
+from corerl_tinker.requests import ModelMade, Refused, Sampler
 
 HEARTBEATS_SECONDS = 35.0  # clients send one every 10 s
 GONE = 410  # for which clients neither wait nor ask again
@@ -21,25 +21,16 @@ class Model:
 
     id: str
     session: str
-    wanted: ModelWanted
     turns: Turns
     made: ModelMade | None = None  # None: not yet
     incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
-
-
-@frozen(kw_only=True)
-class Sampler:
-    id: str
-    session: str
-    base_model: str
-    model_path: str | None = None
 
 
 class Sessions:
     def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._idle, self._clock = idle_seconds, clock
         self._seen: dict[str, float] = {}  # session -> when, by the clock
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, tuple[str, Sampler]] = {}  # by id, with their sessions
         self.model: Model | None = None  # the one that is trained
 
     def begin(self) -> str:
@@ -59,9 +50,9 @@ class Sessions:
 
     def end(self, session_id: str) -> None:
         self._seen.pop(session_id, None)
-        for sampler in list(self._samplers.values()):  # at once: the group's thread adds to them
-            if sampler.session == session_id:
-                del self._samplers[sampler.id]
+        for sampler_id, (owner, _) in list(self._samplers.items()):  # at once: the group's thread adds to them
+            if owner == session_id:
+                del self._samplers[sampler_id]
         if self.model is not None and self.model.session == session_id:
             self.model = None
 
@@ -98,17 +89,19 @@ class Sessions:
             f"{HEARTBEATS_SECONDS:.0f} s"
         )
 
-    def add(self, sampler: Sampler) -> None:
-        """Raises Refused if its session has ended."""
-        self.seen(sampler.session)
-        self._samplers[sampler.id] = sampler
+    def add(self, session_id: str, sampler: Sampler) -> str:
+        """The id of a new sampler. Raises Refused if its session has ended."""
+        self.seen(session_id)
+        sampler_id = secrets.token_hex(8)  # in no other server's life, or a client of that would get other weights
+        self._samplers[sampler_id] = session_id, sampler
+        return sampler_id
 
-    def sampler(self, sampler_id: str) -> Sampler:
-        sampler = self._samplers.get(sampler_id)
-        if sampler is None:
+    def sampler(self, sampler_id: str) -> tuple[str, Sampler]:
+        """A sampler, and its session before it."""
+        if sampler_id not in self._samplers:
             raise Refused(
                 f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
                 status=404,
             )
-        self.seen(sampler.session)
-        return sampler
+        self.seen(self._samplers[sampler_id][0])
+        return self._samplers[sampler_id]

@@ -7,7 +7,8 @@ from corerl_tinker.options import ServeOptions
 
 SERVE = CommandSpec(
     implementation="corerl_tinker.cli:add_arguments",
-    api=(2, 0),
+    check="corerl_tinker.cli:check",
+    api=(2, 2),
     config=ServeOptions,  # the table [serve]
     summary="answer the Tinker API, so that recipes of its SDK train and sample here",
 )

@@ -69,7 +69,7 @@ def read_pass(message: PassMessage, *, longest: int) -> Pass:
                 )
             inputs = {name: _array(tensor, name=name, rows=len(tokens)) for name, tensor in given}
         except Refused as refused:
-            raise Refused(f"datum {number}: {refused.sentence}") from refused
+            raise Refused(f"datum {number}: {refused.message}") from refused
         datums.append(Datum(tokens=tokens, inputs=inputs))
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -90,8 +90,6 @@ def row_of(tokens: Array, *, longest: int) -> IntArray:
     """The tokens of one row, once they are checked."""
     if not 0 < len(tokens) <= longest:
         raise Refused(f"{len(tokens)} tokens, wanted 1 to {longest} (serve.tokens_per_row)")
-    if tokens.min() < 0:
-        raise Refused(f"token {tokens.min()}, wanted 0 or greater")
     return tokens.astype(np.int64)
 
 
