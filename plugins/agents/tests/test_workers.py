@@ -15,7 +15,7 @@ import pytest
 from corerl.errors import WorkerDied
 from corerl.rollout import Failure
 from corerl_agents import workers
-from corerl_agents.episodes import resolve_function
+from corerl_agents.config import EpisodesConfig
 from corerl_agents.workers import PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
@@ -32,13 +32,15 @@ def start() -> Iterator[Start]:
     made: list[PlayedByWorkers] = []
 
     def started(name: str, count: int, options: Mapping[str, Any] | None = None, *, module: str = HERE) -> Any:
-        made.append(PlayedByWorkers.start(resolve_function(f"{module}:{name}", options or {}), count))
+        config = EpisodesConfig(function=f"{module}:{name}", options=options or {}, workers=count)
+        made.append(PlayedByWorkers.start(config))
         return made[-1]
 
     yield started
     for each in made:
+        processes = [worker.process.process for worker in each.workers._all]
         each.close()
-        assert not any(worker.process.is_alive() for worker in each.workers._all)
+        assert not any(process.is_alive() for process in processes)
 
 
 def wait_for(fits: Callable[[], bool]) -> None:

@@ -1,0 +1,94 @@
+"""Workers of episodes on all nodes of the run's Ray cluster.
+
+On its node, a worker's process is started by one of Ray's, which hands messages on and outlives it: it tells the driver
+how the worker has ended, and kills what that has left running. Ray brings the messages, so that no node listens.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+from corerl.cluster import RemoteObject, living_nodes, own_address
+from corerl.errors import CorerlError, WorkerDied
+from corerl_agents.commands import kill_marked
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.workers import Gone, LocalProcess
+
+MARK = "CORERL_EPISODES_WORKER"  # in the environment of a worker, and of what it starts
+
+
+class NodeProcesses:
+    """Begins workers' processes, each on the node that has fewest of them."""
+
+    def __init__(self, options: EpisodesConfig, environment: Mapping[str, str]) -> None:
+        self._options, self._environment = options, environment
+        self._begun: list[NodeProcess] = []
+        self.address = own_address()  # where all nodes reach this process
+
+    def __call__(self) -> NodeProcess:
+        nodes = living_nodes()
+        self._begun = [each for each in self._begun if not each.gone]
+        node = min(nodes, key=lambda node: sum(each.node == node for each in self._begun), default="")
+        if not node:
+            raise WorkerDied("no node of the Ray cluster is left for a worker of episodes; see `ray status`")
+        name = f"a worker of episodes on {nodes[node]}"
+        target, arguments = "corerl_agents.nodes:Host", (self._options, os.getcwd())
+        host = RemoteObject(name, target, *arguments, node=node, environment=self._environment)
+        self._begun.append(NodeProcess(node, host))
+        return self._begun[-1]
+
+
+class NodeProcess:
+    """A worker's process on a node."""
+
+    def __init__(self, node: str, host: RemoteObject) -> None:
+        self.node = node  # Ray's id
+        self.gone = False
+        self._host = host
+
+    def send(self, message: bytes) -> None:
+        self._host.send("send", message)
+
+    def receive(self) -> bytes:
+        try:
+            said = self._host.ask("receive")
+        except CorerlError as error:
+            raise Gone(error.message, lost=isinstance(error, WorkerDied)) from error
+        if isinstance(said, str):
+            raise Gone(said)
+        return bytes(said)
+
+    def kill(self) -> None:
+        self.gone = True
+        self._host.kill()
+
+    def end(self) -> None:
+        self.kill()
+
+
+# ---- in a process of Ray's -------------------------------------------------------------------------------------------
+
+
+class Host:
+    """Starts a worker's process on its node, and hands messages on."""
+
+    def __init__(self, options: EpisodesConfig, directory: str) -> None:
+        sys.modules["__main__"] = ModuleType("__main__")  # in place of Ray's, which the new process would import
+        self._mark = os.environ[MARK] = secrets.token_hex(16)
+        self._process = LocalProcess(options, directory)
+
+    def send(self, message: bytes) -> None:
+        self._process.send(message)
+
+    def receive(self) -> bytes | str:
+        """The worker's next message; how it has ended, if it has."""
+        try:
+            return self._process.receive()
+        except Gone as gone:
+            self._process.kill()
+            kill_marked(self._mark)  # commands are in groups of their own
+            return gone.status
