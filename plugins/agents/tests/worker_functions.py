@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +29,21 @@ async def side_by_side(episode: Episode) -> float:
 def where(episode: Episode) -> float:
     episode.chat(episode.messages, max_tokens=1)
     return float(os.getpid())
+
+
+def two_turns_there(episode: Episode) -> dict[str, float]:
+    """With what tells workers from each other."""
+    own = {"pid": os.getpid(), "word": float(os.environ.get("CORERL_TEST_WORD", "0"))}
+    return {"said": two_turns(episode), **own}
+
+
+def waits_for_a_word(episode: Episode, *, directory: str) -> float:
+    """The first four write where they are."""
+    episode.chat(episode.messages, max_tokens=1)
+    Path(directory, f"{episode.prompt.index}-{threading.get_native_id()}").write_text(f"{os.getpid()}\n")
+    while not Path(directory, "word").exists():
+        time.sleep(0.02)
+    return 1.0
 
 
 def heavy(episode: Episode) -> float:
