@@ -46,6 +46,11 @@ def waits_for_a_word(episode: Episode, *, directory: str) -> float:
     return 1.0
 
 
+def directory(episode: Episode) -> dict[str, float]:
+    episode.chat(episode.messages, max_tokens=1)
+    return {os.getcwd(): 1.0}
+
+
 def heavy(episode: Episode) -> float:
     episode.chat(episode.messages, max_tokens=1)
     return float(len({"torch", "transformers", "starlette"} & sys.modules.keys()))
