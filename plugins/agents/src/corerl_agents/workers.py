@@ -157,8 +157,9 @@ class Workers:
         self._deaths = 0  # in a row
         self._failed: Exception | None = None  # why there are no more
         self._all: list[Worker] = []  # whose processes may run
-        for _ in range(count):
-            self._start()
+        with self._lock:  # one may have ended before it is listed
+            for _ in range(count):
+                self._start()
         self._first = [worker.started for worker in self._all]
 
     def close(self) -> None:
