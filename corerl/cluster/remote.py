@@ -14,7 +14,7 @@ from corerl.cluster.failures import death
 from corerl.cluster.heartbeat import ASIDE
 from corerl.cluster.process import spawn
 from corerl.errors import CorerlError
-from corerl.messages import first_line
+from corerl.messages import last_line
 
 
 def own_address() -> str:
@@ -52,9 +52,8 @@ class RemoteObject:
             if result.error is None:
                 result = ray.get(self._actor.call.options(concurrency_group=ASIDE).remote(0, method, *args))
         except RayError as error:
-            raise death(error, self._name, method) or CorerlError(
-                f"{self._name}: {method}: {first_line(error)}"
-            ) from error
+            why = f"{self._name}: the arguments or the result of {method} could not be transferred: {last_line(error)}"
+            raise death(error, self._name, method) or CorerlError(why) from error
         if result.error is not None:
             raise result.error
         return result.value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,13 @@ STORE = 100 * 2**20  # bytes of each node's object store
 ENDS_WITHIN = paced(60.0)  # seconds
 NAMES = ["GPU-8f2c", "MIG-0c11"]  # of GPUs that Ray takes to be there; nobody looks
 FULL_DISK = {"RAY_local_fs_capacity_threshold": "0.0001"}  # what Ray then finds: it writes to none above this share
+
+
+class OnlyHere:
+    """Another process cannot read it."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise ImportError('no module here')",)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +109,10 @@ def test_an_object_that_cannot_be_made_says_why(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
         made = RemoteObject("noter", f"{MEMBER}s", node=next(iter(living_nodes())), environment={})
         with pytest.raises(CorerlError, match="^noter: start: .*Members"):
+            made.ask("notes")
+        made.kill()
+        made = RemoteObject("noter", MEMBER, OnlyHere(), node=next(iter(living_nodes())), environment={})
+        with pytest.raises(CorerlError, match="^noter: the arguments .* could not be transferred: .*no module here$"):
             made.ask("notes")
         made.kill()
 

@@ -111,6 +111,7 @@ def test_a_killed_worker_costs_its_commands(start: Callable[..., Nodes], tmp_pat
     assert "ended (SIGKILL), on prompt 40" in died.message
     assert parts(rollout, "at") == [float(own_address().replace(".", ""))] * 7
     wait_for(lambda: not any(alive(int(pid)) for pid in file.read_text().split()))
+    assert on_nodes.used == sorted(living_nodes())  # it was replaced where it was
 
 
 def test_a_lost_node_costs_the_episodes_there(start: Callable[..., Nodes], nodes: Machines, tmp_path: Path) -> None:

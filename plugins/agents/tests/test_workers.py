@@ -141,6 +141,42 @@ def test_a_worker_lost_before_its_start_is_replaced(play: Play, start: Start) ->
     assert pids == [begun[1].process.pid] * 2 and not begun[0].process.is_alive()
 
 
+class Lost:
+    """A process whose node is gone before it has started, once it has been given an episode."""
+
+    process = Mock(is_alive=lambda: False)
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def send(self, message: bytes) -> None:
+        self.over.set()
+
+    def receive(self) -> bytes:
+        self.over.wait()
+        raise Gone("its node is gone", lost=True)
+
+    def kill(self) -> None:
+        self.over.set()
+
+    end = kill
+
+
+def test_an_episode_of_a_worker_that_never_began_is_played(play: Play, start: Start) -> None:
+    begun: list[LocalProcess | Lost] = []
+
+    def launch() -> LocalProcess | Lost:
+        begun.append(Lost() if len(begun) == 1 else LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
+        return begun[-1]
+
+    function = start("where", 1, launch=launch)
+    (one,) = {*play(function).outcomes}
+    os.kill(int(one), signal.SIGKILL)
+    wait_for(lambda: len(begun) == 2)
+    outcomes = play(function).outcomes
+    assert len(begun) == 3 and {*outcomes} == {float(begun[2].process.pid)} and len(outcomes) == 8
+
+
 def test_where_no_worker_can_be_begun_the_run_ends(play: Play, start: Start) -> None:
     launch = Mock(
         side_effect=[LocalProcess(EpisodesConfig(function=f"{HERE}:ends_its_process")), WorkerDied("no node is left")]

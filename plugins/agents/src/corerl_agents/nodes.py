@@ -57,8 +57,10 @@ class NodeProcess:
         try:
             said = self._host.ask("receive")
         except CorerlError as error:
+            self.gone = True
             raise Gone(error.message, lost=isinstance(error, WorkerDied)) from error
         if isinstance(said, str):
+            self.gone = True
             raise Gone(said)
         return bytes(said)
 

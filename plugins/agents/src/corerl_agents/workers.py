@@ -44,6 +44,7 @@ class Died:
 
     status: str
     episodes: int  # that it was playing
+    began: bool = True  # whether it had started, and so may have begun them
 
 
 class Gone(Exception):
@@ -180,6 +181,12 @@ class Workers:
     async def play(self, episode: Episode, name: str) -> Played | Died:
         """Play an episode in the worker that plays fewest. If this is cancelled, so is a coroutine there. Raises
         WorkerDied if there are no more workers."""
+        while True:
+            outcome = await self._play(episode, name)
+            if not isinstance(outcome, Died) or outcome.began:
+                return outcome
+
+    async def _play(self, episode: Episode, name: str) -> Played | Died:
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -231,13 +238,14 @@ class Workers:
 
     def _on_gone(self, worker: Worker, gone: Gone) -> None:
         with self._lock:
+            began = worker.started.done()
             self._all.remove(worker)
             if self._failed is None and not worker.retired:  # one that was retired has been replaced
                 self._deaths += 1
                 self._failed = self._why_no_more(worker, gone) or self._replace(worker)
-            if self._failed is not None and not worker.started.done():
+            if self._failed is not None and not began:
                 worker.started.set_exception(self._failed)
-            died = Died(status=gone.status, episodes=len(worker.playing))
+            died = Died(status=gone.status, episodes=len(worker.playing), began=began)
             for ended in worker.playing.values():
                 if self._failed is None:
                     ended.set_result(died)
