@@ -24,6 +24,7 @@ from benchmarks.steps import OPTIMIZER, Plugin, QuickWeights, Work, clipped_loss
 from corerl.models.attention import PACKED, register_packed_attention
 from corerl.models.build import decoder_layers
 from corerl.models.layouts import own_attention, packed_call
+from corerl.models.names import hf_boxes
 from corerl.ops.logprobs import token_logprobs
 from corerl.ops.packing import PackedSequences
 from corerl.types import MicroBatch, PackedBatch
@@ -135,11 +136,12 @@ class Bare:
             model = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=loop.attention(config, device)
             )
-        params = dict(model.named_parameters())
-        weights = QuickWeights({name: tuple(param.shape) for name, param in params.items()}, device)
+        boxes = hf_boxes(model)  # the plugin's weights have these names: of each expert, where one parameter has all
+        weights = QuickWeights({box.name: box.shape for each in boxes.values() for box in each}, device)
         with torch.no_grad():
-            for name, param in params.items():
-                param.copy_(weights.whole(name))
+            for name, param in model.named_parameters():
+                for box in boxes[name]:
+                    box.view(param).copy_(weights.whole(box.name))
         if work.lora is not None:  # frozen: what the loss depends on begins after the embedding
             model.to(getattr(torch, work.precision)).requires_grad_(False)
             model.model.embed_tokens.register_forward_hook(lambda _, given, states: states.requires_grad_())

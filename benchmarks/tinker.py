@@ -61,7 +61,12 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
             "model.config.model_type=qwen3",
             *shape_settings("4b", micro_batch=args.micro_batch),
             *("cluster.placement=colocated", "cluster.offload=never", "backends.fsdp.shard_size=0"),
-            *sglang(memory=args.memory, attention_backend=os.environ.get("ATTENTION", "triton")),
+            *sglang(
+                memory=args.memory,
+                attention_backend=os.environ.get("ATTENTION", "triton"),
+                # Above, a pass of the 4B shape takes twice as long: the CPU starts each kernel.
+                server={"cuda_graph_max_bs_decode": args.prompts * args.samples},
+            ),
         ]
     optimizer = ["betas=[0.9,0.95]", "eps=1e-8", "weight_decay=0.0", "clip_norm=0.0"]
     return [
@@ -94,6 +99,8 @@ def served(args: argparse.Namespace, directory: Path) -> list[dict[str, float]]:
         own = {**environment, **given, "TINKER_TELEMETRY": "0", "HF_HOME": str(directory / "cache")}
         own["PYTHONPATH"] = args.client_path
         subprocess.run(recipe, cwd=directory, env=own, check=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as late:  # with the steps that there are
+        print(f"the recipe was ended: {late}", flush=True)
     finally:
         print((directory / "server.txt").read_text()[-2000:], flush=True)
         server.terminate()

@@ -20,6 +20,10 @@ from corerl.plugin.registry import Kind, load, load_implementation, options_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from corerl.engines.stops import Stops
+
+KEPT_STOPS = 32  # sets of stop texts
+
 
 @frozen(kw_only=True)
 class EngineAssignment:
@@ -52,6 +56,8 @@ class EngineService:
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
+        self._looking = threading.Lock()
+        self._known_stops: dict[tuple[str, ...], Stops] = {}
 
     def generate(self, request: GenerateRequest) -> Generation:
         thread = threading.get_ident()
@@ -64,9 +70,9 @@ class EngineService:
         try:
             if not request.params.stop:
                 return self.engine.generate(request, on_finished)
-            from corerl.engines.stops import Stops, until_stop  # slow to import, and few runs have stop texts
+            from corerl.engines.stops import until_stop  # slow to import, and few runs have stop texts
 
-            return until_stop(self.engine.generate, request, Stops(self._tokenizer, request.params.stop), on_finished)
+            return until_stop(self.engine.generate, request, self._stops(request.params.stop), on_finished)
         finally:
             with self._counting:
                 del self._counts[thread]
@@ -75,6 +81,18 @@ class EngineService:
         """Of each thread that generates: how many rows of its request have ended, and how many it has."""
         with self._counting:
             return dict(self._counts)
+
+    def _stops(self, texts: tuple[str, ...]) -> Stops:
+        """Made once, as long as few are in use: each looks through the vocabulary."""
+        from corerl.engines.stops import Stops
+
+        with self._looking:
+            if texts not in self._known_stops:
+                if len(self._known_stops) == KEPT_STOPS:
+                    self._known_stops.pop(next(iter(self._known_stops)))
+                self._known_stops[texts] = stops = Stops(self._tokenizer, texts)
+                stops.completing  # noqa: B018  -- before any other thread has it, since each would look
+            return self._known_stops[texts]
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # follows a stop text is wasted, but each part waits for all rows and sends them again.
 PART = 64
 GROWTH = 8
+MOST_COMPLETING = 1024  # tokens at which an engine is asked to end a part: each request lists them
 
 
 class Stops:
@@ -35,6 +37,25 @@ class Stops:
         self._silent = frozenset() if self._special else frozenset(special)
         # Tokens that a stop text may span, besides silent ones: each is at least one byte, and some may be none.
         self._span = 4 * max((len(text.encode()) for text in texts), default=0) + 16
+
+    @cached_property
+    def completing(self) -> tuple[int, ...]:
+        """Tokens of which one completes a stop text, judged by what each says after a letter: those with a stop text in
+        theirs, or with the end of one at its start. () if they are too many to list."""
+        before = plain(self._tokenizer, ["a"])[0][-1:]
+        tokens = sorted(self._tokenizer.get_vocab().values())
+        first, *said = self._tokenizer.batch_decode(
+            [before, *([*before, token] for token in tokens)], skip_special_tokens=not self._special
+        )
+        ends = tuple(text[at:] for text in self._texts for at in range(len(text)))
+        if not "".join(self._texts).isascii():
+            ends += ("\ufffd",)  # some of a character's bytes
+        found = []
+        for token, text in zip(tokens, said, strict=True):
+            own = text.removeprefix(first)
+            if own.startswith(ends) or any(each in own for each in self._texts):
+                found.append(token)
+        return tuple(found) if len(found) <= MOST_COMPLETING else ()
 
     def end(self, tokens: Sequence[int], known: int = 0) -> int | None:
         """How many of a response's tokens it takes until their text has a stop text; None if all together have none.
@@ -124,30 +145,40 @@ def until_stop(
     on_finished: OnFinished = ignore,
 ) -> Generation:
     """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
-    which grows with the response; an engine's noise does not depend on that, so these are the tokens of one whole
-    request."""
+    which grows with the response; a single row is generated up to the next token that may complete a stop text, unless
+    such tokens come often. An engine's noise does not depend on that, so these are the tokens of one whole request."""
     done = Generation.nothing(request)
+    ends = stops.completing if len(request) == 1 else ()  # others would wait, since a part ends with its longest row
+    watched = bool(ends)
     while True:
         rest = continued(request, done)
-        part = np.maximum(PART, rest.answered // GROWTH)
-        generated = generate(evolve(rest, limits=np.minimum(rest.limits, rest.response_lengths + part)))
+        if watched:
+            asked = evolve(rest, params=evolve(rest.params, stop_tokens=(*rest.params.stop_tokens, *ends)))
+        else:
+            part = np.maximum(PART, rest.answered // GROWTH)
+            asked = evolve(rest, limits=np.minimum(rest.limits, rest.response_lengths + part))
+        generated = generate(asked)
         interrupted = bool(generated.unfinished.any())  # the engine was paused
         done = append(request, done, _ended(rest, generated, stops))
         on_finished(len(rest) - int(done.unfinished.sum()))
         if interrupted or not done.unfinished.any():
             return done
+        watched = bool(ends) and (not watched or len(generated.tokens) >= PART)
 
 
 def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Generation:
     """The generated part of each row: cut behind a stop text, or unfinished if only the part has ended."""
     sizes = np.diff(generated.offsets)
     kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
+    ended = generated.unfinished.copy()  # by a stop token of the request, or a pause
     responses = np.split(generated.tokens, generated.offsets[1:-1])
     for row, (tokens, answered, said) in enumerate(zip(request.by_row(), request.answered, responses, strict=True)):
         before = tokens[len(tokens) - answered :]
         if (end := stops.end([*before.tolist(), *said.tolist()], int(answered))) is not None:
             kept[row], stopped[row] = end - answered, True
-    goes_on = generated.truncated & ~stopped & (sizes < request.left)
+        ended[row] |= len(said) > 0 and int(said[-1]) in request.params.stop_tokens
+    cut = ~stopped & ~ended
+    goes_on = cut & (sizes < request.left)
     experts = generated.routed_experts
     if experts is not None:
         prompts = np.diff(request.offsets)
@@ -159,7 +190,7 @@ def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Gen
         generated,
         **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
         offsets=offsets_of(kept),
-        truncated=generated.truncated & ~stopped & ~goes_on,
+        truncated=cut & ~goes_on,
         unfinished=(generated.unfinished & ~stopped) | goes_on,
         routed_experts=experts,
     )

@@ -190,16 +190,82 @@ def test_long_responses_are_sampled_in_eighths() -> None:
     asked: list[int] = []
 
     def generate(request: GenerateRequest) -> Generation:
-        (size,) = request.left
+        size, _ = request.left
         asked.append(int(size))
-        return generation_of([[4] * int(size)], truncated=True)
+        return generation_of([[4] * int(size)] * 2, truncated=True)
 
-    wanted = request(1, max_tokens=16_384)
+    wanted = request(2, max_tokens=16_384)
     found = until_stop(generate, wanted, Stops(CHARACTERS, ["12"]))
-    assert (len(found.tokens), sum(asked), found.truncated.tolist()) == (16_384, 16_384, [True])
+    assert (len(found.tokens), sum(asked), found.truncated.tolist()) == (2 * 16_384, 16_384, [True, True])
     assert asked[:10] == [*[64] * 9, 72]  # 72 of 576
     assert len(asked) == 38  # not 256
     assert all(size <= max(64, sum(asked[:part]) // 8) for part, size in enumerate(asked))
+
+
+def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> None:
+    ours = byte_level("ab", ":x", "r:", "xr:", "a:", "er", "User:y")
+
+    def found(*stop: str) -> set[str]:
+        return set(ours.convert_ids_to_tokens(list(Stops(ours, stop).completing)))
+
+    assert found("User:") == {":", ":x", "r:", "User:y"}  # what lies before "xr:" and "a:" is no "Use"
+    assert found("a:", "b") == {":", ":x", "a:", "b", "ab"}
+    assert found("x ") == {"\u0120"}
+    assert found("<think>") == {">", "<think>"}
+    last = "\u65e5".encode()[-1:]
+    assert set(Stops(ours, ["\u65e5"]).completing) >= {ours.encode(last.decode("latin-1"))[-1]}
+
+
+def test_stop_texts_that_too_many_tokens_complete_have_none_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = [Stops(byte_level("ab", ":x"), ["User:"]) for _ in range(2)]
+    monkeypatch.setattr(module, "MOST_COMPLETING", 2)
+    assert len(stops[0].completing) == 2
+    monkeypatch.setattr(module, "MOST_COMPLETING", 1)
+    assert stops[1].completing == ()
+
+
+@pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
+@pytest.mark.parametrize("stop", [("12",), ("7", "84", "123")])
+def test_a_row_by_itself_ends_at_the_same_tokens(
+    kind: str, stop: tuple[str, ...], engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", 4)
+    engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
+    whole, stops = engine.generate(asked), Stops(CHARACTERS, stop)
+    stopping = evolve(asked, params=evolve(asked.params, stop=stop))
+    alone = [until_stop(engine.generate, part, stops) for part in stopping.parts(24)]
+    assert 0 < sum(assert_cut_at(stop, Generation.concatenate(alone), whole, CHARACTERS)) < 24
+
+
+def test_a_row_by_itself_is_asked_for_up_to_completing_tokens() -> None:
+    asked: list[tuple[int, tuple[int, ...]]] = []
+    (one,), (two,), (three,) = (CHARACTERS.encode(text, add_special_tokens=False) for text in "123")
+
+    def answering(text: str) -> Generation:
+        """To a row of which an engine samples this text."""
+        tokens = CHARACTERS.encode(text, add_special_tokens=False)
+
+        def generate(request: GenerateRequest) -> Generation:
+            (size,), ends = request.left, request.params.stop_tokens
+            asked.append((int(size), ends))
+            rest = tokens[int(request.answered[0]) :][:size]
+            length = next((at + 1 for at, token in enumerate(rest) if token in ends), len(rest))
+            truncated = length == size and rest[length - 1] not in ends
+            return generation_of([rest[:length]], truncated=truncated)
+
+        return until_stop(generate, request(1, max_tokens=len(tokens)), Stops(CHARACTERS, ["12"]))
+
+    assert len(answering("3" * 1000).tokens) == 1000
+    assert asked == [(1000, (2, two))]  # the request's own stop token, and the one that may complete the text
+    asked.clear()
+    found = answering("3" * 99 + "2" + "3" * 99 + "12" + "3" * 50)
+    assert (len(found.tokens), found.truncated.tolist(), [size for size, _ in asked]) == (201, [False], [251, 151])
+    asked.clear()
+    # Where false ends come often, every other part is one of 64.
+    found = answering("32" * 200)
+    assert (len(found.tokens), found.truncated.tolist()) == (400, [True])
+    assert [(size, two in ends) for size, ends in asked[:4]] == [(400, True), (64, False), (334, True), (64, False)]
+    assert one not in asked[0][1] and three not in asked[0][1]
 
 
 def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, Engine]) -> None:

@@ -9,9 +9,10 @@ from attrs import frozen
 
 from corerl.config import above, at_least, between, option
 
-# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has
-# prompts, where each is to be answered by itself, since what finds no free call is not decoded meanwhile.
-CALLS = 256
+# Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has rows,
+# where each is asked for by itself: what finds no free call is not decoded meanwhile, or shares a call with others, and
+# of stop texts each part then waits for its longest row. A thread of the engine's process each.
+CALLS = 1024
 LAUNCHER = "corerl_sglang.launch"
 INSTALL = "python -m pip install 'corerl[sglang]'"
 ROWS = 8  # of a request at least: SGLang handles all requests in one event loop, at a fixed cost each
