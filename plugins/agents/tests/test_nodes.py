@@ -14,6 +14,7 @@ import pytest
 
 from corerl.cluster import living_nodes, own_address, ray_session
 from corerl.rollout import EventLoop, Failure, Judged, Rollout
+from corerl_agents import workers
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.sampler import EpisodeSampler
 from corerl_agents.workers import Workers
@@ -22,6 +23,7 @@ from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play
 from plugins.agents.tests.test_commands import AGENT, alive
 from plugins.agents.tests.test_workers import HERE, wait_for
 from tests.cluster.nodes import Machines, machines
+from tests.machine import paced
 from tests.rollout.samplers import context
 
 pytestmark = pytest.mark.processes
@@ -112,6 +114,19 @@ def test_a_killed_worker_costs_its_commands(start: Callable[..., Nodes], tmp_pat
     assert parts(rollout, "at") == [float(own_address().replace(".", ""))] * 7
     wait_for(lambda: not any(alive(int(pid)) for pid in file.read_text().split()))
     assert on_nodes.used == sorted(living_nodes())  # it was replaced where it was
+
+
+def test_a_worker_that_notices_nothing_is_killed(
+    start: Callable[..., Nodes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "GRACE", 0.2)
+    file = tmp_path / "pid"
+    on_nodes = start(function=f"{HERE}:holds_the_gil_once", options={"file": str(file)}, timeout=paced(5))
+    outcomes = on_nodes.play(samples=1).outcomes
+    (late,) = [each for each in outcomes if isinstance(each, Failure)]
+    hung = int(file.read_text())
+    assert late.kind == "timeout" and float(hung) not in outcomes
+    wait_for(lambda: not alive(hung) and on_nodes.used == sorted(living_nodes()))
 
 
 def test_a_lost_node_costs_the_episodes_there(start: Callable[..., Nodes], nodes: Machines, tmp_path: Path) -> None:

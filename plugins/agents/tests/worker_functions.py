@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -86,6 +87,17 @@ def hangs_once(episode: Episode, *, file: str) -> float:
     except FileExistsError:
         return float(os.getpid())
     time.sleep(600)
+    return 0.0
+
+
+def holds_the_gil_once(episode: Episode, *, file: str) -> float:
+    episode.chat(episode.messages, max_tokens=1)
+    try:
+        with Path(file).open("x") as created:
+            created.write(str(os.getpid()))
+    except FileExistsError:
+        return float(os.getpid())
+    ctypes.PyDLL(None).sleep(600)
     return 0.0
 
 

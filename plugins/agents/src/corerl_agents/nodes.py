@@ -7,8 +7,10 @@ how the worker has ended, and kills what that has left running. Ray brings the m
 from __future__ import annotations
 
 import os
+import queue
 import secrets
 import sys
+import threading
 from collections.abc import Mapping
 from types import ModuleType
 
@@ -16,7 +18,7 @@ from corerl.cluster import RemoteObject, living_nodes, own_address
 from corerl.errors import CorerlError, WorkerDied
 from corerl_agents.commands import kill_marked
 from corerl_agents.config import EpisodesConfig
-from corerl_agents.workers import Gone, LocalProcess
+from corerl_agents.workers import EXIT, Gone, LocalProcess
 
 MARK = "CORERL_EPISODES_WORKER"  # in the environment of a worker, and of what it starts
 
@@ -49,6 +51,9 @@ class NodeProcess:
         self.node = node  # Ray's id
         self.gone = False
         self._host = host
+        self._killing = threading.Lock()  # taken by the first who kills it
+        self._late = threading.Timer(EXIT, host.kill)  # the host may be gone, or not be reached
+        self._late.daemon = True
 
     def send(self, message: bytes) -> None:
         self._host.send("send", message)
@@ -66,10 +71,14 @@ class NodeProcess:
 
     def kill(self) -> None:
         self.gone = True
-        self._host.kill()
+        if self._killing.acquire(blocking=False):
+            self._host.send("kill")  # the worker may be in code that lets it notice nothing
+            self._late.start()
 
     def end(self) -> None:
         self.kill()
+        self._late.cancel()
+        self._host.kill()
 
 
 # ---- in a process of Ray's -------------------------------------------------------------------------------------------
@@ -82,15 +91,24 @@ class Host:
         sys.modules["__main__"] = ModuleType("__main__")  # in place of Ray's, which the new process would import
         self._mark = os.environ[MARK] = secrets.token_hex(16)
         self._process = LocalProcess(options, directory)
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()  # a hanging worker reads none
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def _write(self) -> None:
+        while True:
+            self._process.send(self._messages.get())
 
     def send(self, message: bytes) -> None:
-        self._process.send(message)
+        self._messages.put(message)
 
     def receive(self) -> bytes | str:
         """The worker's next message; how it has ended, if it has."""
         try:
             return self._process.receive()
         except Gone as gone:
-            self._process.kill()
-            kill_marked(self._mark)  # commands are in groups of their own
+            self.kill()
             return gone.status
+
+    def kill(self) -> None:
+        self._process.kill()
+        kill_marked(self._mark)  # commands are in groups of their own

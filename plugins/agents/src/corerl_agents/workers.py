@@ -34,7 +34,7 @@ from corerl_agents.episodes import Episode, EpisodeFunction, Played, resolve_fun
 from corerl_agents.http_client import HttpClient
 
 GRACE = 10.0  # seconds that an episode may go on in its worker after the run has given it up
-EXIT = 1.0  # seconds for a process whose connection has closed to exit
+EXIT = 1.0  # seconds for a process to exit whose connection has closed, or that is killed on another node
 RESTARTS = 4  # times the number of workers: how often workers may end in a row, without an episode that ends
 
 
@@ -216,8 +216,8 @@ class Workers:
         with self._lock:
             if number in worker.playing and not worker.retired and self._failed is None:
                 worker.retired = True
-                self._start()
                 self._kill_if_retired(worker)
+                self._failed = self._replace(worker)
 
     def _kill_if_retired(self, worker: Worker) -> None:
         if worker.retired and worker.idle:
