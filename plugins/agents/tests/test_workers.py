@@ -138,7 +138,8 @@ def test_a_worker_lost_before_its_start_is_replaced(play: Play, start: Start) ->
         return begun[-1]
 
     pids = play(start("where", 1, launch=launch), samples=1).outcomes
-    assert pids == [begun[1].process.pid] * 2 and not begun[0].process.is_alive()
+    assert pids == [begun[1].process.pid] * 2
+    wait_for(lambda: not begun[0].process.is_alive())
 
 
 class Lost:
