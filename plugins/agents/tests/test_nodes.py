@@ -124,9 +124,10 @@ def test_a_worker_that_notices_nothing_is_killed(
     on_nodes = start(function=f"{HERE}:holds_the_gil_once", options={"file": str(file)}, timeout=paced(5))
     outcomes = on_nodes.play(samples=1).outcomes
     (late,) = [each for each in outcomes if isinstance(each, Failure)]
-    hung = int(file.read_text())
+    hung, its_child = map(int, file.read_text().split())
     assert late.kind == "timeout" and float(hung) not in outcomes
-    wait_for(lambda: not alive(hung) and on_nodes.used == sorted(living_nodes()))
+    wait_for(lambda: not alive(hung) and not alive(its_child))
+    wait_for(lambda: on_nodes.used == sorted(living_nodes()))
 
 
 def test_a_lost_node_costs_the_episodes_there(start: Callable[..., Nodes], nodes: Machines, tmp_path: Path) -> None:
