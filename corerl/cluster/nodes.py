@@ -42,6 +42,12 @@ def this_node() -> str:
     return next((_label(node) for node in ray.nodes() if node["NodeID"] == own), socket.gethostname())
 
 
+def living_nodes() -> dict[str, str]:
+    """Ray's id of each live node that has CPUs, and what messages call it. A head that was started without takes no
+    work."""
+    return {node["NodeID"]: _label(node) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
+
+
 def interface_of(address: str) -> str:
     """This machine's network interface that has the IPv4 `address`; "" if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

@@ -123,6 +123,7 @@ class Sampling:
                     pictures=rollout.pictures,
                     calls=1 if engine is None else engine.calls,
                     cache_use=self.fleet.cache_use,
+                    environment=self.plan.processes.environment,
                     on_progress=partial(self.progress.count, GENERATED),
                 )
             )

@@ -172,7 +172,7 @@ def plan_sampler(config: Config, sampler: Loaded, engine: EngineSpec) -> MakeSam
     """What makes the sampler of a config whose plugins' tables are resolved. Raises ConfigError for options that cannot
     be used, PluginBroken if its class is no Sampler."""
     options = config.samplers[sampler.name]
-    run = SamplerRun(rollout=config.rollout, reward=config.reward, engine=engine)
+    run = SamplerRun(rollout=config.rollout, reward=config.reward, engine=engine, cluster=config.cluster)
     check_spec(sampler, options, run, config=config)
     implementation = load_implementation(Kind.SAMPLERS, sampler)
     if not (isinstance(implementation, type) and issubclass(implementation, Sampler)):

@@ -54,6 +54,7 @@ class ProcessPlan:
     transport_options: Mapping[str, Any]  # its own table, as plain data
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
+    environment: Mapping[str, str] = field(repr=False)  # of those that a sampler starts; may hold secrets
 
 
 def plan_processes(
@@ -134,6 +135,12 @@ def plan_processes(
         transport_options=to_plain(config.transports.get(transport.name, {})),
         senders=senders,
         common=common,
+        environment=environment_of(
+            "the sampler",
+            {},
+            cluster=config.cluster,
+            common={name: value for name, value in common.items() if name == "PYTHONPATH"},
+        ),
     )
 
 

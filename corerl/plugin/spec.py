@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 from attrs import field, frozen
 from attrs.validators import in_, matches_re
 
-from corerl.config.schema import AlgorithmConfig, ClusterInfo, RewardConfig, RolloutConfig, TrainConfig
+from corerl.config.schema import AlgorithmConfig, ClusterConfig, ClusterInfo, RewardConfig, RolloutConfig, TrainConfig
 from corerl.kinds import InPieces, MemoryKind, ModelSize
 from corerl.plugin.capabilities import Capability, Support, support_in
 
@@ -231,6 +231,7 @@ class SamplerRun:
     rollout: RolloutConfig
     reward: RewardConfig
     engine: EngineSpec | None = None  # of `rollout.engine`; None in tests that need none
+    cluster: ClusterConfig = field(factory=ClusterConfig)
 
 
 @frozen(kw_only=True)

@@ -128,6 +128,7 @@ class SamplerContext:
     calls: int = 1  # of `generate` that each engine answers at once
     # How full the caches are of the engines that serve, by name, but for those that cannot say; None outside a run.
     cache_use: Callable[[], Awaitable[Mapping[str, CacheUse]]] | None = None
+    environment: Mapping[str, str] = field(factory=dict, repr=False)  # of processes elsewhere; may hold secrets
     # Is called with how many of the samples that the run waits for are done, and how many there are.
     on_progress: OnProgress | None = None
 

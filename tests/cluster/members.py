@@ -65,6 +65,7 @@ class Member:
         self.index = index
         self.gate = threading.Event()
         self.saved = False
+        self.noted: list[Any] = []
 
     def pid(self) -> int:
         return os.getpid()
@@ -112,6 +113,12 @@ class Member:
         """The later the smaller its index."""
         time.sleep(0.05 * (2 - self.index))
         return self.index, value
+
+    def note(self, value: Any) -> None:
+        self.noted.append(value)
+
+    def notes(self) -> list[Any]:
+        return self.noted
 
     def total(self, values: Any) -> tuple[float, bool]:
         return float(values.sum()), bool(values.flags.writeable)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import ray
 
 from corerl.cluster.arrangement import arrange
 from corerl.cluster.group import RayGroup
-from corerl.cluster.nodes import gone, interface_of
+from corerl.cluster.nodes import gone, interface_of, living_nodes
 from corerl.cluster.placement import reserved
+from corerl.cluster.remote import RemoteObject, own_address
 from corerl.cluster.runtime import put, ray_session
-from corerl.errors import CorerlError
+from corerl.errors import CorerlError, WorkerDied, WrongState
 from tests.cluster.nodes import cluster
 from tests.cluster.ranks import RAYS_OWN
 from tests.machine import paced
@@ -27,6 +30,13 @@ STORE = 100 * 2**20  # bytes of each node's object store
 ENDS_WITHIN = paced(60.0)  # seconds
 NAMES = ["GPU-8f2c", "MIG-0c11"]  # of GPUs that Ray takes to be there; nobody looks
 FULL_DISK = {"RAY_local_fs_capacity_threshold": "0.0001"}  # what Ray then finds: it writes to none above this share
+
+
+class OnlyHere:
+    """Another process cannot read it."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise ImportError('no module here')",)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +74,47 @@ def test_ranks_on_two_nodes_meet_and_free_their_bundles(address: str) -> None:
         while ray.available_resources().get("CPU") != there:
             assert time.monotonic() < deadline, ray.available_resources()
             time.sleep(0.1)
+
+
+def test_an_object_on_a_node_is_called_in_order_and_aside(address: str) -> None:
+    with ray_session(address=address, cpus=1.0):
+        known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        assert living_nodes().keys() == known.keys() and {own_address()} == set(known.values())
+        made = [
+            RemoteObject(name, MEMBER, 0, node=node, environment={"CORERL_TEST_WORD": name})
+            for node, name in living_nodes().items()
+        ]
+        assert [each.ask("node") for each in made] == list(living_nodes())
+        assert [each.ask("word") for each in made] == list(living_nodes().values())
+        assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+        one, other = made
+        for value in range(50):
+            one.send("note", value)
+        one.send("through")  # waits; what is asked meanwhile does not
+        deadline = time.monotonic() + paced(20.0)
+        while len(one.ask("notes")) < 50:
+            assert time.monotonic() < deadline
+        assert one.ask("notes") == list(range(50))
+        with pytest.raises(WrongState, match="^ask later$"):
+            one.ask("refuse", 0)
+        one.kill()
+        one.kill()
+        with pytest.raises(WorkerDied, match=rf"^{re.escape(next(iter(living_nodes().values())))}: its process died "):
+            one.ask("notes")
+        assert other.ask("notes") == []
+        other.kill()
+
+
+def test_an_object_that_cannot_be_made_says_why(address: str) -> None:
+    with ray_session(address=address, cpus=1.0):
+        made = RemoteObject("noter", f"{MEMBER}s", node=next(iter(living_nodes())), environment={})
+        with pytest.raises(CorerlError, match="^noter: start: .*Members"):
+            made.ask("notes")
+        made.kill()
+        made = RemoteObject("noter", MEMBER, OnlyHere(), node=next(iter(living_nodes())), environment={})
+        with pytest.raises(CorerlError, match="^noter: the arguments .* could not be transferred: .*no module here$"):
+            made.ask("notes")
+        made.kill()
 
 
 def test_nodes_that_are_gone_are_told_from_those_that_answer(address: str) -> None:

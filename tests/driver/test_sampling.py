@@ -53,7 +53,8 @@ def planned(special_tokens: bool, *sets: bool) -> Any:
     own = [SimpleNamespace(rewarding=RewardConfig(special_tokens=kept), source=Mock()) for kept in sets]
     rollout = Mock(rewarding=rewarding, make_sampler=functools.partial(Asked, "options"), seed=5, context_length=64)
     run = Mock(trains=False, steps=3)
-    return Mock(rollout=rollout, eval_sets=own, processes=Mock(engine=Mock(calls=3)), run=run)
+    processes = Mock(engine=Mock(calls=3), environment={"JUDGE_KEY": "of a service"})
+    return Mock(rollout=rollout, eval_sets=own, processes=processes, run=run)
 
 
 def sampling(plan: Any, fleet: Any, stack: contextlib.ExitStack) -> Sampling:
@@ -74,5 +75,6 @@ def test_a_set_whose_reward_reads_special_tokens_has_its_own_sampler(monkeypatch
         known = first.context
         assert first.options == "options" and known.generate is fleet.generate and known.loop is fleet.loop
         assert (known.seed, known.context_length, known.calls) == (5, 64, 3)
+        assert known.environment == {"JUDGE_KEY": "of a service"}
         assert not first.closed
     assert first.closed and made.source.close.called  # type: ignore[attr-defined]

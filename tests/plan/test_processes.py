@@ -6,7 +6,7 @@ import pytest
 from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.schema import ClusterInfo, Config, WeightsConfig
+from corerl.config.schema import ClusterConfig, ClusterInfo, Config, WeightsConfig
 from corerl.errors import ConfigError
 from corerl.plan import resolve
 from corerl.plan.make import make_plan
@@ -20,6 +20,15 @@ def test_weights_in_a_form_that_the_engine_takes(tmp_path: Path) -> None:
     engine = load(Kind.ENGINES, config.rollout.engine)
     quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
     require_form(evolve(config, engines={engine.name: None}), quantized)
+
+
+def test_a_samplers_processes_have_the_users_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/a/users/own")
+    monkeypatch.setenv("JUDGE_KEY", "s3cr3t")
+    cluster = ClusterConfig(device="cpu", environment={"JUDGE_URL": "there"}, secrets=("JUDGE_KEY",))
+    processes = make_plan(evolve(config_in(tmp_path / "run"), cluster=cluster)).processes
+    assert processes.environment == {"PYTHONPATH": "/a/users/own", "JUDGE_URL": "there", "JUDGE_KEY": "s3cr3t"}
+    assert "s3cr3t" not in repr(processes)
 
 
 def test_a_critic_has_its_own_plan(tmp_path: Path) -> None:

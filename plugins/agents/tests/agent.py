@@ -47,6 +47,14 @@ def main(url: str, file: str, what: str = "reward") -> None:
         case "flood":
             while True:
                 sys.stdout.write("x" * 2**16)
+        case "once":  # the first one waits to be killed, and says whose it is
+            try:
+                with Path(what.partition(":")[2]).open("x") as pids:
+                    pids.write(f"{os.getppid()} {os.getpid()}\n")
+            except FileExistsError:
+                print(json.dumps({"reward": 1.0, "parts": {"at": int(urlsplit(url).hostname.replace(".", ""))}}))
+            else:
+                time.sleep(600)
         case "hang" | "leave":
             # One child in this group, and one that leaves it and its parent: their numbers go to a file.
             for options in ({}, {"start_new_session": True}):

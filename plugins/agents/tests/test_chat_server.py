@@ -62,6 +62,18 @@ def front(loop: EventLoop) -> Iterator[ChatServer]:
     made.close()
 
 
+@pytest.mark.parametrize(("address", "host"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
+def test_a_server_listens_at_its_address_alone(loop: EventLoop, address: str, host: str) -> None:
+    server = ChatServer(loop, temperature=1.0, top_p=1.0, address=address)
+    url = server.open(Desk())
+    port = urlsplit(url).port
+    assert url.startswith(f"http://{host}:{port}/")
+    assert post(url + "/chat/completions", {"messages": [USER]})[0] == 200
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port or 0))
+    server.close()
+
+
 def connected(url: str) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(urlsplit(url).netloc, timeout=paced(20))
 

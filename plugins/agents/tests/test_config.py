@@ -28,6 +28,11 @@ FETCH = "examples.two_turn_tool:fetch"
         ),
         ({"command": ["sh", "{bas_url}"]}, "command", "unknown placeholder {bas_url} in '{bas_url}'; did you mean "),
         ({"command": ["sh"], "workers": 2}, "workers", "call a function; a command has a process for each episode"),
+        (
+            {"function": FETCH, "workers_on": "cluster", "workers": 2},
+            "workers_on",
+            "'cluster', but cluster.address is ",
+        ),
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
         (
             {"function": FETCH, "roles": ["white", "Black 1"]},
@@ -46,6 +51,19 @@ FETCH = "examples.two_turn_tool:fetch"
 def test_what_cannot_play_is_named_by_its_option(options: dict[str, object], path: str, text: str) -> None:
     (problem,) = SPEC.check(EpisodesConfig(**options), RUN)  # type: ignore[arg-type]
     assert problem.path == path and problem.text.startswith(text)
+
+
+def test_workers_on_a_cluster_play_functions_and_commands() -> None:
+    config = config_of({"backend": {"name": "plain"}, "cluster": {"address": "10.0.0.1:6379"}})
+    on_nodes = evolve(RUN, cluster=config.cluster)
+    for player in ({"function": FETCH}, {"command": ["sh"]}):
+        options = EpisodesConfig(workers_on="cluster", workers=2, **player)  # type: ignore[arg-type]
+        assert list(SPEC.check(options, on_nodes)) == []
+        (problem,) = SPEC.check(evolve(options, workers=0), on_nodes)
+        assert (problem.path, problem.text.split(";")[0]) == (
+            "workers_on",
+            "'cluster', but samplers.episodes.workers is 0",
+        )
 
 
 def test_a_function_that_fits_its_options_has_no_problem() -> None:

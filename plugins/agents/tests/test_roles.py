@@ -15,7 +15,8 @@ from corerl.ops import hash_key
 from corerl.rollout import Failure, Judged, Rollout
 from corerl.types import TURN_REWARDS
 from corerl_agents.commands import command_of
-from corerl_agents.episodes import Episode, resolve_function
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.episodes import Episode
 from corerl_agents.workers import PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
@@ -181,7 +182,7 @@ def two_workers() -> Iterator[Callable[[str], PlayedByWorkers]]:
     made: list[PlayedByWorkers] = []
 
     def start(name: str) -> PlayedByWorkers:
-        made.append(PlayedByWorkers.start(resolve_function(f"{worker_functions.__name__}:{name}", {}), 2))
+        made.append(PlayedByWorkers.start(EpisodesConfig(function=f"{worker_functions.__name__}:{name}", workers=2)))
         return made[-1]
 
     yield start

@@ -9,14 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from corerl.errors import WorkerDied
+from corerl.errors import ConfigError, WorkerDied
 from corerl.rollout import Failure
 from corerl_agents import workers
-from corerl_agents.episodes import resolve_function
-from corerl_agents.workers import PlayedByWorkers
+from corerl_agents.config import EpisodesConfig
+from corerl_agents.workers import Gone, LocalProcess, PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PROMPTS, Play, assert_equal
 from tests.machine import paced
@@ -31,14 +32,18 @@ Start = Callable[..., PlayedByWorkers]
 def start() -> Iterator[Start]:
     made: list[PlayedByWorkers] = []
 
-    def started(name: str, count: int, options: Mapping[str, Any] | None = None, *, module: str = HERE) -> Any:
-        made.append(PlayedByWorkers.start(resolve_function(f"{module}:{name}", options or {}), count))
+    def started(
+        name: str, count: int, options: Mapping[str, Any] | None = None, *, module: str = HERE, launch: Any = None
+    ) -> Any:
+        config = EpisodesConfig(function=f"{module}:{name}", options=options or {}, workers=count)
+        made.append(PlayedByWorkers.start(config, launch))
         return made[-1]
 
     yield started
     for each in made:
+        processes = [worker.process.process for worker in each.workers._all]
         each.close()
-        assert not any(worker.process.is_alive() for worker in each.workers._all)
+        assert not any(process.is_alive() for process in processes)
 
 
 def wait_for(fits: Callable[[], bool]) -> None:
@@ -119,6 +124,76 @@ def test_a_worker_that_cannot_import_ends_the_run(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(WorkerDied, match=r"'ends_elsewhere:play' ended \(exit status 3\) before importing it"):
         play(start("play", 2, module="ends_elsewhere"))
+
+
+def test_a_worker_lost_before_its_start_is_replaced(play: Play, start: Start) -> None:
+    """Its node is gone, say, as it is begun."""
+    begun: list[LocalProcess] = []
+
+    def launch() -> LocalProcess:
+        lost = Gone("the node is gone", lost=True)
+        begun.append(LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
+        if len(begun) == 1:
+            begun[0].receive = Mock(side_effect=lost)  # type: ignore[method-assign]
+        return begun[-1]
+
+    pids = play(start("where", 1, launch=launch), samples=1).outcomes
+    assert pids == [begun[1].process.pid] * 2
+    wait_for(lambda: not begun[0].process.is_alive())
+
+
+class Lost:
+    """A process whose node is gone before it has started, once it has been given an episode."""
+
+    process = Mock(is_alive=lambda: False)
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def send(self, message: bytes) -> None:
+        self.over.set()
+
+    def receive(self) -> bytes:
+        self.over.wait()
+        raise Gone("its node is gone", lost=True)
+
+    def kill(self) -> None:
+        self.over.set()
+
+    end = kill
+
+
+def test_an_episode_of_a_worker_that_never_began_is_played(play: Play, start: Start) -> None:
+    begun: list[LocalProcess | Lost] = []
+
+    def launch() -> LocalProcess | Lost:
+        begun.append(Lost() if len(begun) == 1 else LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
+        return begun[-1]
+
+    function = start("where", 1, launch=launch)
+    (one,) = {*play(function).outcomes}
+    os.kill(int(one), signal.SIGKILL)
+    wait_for(lambda: len(begun) == 2)
+    outcomes = play(function).outcomes
+    assert len(begun) == 3 and {*outcomes} == {float(begun[2].process.pid)} and len(outcomes) == 8
+
+
+def test_where_no_worker_can_be_begun_the_run_ends(play: Play, start: Start) -> None:
+    launch = Mock(
+        side_effect=[LocalProcess(EpisodesConfig(function=f"{HERE}:ends_its_process")), WorkerDied("no node is left")]
+    )
+    with pytest.raises(WorkerDied, match="^no node is left$"):
+        play(start("ends_its_process", 1, launch=launch), samples=1)
+
+
+def test_a_worker_needs_the_directory_of_the_run(play: Play, start: Start, tmp_path: Path) -> None:
+    def launch(name: str) -> Callable[[], LocalProcess]:
+        return lambda: LocalProcess(EpisodesConfig(function=f"{HERE}:directory"), str(tmp_path / name))
+
+    with pytest.raises(ConfigError, match=r"/none' \(No such file or directory\); it must be at .* \(on "):
+        play(start("directory", 1, launch=launch("none")), samples=1)
+    outcomes = play(start("directory", 1, launch=launch("")), samples=1).outcomes
+    assert [list(each.parts) for each in outcomes] == [[str(tmp_path)]] * 2
 
 
 def test_a_worker_with_a_hanging_episode_is_replaced(

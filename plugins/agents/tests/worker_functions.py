@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +31,26 @@ async def side_by_side(episode: Episode) -> float:
 def where(episode: Episode) -> float:
     episode.chat(episode.messages, max_tokens=1)
     return float(os.getpid())
+
+
+def two_turns_there(episode: Episode) -> dict[str, float]:
+    """With what tells workers from each other."""
+    own = {"pid": os.getpid(), "word": float(os.environ.get("CORERL_TEST_WORD", "0"))}
+    return {"said": two_turns(episode), **own}
+
+
+def waits_for_a_word(episode: Episode, *, directory: str) -> float:
+    """The first four write where they are."""
+    episode.chat(episode.messages, max_tokens=1)
+    Path(directory, f"{episode.prompt.index}-{threading.get_native_id()}").write_text(f"{os.getpid()}\n")
+    while not Path(directory, "word").exists():
+        time.sleep(0.02)
+    return 1.0
+
+
+def directory(episode: Episode) -> dict[str, float]:
+    episode.chat(episode.messages, max_tokens=1)
+    return {os.getcwd(): 1.0}
 
 
 def heavy(episode: Episode) -> float:
@@ -65,6 +88,19 @@ def hangs_once(episode: Episode, *, file: str) -> float:
     except FileExistsError:
         return float(os.getpid())
     time.sleep(600)
+    return 0.0
+
+
+def holds_the_gil_once(episode: Episode, *, file: str) -> float:
+    """With a process of its own, which has left its group."""
+    episode.chat(episode.messages, max_tokens=1)
+    try:
+        with Path(file).open("x") as created:
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            created.write(f"{os.getpid()} {child.pid}")
+    except FileExistsError:
+        return float(os.getpid())
+    ctypes.PyDLL(None).sleep(600)
     return 0.0
 
 

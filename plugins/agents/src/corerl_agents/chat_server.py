@@ -26,6 +26,7 @@ from corerl_agents.refused import Refused
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
+LOOPBACK = "127.0.0.1"
 API_KEY = "none"  # clients require one; what protects an episode is its unguessable path
 CLOSED = 499  # the status for a client that has gone, which nobody reads
 WAITING = 1024  # connections that may wait: many episodes may start and connect at the same moment
@@ -44,9 +45,12 @@ class _Reply:
 
 
 class ChatServer:
-    """The server. Listens on localhost only, from construction until `close`. Any thread may call it."""
+    """The server. Listens from construction until `close`, at one address: only this machine reaches the default. Any
+    thread may call it."""
 
-    def __init__(self, loop: EventLoop, *, temperature: float, top_p: float, top_k: int = 0) -> None:
+    def __init__(
+        self, loop: EventLoop, *, temperature: float, top_p: float, top_k: int = 0, address: str = LOOPBACK
+    ) -> None:
         """Serves in `loop`, which must run until `close`. Requests may repeat the values of sampling and are refused
         any others."""
         import uvicorn  # a tenth of a second, which only runs with episodes pay
@@ -56,8 +60,10 @@ class ChatServer:
         self._open: dict[str, tuple[Answering, Refusing]] = {}
         self._rewarding: dict[str, Rewarding] = {}  # likewise by name
         self._numbers = itertools.count()  # numbers the answers
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=WAITING)
-        self._port = self._socket.getsockname()[1]
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=WAITING)
+        host = f"[{address}]" if ":" in address else address
+        self._url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
                 _app(self),
@@ -84,7 +90,7 @@ class ChatServer:
         self._open[name] = answering, refusing
         if rewarding is not None:
             self._rewarding[name] = rewarding
-        return f"http://127.0.0.1:{self._port}/{name}/v1"
+        return f"{self._url}/{name}/v1"
 
     def shut(self, base_url: str) -> None:
         """Refuse all further requests to this base URL."""

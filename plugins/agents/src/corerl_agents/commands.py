@@ -203,7 +203,7 @@ class _Process:
                 with self._lock:
                     self._process = None
                     process.wait()
-                _kill_marked(mark)
+                kill_marked(mark)
         lines = output.decode(errors="replace").strip().splitlines()
         last = (errors.decode(errors="replace").strip().splitlines() or lines)[-LINES:]
         return _Ended(
@@ -244,9 +244,9 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill the processes that have left the group, such as daemons: those with the episode's URL in the environment in
-    which they were started."""
+def kill_marked(mark: str) -> None:
+    """Kill the processes with this mark in the environment in which they were started, such as daemons that have left
+    the group of a command: its mark is the episode's URL."""
     for _ in range(ROUNDS):
         if not (found := _marked(mark.encode())):
             return

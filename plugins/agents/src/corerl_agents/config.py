@@ -17,7 +17,7 @@ MOST = 16_384  # episodes at once, and rows of one: more are a slip of the hand
 MOST_WORKERS = 1024  # likewise
 NAME = "[A-Za-z][A-Za-z0-9_]*"  # of a role: also of its variable in a command's environment, and of its metrics
 # Options that say who plays, which an environment does itself.
-PLAYERS = ("function", "command", "options", "workers", "roles")
+PLAYERS = ("function", "command", "options", "workers", "workers_on", "roles")
 AUTO = "auto"  # of `concurrency`
 
 
@@ -49,6 +49,11 @@ class EpisodesConfig:
         "worker processes that call the function, so that what it computes does not hold up the driver; 0: the driver",
         default=0,
         validator=between(0, MOST_WORKERS),
+    )
+    workers_on: Literal["driver", "cluster"] = option(
+        "machines of the workers: the driver's, or all nodes of the Ray cluster at cluster.address, as many on each; "
+        "then they run a command too, and the episodes' URLs are at the driver's address in the cluster's network",
+        default="driver",
     )
     concurrency: int | Literal["auto"] = option(
         "episodes played in parallel; each takes a thread in the driver, or in a worker, if its function is a plain "
@@ -98,8 +103,9 @@ def check_concurrency(options: EpisodesConfig, run: SamplerRun) -> Iterator[Prob
 
 def check_environment(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
     """What is wrong with these options, at `episodes` of a sampler whose environment plays the episodes."""
+    default = EpisodesConfig()
     for setting in PLAYERS:
-        if getattr(options, setting):
+        if getattr(options, setting) != getattr(default, setting):
             yield Problem(f"episodes.{setting}", "the environment plays the episodes; remove it")
     yield from (evolve(each, path=f"episodes.{each.path}") for each in check_concurrency(options, run))
 
@@ -116,6 +122,12 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
         yield Problem("function", both if options.command else empty)
         return
     yield from check_concurrency(options, run)
+    if options.workers_on == "cluster":
+        if not run.cluster.address:
+            one = "the run starts a Ray of this machine alone"
+            yield Problem("workers_on", f"'cluster', but cluster.address is empty: {one}; set that, or remove this")
+        if not options.workers:
+            yield Problem("workers_on", "'cluster', but samplers.episodes.workers is 0; set that, or remove this")
     upper = [name.upper() for name in options.roles]  # as in the environment of a command
     for name in options.roles:
         if not re.fullmatch(NAME, name) or upper.count(name.upper()) > 1:
@@ -124,8 +136,12 @@ def check(options: EpisodesConfig, run: SamplerRun) -> Iterator[Problem]:
     tried: dict[str, Callable[[], Any]] = {"tool_calls": lambda: format_of(options.tool_calls, None)}
     if options.command:
         tried["command"] = lambda: command_of(options.command, options.roles)
-        if options.workers:
-            yield Problem("workers", "call a function; a command has a process for each episode already; remove it")
+        if options.workers and options.workers_on == "driver":
+            yield Problem(
+                "workers",
+                "call a function; a command has a process for each episode already; remove it, or set "
+                "samplers.episodes.workers_on = 'cluster'",
+            )
         if options.options:
             yield Problem(
                 "options", "are arguments of a function; write those of a command into samplers.episodes.command"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,14 +15,16 @@ from corerl.errors import ConfigError
 from corerl.ops import hash_key
 from corerl.rollout import Rollout, Sampler, SamplerContext, rows_of
 from corerl.types import PICTURE, ROLE, TURN_REWARDS, Array, Output, SampleBatch, all_shown, offsets_of
-from corerl_agents.chat_server import ChatServer
-from corerl_agents.commands import command_of
+from corerl_agents.chat_server import LOOPBACK, ChatServer
 from corerl_agents.config import AUTO, EpisodesConfig
 from corerl_agents.conversation import Row
-from corerl_agents.episodes import EpisodeFunction, resolve_function
+from corerl_agents.episodes import EpisodeFunction
 from corerl_agents.places import Places
 from corerl_agents.runner import EpisodeRunner, EpisodeState
-from corerl_agents.workers import PlayedByWorkers
+from corerl_agents.workers import PlayedByWorkers, player_of
+
+if TYPE_CHECKING:
+    from corerl_agents.nodes import NodeProcesses
 
 # Allocations between two collections of garbage. An episode has thousands of objects that live as long as itself: with
 # Python's own 700, a fifth of the CPU seconds of 1,000 episodes is the collector's, and one pass of it holds up the
@@ -54,9 +57,14 @@ class EpisodeSampler(Sampler):
         if 0 < gc.get_threshold()[0] < COLLECT_AFTER:
             gc.set_threshold(COLLECT_AFTER, *gc.get_threshold()[1:])
         params = context.params
-        self._function = function or player_of(options)
+        nodes = _nodes(options, context) if options.workers_on == "cluster" else None
+        self._function = function or _player(options, nodes)
         self._server = server or ChatServer(
-            context.loop, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k
+            context.loop,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            address=LOOPBACK if nodes is None else nodes.address,
         )
         self._runners: dict[SamplingParams, EpisodeRunner] = {}
 
@@ -116,12 +124,15 @@ class EpisodeSampler(Sampler):
         return Places(self.context.cache_use, longest=longest)
 
 
-def player_of(options: EpisodesConfig) -> EpisodeFunction:
+def _player(options: EpisodesConfig, nodes: NodeProcesses | None) -> EpisodeFunction:
     """What plays an episode. Raises ConfigError."""
-    if options.command:
-        return command_of(options.command, options.roles)
-    function = resolve_function(options.function, options.options)
-    return PlayedByWorkers.start(function, options.workers) if options.workers else function
+    return PlayedByWorkers.start(options, nodes) if options.workers else player_of(options)
+
+
+def _nodes(options: EpisodesConfig, context: SamplerContext) -> NodeProcesses:
+    from corerl_agents.nodes import NodeProcesses  # imports ray
+
+    return NodeProcesses(options, context.environment)
 
 
 def states_of(
