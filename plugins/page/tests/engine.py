@@ -10,7 +10,8 @@ import torch
 from attrs import evolve
 
 from corerl.weights import Bucket
-from corerl_testing import TRANSFORMERS, TransformersEngine
+from corerl_transformers.engine import TransformersEngine
+from corerl_transformers.spec import SPEC as TRANSFORMERS
 
 NAME = "plugins.page.tests.engine:SPEC"
 STALE = "PAGE_TEST_STALE"  # environment variable: index of the replica that keeps old weights; unset: none does
