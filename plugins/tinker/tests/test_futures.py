@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from corerl_tinker import service
 from corerl_tinker.futures import KEPT_SECONDS, LEAST_BYTES, Answer, Futures
-from corerl_tinker.requests import Refused
+from corerl_tinker.requests import Draw, Refused
 from plugins.tinker.tests.clients import Bench, on_bench
 
 
@@ -49,6 +50,48 @@ async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Benc
             found.status_code == 404 and "its session has ended, or it was made of an earlier" in found.json()["error"]
         )
     assert bench.policy.calls.count("step") == 2
+
+
+@on_bench()
+async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
+    client = bench.client
+    sampler = await client.sampler(await client.begin())
+    gates = [asyncio.Event() for _ in range(4)]
+
+    async def drawing(wanted: Draw) -> None:
+        await gates[wanted.asked.seq_id or 0].wait()
+        if wanted.asked.seq_id == 3:
+            raise Refused("not this one")
+
+    bench.policy.drawing = drawing
+    for number in range(4):
+        await client.sample(sampler, number)
+
+    async def poll(seen: int, *fetched: str, **more: float) -> Any:
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
+        fields = {"target": target, "prev_cursor": seen, "retrieved_request_ids": list(fetched), **more}
+        return (await client.post("retrieve_futures", fields)).json()
+
+    assert await poll(0, timeout=0) == {"completions": [], "cursor": 0}
+    polling = asyncio.create_task(poll(0))
+    for number in (2, 0):
+        gates[number].set()
+    found = await polling
+    assert {each["request_id"] for each in found["completions"]} == {f"{sampler}:2", f"{sampler}:0"}
+    assert found["cursor"] == 2
+    for each in found["completions"]:
+        answer = await client.get(each["request_id"])
+        assert (each["state"], each["response_payload_uncompressed_size"]) == ("finished", len(answer.content))
+    assert await poll(0, timeout=0) == found  # whose answer was lost
+    gates[3].set()
+    refused = await poll(2)
+    assert refused == {"completions": [{"request_id": f"{sampler}:3", "state": "failed"}], "cursor": 3}
+    assert "not this one" in (await client.get(f"{sampler}:3")).json()["error"]
+    held = bench.service.futures.bytes
+    assert await poll(3, f"{sampler}:2", f"{sampler}:1", timeout=0) == {"completions": [], "cursor": 3}
+    assert bench.service.futures.bytes == held - LEAST_BYTES  # the other one still waits
+    assert (await client.get(f"{sampler}:2")).status_code == 410
+    assert (await client.post("retrieve_futures", {"target": {"sampling_session_id": "nobody"}})).status_code == 404
 
 
 @on_bench()

@@ -75,6 +75,7 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
             route("GET", "samplers/{sampler}", service.get_sampler),
             route("POST", "asample", service.asample),
             route("POST", "retrieve_future", service.retrieve_future),
+            route("POST", "retrieve_futures", service.retrieve_futures),
             route("GET", "training_runs", service.training_runs),
             route("GET", run, service.training_run),
             route("GET", f"{run}/checkpoints", service.checkpoints),

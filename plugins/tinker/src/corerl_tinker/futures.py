@@ -4,6 +4,7 @@ fetched. In memory, within one event loop."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -18,6 +19,7 @@ from corerl_tinker.requests import Category, Refused
 
 JSON = "application/json"
 KEPT_SECONDS = 600.0  # after a result was fetched: the response may not have arrived, and clients ask again
+GATHER_SECONDS = 0.01  # for requests that are done soon after another one: each poll costs client and server a request
 LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 
 
@@ -58,6 +60,30 @@ class Promise:
         self.size = max(size, LEAST_BYTES)  # of the request, then of the answer
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.work: asyncio.Future[Answer] | None = None  # of which the answer will come
+
+
+class Completions:
+    """The requests of one sampler that are done, in that order, of which its client is told in one poll for all."""
+
+    def __init__(self) -> None:
+        self._seen, self._names = 0, list[str]()  # how many the client has seen; those after them
+        self._more = asyncio.Event()
+
+    def add(self, name: str) -> None:
+        self._names.append(name)
+        self._more.set()
+
+    async def after(self, seen: int, seconds: float) -> tuple[list[str], int]:
+        """The names after the first `seen`, which are forgotten, and how many there are with these. Waits so long for
+        the first one, and a moment more for others."""
+        del self._names[: max(0, seen - self._seen)]
+        self._seen = max(seen, self._seen)
+        if not self._names and seconds > 0:
+            self._more.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._more.wait(), seconds)
+                await asyncio.sleep(GATHER_SECONDS)
+        return list(self._names), self._seen + len(self._names)
 
 
 class Futures:
@@ -117,6 +143,11 @@ class Futures:
         """Forget what was fetched at least so long ago."""
         latest = self._clock() - seconds
         for name, _ in list(itertools.takewhile(lambda fetched: fetched[1] <= latest, self._fetched.items())):
+            self._drop(name)
+
+    def fetched(self, name: str) -> None:
+        """The client says that it has the answer."""
+        if name in self._fetched:
             self._drop(name)
 
     def give_up(self, owner: str, answer: Answer) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pydantic
 from tinker import types as sdk
+from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
 
 from corerl.errors import UserError
 from corerl.messages import message_of
@@ -29,7 +30,6 @@ Request = TypeVar("Request", bound=pydantic.BaseModel)
 
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
-SAMPLES_AT_ONCE = 512  # of a client, each in a connection of its own; more wait in the client
 
 
 class Service:
@@ -65,9 +65,8 @@ class Service:
             "pjwt_auth_enabled": False,
             "proto_compress_fwdbwd": not is_loopback(self._options.address),
             "parallel_fwdbwd_chunks": True,
-            "sample_max_concurrent_requests": SAMPLES_AT_ONCE,
+            "sample_use_retrieve_futures": True,  # else each sample has a connection of its own, which it waits in
             # Routes that are not served; clients do without them.
-            "sample_use_retrieve_futures": False,
             "sample_join_sampling_session": False,
             "custom_loss_server_side": False,
         }
@@ -297,18 +296,19 @@ class Service:
         return answer
 
     async def get_sampler(self, fields: Fields, sampler: str) -> Fields:
-        _, found = self.sessions.sampler(sampler)
+        found = self.sessions.sampling(sampler).sampler
         return {"sampler_id": sampler, "base_model": found.base_model, "model_path": found.model_path}
 
     async def asample(self, fields: Fields) -> Fields:
         request = read(sdk.SampleRequest, fields)
         if request.sampling_session_id is None or request.seq_id is None:
             raise Refused("asample needs a sampling_session_id and a seq_id, as a SamplingClient sends them")
-        session_id, sampler = self.sessions.sampler(request.sampling_session_id)
+        at = self.sessions.sampling(request.sampling_session_id)
         name = f"{request.sampling_session_id}:{request.seq_id}"
-        wanted = draw_of(request, fields["sampling_params"], sampler=sampler, longest=self._options.tokens_per_row)
+        wanted = draw_of(request, fields["sampling_params"], sampler=at.sampler, longest=self._options.tokens_per_row)
         if (promise := self.futures.get(name)) is None:
-            promise = self.futures.open(name, owner=session_id, size=wanted.prompt.nbytes)
+            promise = self.futures.open(name, owner=at.session, size=wanted.prompt.nbytes)
+            promise.answer.add_done_callback(lambda _: at.done.add(name))
             self.futures.fill(promise, asyncio.create_task(self._drawn(wanted)))
         return {
             "request_id": promise.name,
@@ -338,6 +338,25 @@ class Service:
             "session, and resume from a saved state",
             status=404,
         )
+
+    async def retrieve_futures(self, fields: Fields) -> Fields:
+        """Which requests of a sampler are done; their answers are fetched one by one."""
+        request = read(FuturesRetrieveRequest, fields)
+        done = self.sessions.sampling(request.target.sampling_session_id).done
+        for name in request.retrieved_request_ids:
+            self.futures.fetched(name)
+        seconds = POLL_SECONDS if request.timeout is None else min(request.timeout, POLL_SECONDS)
+        names, cursor = await done.after(request.prev_cursor, seconds)
+        return {"completions": [self._completion(name) for name in names], "cursor": cursor}
+
+    def _completion(self, name: str) -> Fields:
+        promise = self.futures.get(name)
+        if promise is None:  # fetched before, and forgotten, which whoever asks again is told
+            return {"request_id": name, "state": "finished"}
+        answer = promise.answer.result()
+        if answer.error:
+            return {"request_id": name, "state": "failed"}
+        return {"request_id": name, "state": "finished", "response_payload_uncompressed_size": len(answer.body)}
 
     async def _wait(self, promise: Promise) -> Answer:
         self.sessions.seen(promise.owner)

@@ -6,8 +6,9 @@ import secrets
 import time
 from collections.abc import Callable
 
-from attrs import define
+from attrs import define, field
 
+from corerl_tinker.futures import Completions
 from corerl_tinker.order import Turns
 from corerl_tinker.requests import ModelMade, Refused, Sampler
 
@@ -26,11 +27,20 @@ class Model:
     incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
 
 
+@define(kw_only=True, eq=False)
+class Sampling:
+    """A sampler that a session has."""
+
+    session: str
+    sampler: Sampler
+    done: Completions = field(factory=Completions)  # of its requests
+
+
 class Sessions:
     def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._idle, self._clock = idle_seconds, clock
         self._seen: dict[str, float] = {}  # session -> when, by the clock
-        self._samplers: dict[str, tuple[str, Sampler]] = {}  # by id, with their sessions
+        self._samplers: dict[str, Sampling] = {}  # by id
         self.model: Model | None = None  # the one that is trained
 
     def begin(self) -> str:
@@ -50,8 +60,8 @@ class Sessions:
 
     def end(self, session_id: str) -> None:
         self._seen.pop(session_id, None)
-        for sampler_id, (owner, _) in list(self._samplers.items()):  # at once: the group's thread adds to them
-            if owner == session_id:
+        for sampler_id, each in list(self._samplers.items()):  # at once: the group's thread adds to them
+            if each.session == session_id:
                 del self._samplers[sampler_id]
         if self.model is not None and self.model.session == session_id:
             self.model = None
@@ -93,15 +103,14 @@ class Sessions:
         """The id of a new sampler. Raises Refused if its session has ended."""
         self.seen(session_id)
         sampler_id = secrets.token_hex(8)  # in no other server's life, or a client of that would get other weights
-        self._samplers[sampler_id] = session_id, sampler
+        self._samplers[sampler_id] = Sampling(session=session_id, sampler=sampler)
         return sampler_id
 
-    def sampler(self, sampler_id: str) -> tuple[str, Sampler]:
-        """A sampler, and its session before it."""
-        if sampler_id not in self._samplers:
+    def sampling(self, sampler_id: str) -> Sampling:
+        if (found := self._samplers.get(sampler_id)) is None:
             raise Refused(
                 f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
                 status=404,
             )
-        self.seen(self._samplers[sampler_id][0])
-        return self._samplers[sampler_id]
+        self.seen(found.session)
+        return found
