@@ -115,7 +115,13 @@ def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
     diffs = [each["diff"] for each in own["samples"]]
     assert whole["engines"][1]["diff"] == own["engines"][1]["diff"] == pytest.approx(sum(diffs) / 3)
     assert (own["total"], own["cut_off"], own["far"]) == (3, 1, sum(diff > 0.1 for diff in diffs))
-    assert get("runs/0/samples", step=2)["engines"] == []  # of samples.jsonl
+
+
+def test_an_engine_that_sampled_nothing_chooses_nothing(get: Get) -> None:
+    for step, engine, applied, total in ((0, 1, 1, 3), (0, 7, None, 4), (2, 1, None, 4)):  # step 2 is of samples.jsonl
+        found = get("runs/0/samples", step=step, engine=engine)
+        assert (found["engine"], found["total"]) == (applied, total)
+    assert get("runs/0/samples", step=2, engine=1)["engines"] == []
 
 
 def test_a_search_finds_texts_in_any_case(get: Get) -> None:

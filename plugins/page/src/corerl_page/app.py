@@ -7,7 +7,8 @@
     /api/runs/R/findings                  [{level, what, why, fix, metric, view}]
     /api/runs/R/steps                     [{step, kinds: {sampled: 64}}]
     /api/runs/R/samples?step=&kind=&engine=&offset=&limit=&sort=&q=
-                                          {total, cut_off, far, engines: [of each], samples: [summary]}
+                                          {total, cut_off, far, engine, engines: [of each], samples: [summary]};
+                                          `engine` only chooses where it sampled any of the step, and is null elsewhere
     /api/runs/R/samples/ID                a line of rollouts.jsonl or samples.jsonl; ?step= says of which file
     /api/runs/R/timeline?from=&to=&width= {from, to, of, tracks: [{process, track, slices}]}, in microseconds
     /api/runs/R/processes                 [{process, state, last, ended, calls, busy, seconds, idle, errors}]
@@ -141,8 +142,10 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
     samples = run.samples(step)
     found = list(samples.steps.get(step, {}).get(kind, ()))
     engines = by_engine(found)
-    if "engine" in request.query_params:
-        engine = _number(request, "engine")
+    engine = _number(request, "engine") if "engine" in request.query_params else None
+    if engine not in {each.engine for each in engines}:  # as among held-out samples, whose engines are unknown
+        engine = None
+    if engine is not None:
         found = [each for each in found if engine in each.engines]
     if text:
         found = samples.matching(found, text)
@@ -157,6 +160,7 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
         "total": len(found),
         "cut_off": sum(bool(each.truncated) for each in found),
         "far": sum((each.diff or 0) > FAR for each in found),
+        "engine": engine,
         "engines": [asdict(each) for each in engines],
         "samples": summaries(found[offset : offset + limit]),
     }

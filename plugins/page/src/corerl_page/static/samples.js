@@ -68,14 +68,15 @@ function bar({ steps, place, last, kinds, kind, query }) {
     h("label", {}, "step ", input), h("span", { class: "of" }, `of ${last}`),
     h("button", { type: "button", "aria-label": "Next step", disabled: place === steps.length - 1, onclick: () => to(place + 1) }, "›"),
     select("Kind", Object.entries(kinds).map(([each, count]) => [each, `${each}, ${count}`]), kind, (value) => state.set({ kind: value, sample: "" })),
-    engineFilter(list.counts.engines, query),
+    engineFilter(list.counts),
     select("Order", ORDERS, query.sort, (value) => state.set({ sort: value, sample: "" })), search, counts(list.counts));
 }
 
-function engineFilter(engines, { engine = "" }) {
-  if (engines.length < 2 && !engine) return null;
+// An engine that sampled none of the step stays in the address, for the steps where it did, and chooses nothing here.
+function engineFilter({ engines, engine }) {
+  if (engines.length < 2 && engine == null) return null;
   const options = engines.map((each) => [String(each.engine), `${named(each.engine)}, ${each.samples}`]);
-  return select("Engine", [["", "all engines"], ...options], engine, (value) => state.set({ engine: value, sample: "" }));
+  return select("Engine", [["", "all engines"], ...options], String(engine ?? ""), (value) => state.set({ engine: value, sample: "" }));
 }
 
 function counts({ total, cut_off, far, engines }) {
