@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -112,8 +113,10 @@ def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
     assert [(each["engine"], each["samples"], each["cut_off"]) for each in whole["engines"]] == [(0, 2, 0), (1, 3, 1)]
     own = get("runs/0/samples", step=1, engine=1)
     assert [each["number"] for each in own["samples"]] == [1, 2, 3]
-    diffs = [each["diff"] for each in own["samples"]]
-    assert whole["engines"][1]["diff"] == own["engines"][1]["diff"] == pytest.approx(sum(diffs) / 3)
+    diffs, tokens = ([each[name] for each in own["samples"]] for name in ("diff", "tokens"))
+    mean = np.average(diffs, weights=tokens)  # over tokens, as the metric is
+    assert whole["engines"][1]["diff"] == own["engines"][1]["diff"] == pytest.approx(mean)
+    assert len(set(tokens)) > 1 and whole["engines"][1]["tokens"] == sum(tokens)
     assert (own["total"], own["cut_off"], own["far"]) == (3, 1, sum(diff > 0.1 for diff in diffs))
 
 

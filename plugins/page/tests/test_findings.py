@@ -24,8 +24,9 @@ def sample(number: int, **facts: Any) -> Summary:
 
 
 def of_engines(*diffs: float) -> list[Summary]:
-    """Four samples of each engine."""
-    return [sample(at, engines=(at % len(diffs),), diff=diffs[at % len(diffs)]) for at in range(4 * len(diffs))]
+    """Four samples of each engine, those of engine-1 of three times as many tokens."""
+    of = [at % len(diffs) for at in range(4 * len(diffs))]
+    return [sample(at, engines=(own,), diff=diffs[own], tokens=6 if own == 1 else 2) for at, own in enumerate(of)]
 
 
 def test_a_run_without_trouble_has_none() -> None:
@@ -79,7 +80,8 @@ def test_the_engine_that_differs_is_named() -> None:
     metrics = {"rollout__logprob_diff": [2.0], "rollout__staleness": [0.0]}
     (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0), **metrics)
     assert one.why.startswith(
-        "of the kept samples, engine-0's differ by 1e-07 (0 of 4 by more than 0.1), engine-1's differ by 4 (4 of 4 by "
+        "of the kept samples, engine-0's 8 tokens differ by 1e-07 on average (0 of 4 samples by more than 0.1), "
+        "engine-1's 24 tokens differ by 4 on average (4 of 4 "
     )
     assert "engine-1 has other weights than it says (tokens count as 0 updates old)" in one.why
     assert "rollout.restarts" in one.fix and "--layers" not in one.fix
@@ -100,7 +102,7 @@ def test_engines_on_both_sides_of_the_bound_are_alike() -> None:
 def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
     (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0))
     assert one.what.startswith(
-        "in the last step, trainer and engines give sampled tokens log-probs that differ by 2 on"
+        "in the last step, trainer and engines give sampled tokens log-probs that differ by 3 on"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import define, frozen
 
-from corerl_page.runs import OfEngine, Summary, by_engine
+from corerl_page.runs import OfEngine, Summary, by_engine, mean_diff
 
 FEW = 10  # steps that a finding averages over
 CLEARLY = 3  # how many times as far from the trainer an engine is that differs alone
@@ -130,7 +130,7 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     engines = [each for each in by_engine(run.samples) if each.diff is not None]
     alone = _alone(engines, bound)
     if math.isnan(mean) and engines:  # a run without metrics
-        mean = sum((each.diff or 0.0) * each.diffs for each in engines) / sum(each.diffs for each in engines)
+        mean = mean_diff(run.samples) or 0.0
     if not (mean > bound or alone):
         return
     recomputes = run.setting("algorithm.old_logprobs") == "recompute"
@@ -165,7 +165,8 @@ def _alone(engines: Collection[OfEngine], bound: float) -> list[OfEngine]:
 
 
 def _of_engine(each: OfEngine) -> str:
-    return f"engine-{each.engine}'s differ by {each.diff:.3g} ({each.far:,} of {each.diffs:,} by more than 0.1)"
+    far = f"{each.far:,} of {each.diffs:,} samples by more than 0.1"
+    return f"engine-{each.engine}'s {each.tokens:,} tokens differ by {each.diff:.3g} on average ({far})"
 
 
 def _reason(engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:

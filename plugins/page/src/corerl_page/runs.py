@@ -256,9 +256,16 @@ class OfEngine:
     engine: int
     samples: int
     diffs: int  # of these, how many have a difference from the trainer
-    diff: float | None  # the mean of these
-    far: int  # of these, how many are above FAR
+    tokens: int  # that these have
+    diff: float | None  # the mean over these tokens, as in rollout/logprob_diff
+    far: int  # of these samples, how many are above FAR
     cut_off: int
+
+
+def mean_diff(found: Iterable[Summary]) -> float | None:
+    """Mean |trainer - engine| over all tokens of those where it is known; None if it is of none."""
+    known = [(each.diff, each.tokens) for each in found if each.diff is not None and each.tokens]
+    return sum(diff * tokens for diff, tokens in known) / sum(tokens for _, tokens in known) if known else None
 
 
 def by_engine(found: Iterable[Summary]) -> list[OfEngine]:
@@ -269,14 +276,15 @@ def by_engine(found: Iterable[Summary]) -> list[OfEngine]:
             own.setdefault(engine, []).append(each)
     sums = []
     for engine, members in sorted(own.items()):
-        diffs = [each.diff for each in members if each.diff is not None]
+        diffs = [(each.diff, each.tokens or 0) for each in members if each.diff is not None]
         sums.append(
             OfEngine(
                 engine=engine,
                 samples=len(members),
                 diffs=len(diffs),
-                diff=sum(diffs) / len(diffs) if diffs else None,
-                far=sum(diff > FAR for diff in diffs),
+                tokens=sum(tokens for _, tokens in diffs),
+                diff=mean_diff(members),
+                far=sum(diff > FAR for diff, _ in diffs),
                 cut_off=sum(bool(each.truncated) for each in members),
             )
         )
