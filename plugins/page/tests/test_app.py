@@ -121,8 +121,8 @@ def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
 
 
 def test_an_engine_that_sampled_nothing_chooses_nothing(get: Get) -> None:
-    for step, engine, applied, total in ((0, 1, 1, 3), (0, 7, None, 4), (2, 1, None, 4)):  # step 2 is of samples.jsonl
-        found = get("runs/0/samples", step=step, engine=engine)
+    for of, engine, applied, total in ((0, 1, 1, 3), (0, 7, None, 4), (2, 1, None, 4)):  # step 2 is of samples.jsonl
+        found = get("runs/0/samples", step=of, engine=engine)
         assert (found["engine"], found["total"]) == (applied, total)
     assert get("runs/0/samples", step=2, engine=1)["engines"] == []
 

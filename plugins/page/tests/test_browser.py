@@ -74,7 +74,11 @@ def test_the_overview_says_why_the_bad_runs_are_bad(page: Any) -> None:
     cards.nth(3).wait_for()
     good, cut_off, old = (cards.nth(at).inner_text() for at in range(3))
     assert re.search(r"[\d,]+ of 5,120 samples \(\d+ %\) are cut off at rollout.max_tokens = 3", cut_off)
-    assert "log-probs that differ" in old and "engine-1 has other weights than it says" in old
+    assert (
+        "log-probs that differ" in old
+        and "engine-1 alone computes other log-probs" in old
+        and "resume from a checkpoint" in old
+    )
     assert "log-probs that differ" not in good and "cut off" not in good
     assert "key=" not in page.url
 

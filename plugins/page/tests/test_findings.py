@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,19 +15,22 @@ CONFIG = {"rollout": {"max_tokens": 3, "prompts": 4, "samples": 16}, "train": {"
 RECOMPUTE = {"algorithm": {"old_logprobs": "recompute"}}
 
 
-def found(config: dict[str, Any] | None = None, samples: Sequence[Summary] = (), /, **metrics: Any) -> list[Finding]:
+def found(
+    config: dict[str, Any] | None = None, samples: Sequence[Summary] = (), /, *, running: bool = True, **metrics: Any
+) -> list[Finding]:
     by_step = {name.replace("__", "/"): dict(enumerate(values)) for name, values in metrics.items()}
-    return list(findings(by_step, {**CONFIG, **(config or {})}, samples))
+    kept = [list(each) for _, each in groupby(samples, key=lambda each: each.step)]
+    return list(findings(by_step, {**CONFIG, **(config or {})}, kept, running=running))
 
 
-def sample(number: int, **facts: Any) -> Summary:
-    return Summary(id=number, step=0, kind="sampled", number=number, prompt="", response="", reward=0.0, **facts)
+def sample(number: int, step: int = 0, **facts: Any) -> Summary:
+    return Summary(id=number, step=step, kind="sampled", number=number, prompt="", response="", reward=0.0, **facts)
 
 
-def of_engines(*diffs: float) -> list[Summary]:
+def of_engines(*diffs: float, step: int = 0) -> list[Summary]:
     """Four samples of each engine, those of engine-1 of three times as many tokens."""
     of = [at % len(diffs) for at in range(4 * len(diffs))]
-    return [sample(at, engines=(own,), diff=diffs[own], tokens=6 if own == 1 else 2) for at, own in enumerate(of)]
+    return [sample(at, step, engines=(own,), diff=diffs[own], tokens=6 if own == 1 else 2) for at, own in enumerate(of)]
 
 
 def test_a_run_without_trouble_has_none() -> None:
@@ -37,8 +41,8 @@ def test_cut_off_answers_are_counted_of_all() -> None:
     (one,) = found(rollout__truncated=[0.0, *[0.75] * 10], rollout__response_length=[2.9] * 11)
     assert (one.level, one.sort) == ("error", "-truncated")
     assert one.what == (
-        "in the last 10 steps, 480 of 640 samples (75 %) are cut off at rollout.max_tokens = 3; the mean length of all "
-        "is 2.9 tokens"
+        "in the last 10 steps, 480 of 640 samples (75 %) are cut off at rollout.max_tokens = 3, and at least 20 % of "
+        "each step's since step 1; the mean length of all is 2.9 tokens"
     )
     (one,) = found({"samplers": {"episodes": {"roles": ["a", "b"]}}}, rollout__truncated=[0.75])
     assert one.what.startswith("in the last step, 75 % of samples are cut off")  # how many roles have spoken, who knows
@@ -55,6 +59,8 @@ def test_cut_off_answers_are_counted_of_all() -> None:
 def test_no_advice_is_what_the_run_does_already(overlong: str, why: str, fix: str) -> None:
     (one,) = found({"algorithm": {"overlong": overlong}}, rollout__truncated=[0.5])
     assert one.why.startswith(why) and one.fix.endswith(fix)
+    (one,) = found({"algorithm": {"overlong": overlong}}, rollout__truncated=[0.95])  # nothing is left to learn from
+    assert one.fix == "raise rollout.max_tokens to what whole answers need"
     equal = {"rollout__groups_without_spread": [1.0], "rollout__reward": [0.0]}
     assert "dynamic_sampling" in found(**equal)[0].fix
     assert "dynamic_sampling" not in found({"algorithm": {"dynamic_sampling": 2}}, **equal)[0].fix
@@ -83,8 +89,13 @@ def test_the_engine_that_differs_is_named() -> None:
         "of the kept samples, engine-0's 8 tokens differ by 1e-07 on average (0 of 4 samples by more than 0.1), "
         "engine-1's 24 tokens differ by 4 on average (4 of 4 "
     )
-    assert "engine-1 has other weights than it says (tokens count as 0 updates old)" in one.why
+    assert (
+        "engine-1 alone computes other log-probs: it holds other weights than it says (tokens count as 0 updates old), "
+        "or computes wrongly" in one.why
+    )
     assert "rollout.restarts" in one.fix and "--layers" not in one.fix
+    (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0, 1e-7, 4.0, 1e-7), **metrics)
+    assert "engine-1 and engine-3 alone compute other log-probs: they hold" in one.why
     (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **metrics)
     assert "the engines differ alike" in one.why and "--layers" in one.fix
     (one,) = found(RECOMPUTE, of_engines(3.0, 4.0), **{**metrics, "rollout__staleness": [1.0]})
@@ -99,6 +110,26 @@ def test_engines_on_both_sides_of_the_bound_are_alike() -> None:
     assert "the tokens are 1 updates old" in one.why and "other weights" not in one.why
 
 
+@pytest.mark.parametrize(
+    ("mean", "of_last", "since"),
+    [
+        ([1e-7] * 3 + [0.3] * 27, [1e-7] * 3 + [0.6] * 27, 3),
+        ([0.3] + [1e-7] * 3 + [0.3] * 26, [0.6] + [1e-7] * 3 + [0.6] * 26, 4),  # what was before has passed
+        ([1e-7] * 3 + [0.005] * 27, [1e-7] * 3 + [0.1] * 27, 3),  # of 19 good ones it is seen in the samples alone
+        ([0.3] * 30, [0.6] * 30, 0),
+    ],
+)
+def test_a_difference_is_dated(mean: list[float], of_last: list[float], since: int) -> None:
+    others = [1e-7] * (1 if max(mean) > 0.01 else 19)
+    kept = [each for step, diff in enumerate(of_last) for each in of_engines(*others, diff, step=step)]
+    (one,) = found(RECOMPUTE, kept, running=False, rollout__logprob_diff=mean)
+    assert one.what.endswith(f"; since step {since}")
+    begin = f"resume from a checkpoint of before step {since} " if since else "begin again"
+    assert one.fix.startswith(begin) and "end that" not in one.fix
+    (one,) = found(RECOMPUTE, kept, rollout__logprob_diff=mean)
+    assert one.fix.startswith("end that engine's process")
+
+
 def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
     (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0))
     assert one.what.startswith(
@@ -108,7 +139,7 @@ def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
 
 def test_one_wrong_engine_of_many_is_found() -> None:
     (one,) = found(RECOMPUTE, of_engines(*[1e-7] * 19, 0.15), rollout__logprob_diff=[0.0075])
-    assert (one.level, "engine-19 has other weights" in one.why) == ("error", True)
+    assert (one.level, "engine-19 alone computes other" in one.why) == ("error", True)
 
 
 def test_equal_rewards_that_teach_are_no_finding() -> None:

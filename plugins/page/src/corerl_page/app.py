@@ -36,8 +36,8 @@ from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
 from corerl_page.differences import differences
-from corerl_page.findings import FEW, findings
-from corerl_page.runs import FAR, Run, by_engine, summaries
+from corerl_page.findings import findings
+from corerl_page.runs import FAR, Run, by_engine, is_running, summaries
 
 STATIC = Path(__file__).parent / "static"
 MOST = 500  # samples of one answer
@@ -130,7 +130,8 @@ def _metrics(run: Run, request: Request) -> dict[str, Any]:
 
 
 def _findings(run: Run, request: Request) -> list[dict[str, Any]]:
-    return [asdict(each) for each in findings(run.metrics(run.names()), run.config(), run.newest(FEW))]
+    metrics, running = run.metrics(run.names()), is_running(run.path)
+    return [asdict(each) for each in findings(metrics, run.config(), run.sampled(), running=running)]
 
 
 def _samples(run: Run, request: Request) -> dict[str, Any]:

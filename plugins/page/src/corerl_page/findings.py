@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import define, frozen
@@ -11,6 +11,8 @@ from attrs import define, frozen
 from corerl_page.runs import OfEngine, Summary, by_engine, mean_diff
 
 FEW = 10  # steps that a finding averages over
+CUT_OFF = 0.2  # share of samples from which on it is a finding that they are
+NEARLY_ALL = 0.9  # ... from which on a penalty makes no difference, and a mask leaves nothing to train on
 CLEARLY = 3  # how many times as far from the trainer an engine is that differs alone
 # As the settings `algorithm.mismatch_bound` and `train.precision` say: mean differences of sides that compute the same.
 BOUNDS = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "fp8": 0.3}
@@ -35,20 +37,31 @@ class Finding:
     sort: str = ""  # of samples, in that view
 
 
-def findings(metrics: Metrics, config: Mapping[str, Any], samples: Sequence[Summary] = ()) -> Iterator[Finding]:
-    """Those of the last FEW steps, the gravest first; `samples` are those that were kept of these steps."""
-    recent = Recent(metrics=metrics, config=config, samples=samples)
+def findings(
+    metrics: Metrics, config: Mapping[str, Any], kept: Sequence[Sequence[Summary]] = (), *, running: bool = False
+) -> Iterator[Finding]:
+    """Those of the last FEW steps, the gravest first; `kept` are the samples that were kept of each step, in order."""
+    recent = Recent(metrics=metrics, config=config, kept=kept, running=running)
     found = [finding for rule in RULES for finding in rule(recent)]
     yield from sorted(found, key=lambda each: ("error", "warning", "info").index(each.level))
 
 
 @define(kw_only=True)
 class Recent:
-    """The last FEW steps of a run."""
+    """A run, of which rules judge the last FEW steps."""
 
     metrics: Metrics
     config: Mapping[str, Any]
-    samples: Sequence[Summary]
+    kept: Sequence[Sequence[Summary]]
+    running: bool
+
+    @property
+    def samples(self) -> list[Summary]:
+        return [each for step in self.kept[-FEW:] for each in step]
+
+    def since(self, name: str, wrong: Callable[[float], bool]) -> int | None:
+        """The first of the steps, up to the newest one, in all of which this metric is wrong; None if there is none."""
+        return _since(sorted(self.metrics.get(name, {}).items(), reverse=True), wrong)
 
     def values(self, name: str) -> list[float]:
         return [value for _, value in sorted(self.metrics.get(name, {}).items())[-FEW:] if value is not None]
@@ -93,14 +106,25 @@ class Recent:
         return self.setting("algorithm.mismatch_bound") or max(BOUNDS.get(each, BOUNDS["float32"]) for each in sides)
 
 
+def _since(newest_first: Iterable[tuple[int, float | None]], wrong: Callable[[float], bool]) -> int | None:
+    first = None
+    for step, value in newest_first:
+        if value is not None and not wrong(value):
+            break
+        first = first if value is None else step
+    return first
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
 def _cut_off(run: Recent) -> Iterator[Finding]:
     share, overlong = run.of("rollout/truncated"), run.setting("algorithm.overlong", "keep")
-    if not share >= 0.2:
+    if not share >= CUT_OFF:
         return
+    first = run.since("rollout/truncated", lambda each: each >= CUT_OFF)
+    since = "" if first is None else f", and at least {_percent(CUT_OFF)} of each step's since step {first}"
     whole = run.groups and run.groups * run.setting("rollout.samples", 1)
     why, fix = {
         "mask": ("they are left out of training (algorithm.overlong = 'mask')", "algorithm.overlong = 'penalty'"),
@@ -115,10 +139,11 @@ def _cut_off(run: Recent) -> Iterator[Finding]:
     yield Finding(
         level="error" if share >= 0.5 else "warning",
         what=f"{run.span('rollout/truncated')}, {run.counted('rollout/truncated', 'samples', whole)} are cut off at "
-        f"rollout.max_tokens = {run.setting('rollout.max_tokens')}; the mean length of all is "
+        f"rollout.max_tokens = {run.setting('rollout.max_tokens')}{since}; the mean length of all is "
         f"{run.of('rollout/response_length'):.1f} tokens",
         why=why,
-        fix="raise rollout.max_tokens to what whole answers need" + (f", or set {fix}" if fix else ""),
+        fix="raise rollout.max_tokens to what whole answers need"
+        + (f", or set {fix}" if fix and share < NEARLY_ALL else ""),
         metric="rollout/truncated",
         view="samples",
         sort="-truncated",
@@ -137,6 +162,7 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     tokens = round(run.of("rollout/tokens")) if recomputes and run.values("rollout/tokens") else None
     far = "rollout/logprob_diff_above_0.1"
     shares = f"; {run.counted(far, 'tokens', tokens)} by more than 0.1" if run.values(far) else ""
+    since = _first_wrong(run, alone)
     of_engines = f"of the kept samples, {', '.join(map(_of_engine, engines))}; " if len(engines) > 1 else ""
     why = "the loss takes the trainer's log-probs for those that the tokens were sampled with"
     if not recomputes:
@@ -146,9 +172,9 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     yield Finding(
         level="error" if max([mean, *(each.diff or 0.0 for each in alone)]) > 5 * bound else "warning",
         what=f"{run.span('rollout/logprob_diff')}, trainer and engines give sampled tokens log-probs that differ by "
-        f"{mean:.3g} on average, wanted at most {bound:g}{shares}",
+        f"{mean:.3g} on average, wanted at most {bound:g}{shares}{'' if since is None else f'; since step {since}'}",
         why=f"{of_engines}{_reason(engines, alone, stale)}; {why}",
-        fix=_remedy(run, engines, alone, stale),
+        fix=_remedy(run, engines, alone, stale, since),
         metric="rollout/logprob_diff",
         view="samples",
         sort="-diff",
@@ -164,6 +190,22 @@ def _alone(engines: Collection[OfEngine], bound: float) -> list[OfEngine]:
     return far if clear and 0 < len(far) < len(engines) else []
 
 
+def _first_wrong(run: Recent, alone: Collection[OfEngine]) -> int | None:
+    """The first of the steps, up to the newest one, that are all above the bound: of the mean of all, and of the engine
+    that differs alone, whichever is earlier. The mean of many hides one; samples may be kept of some steps only."""
+
+    def wrong(diff: float) -> bool:
+        return diff > run.bound
+
+    steps = [run.since("rollout/logprob_diff", wrong)]
+    for engine in [each.engine for each in alone]:
+        newest_first = (
+            (step[0].step, mean_diff(each for each in step if engine in each.engines)) for step in run.kept[::-1]
+        )
+        steps.append(_since(newest_first, wrong))
+    return min((step for step in steps if step is not None), default=None)
+
+
 def _of_engine(each: OfEngine) -> str:
     far = f"{each.far:,} of {each.diffs:,} samples by more than 0.1"
     return f"engine-{each.engine}'s {each.tokens:,} tokens differ by {each.diff:.3g} on average ({far})"
@@ -173,10 +215,12 @@ def _reason(engines: Collection[OfEngine], alone: Collection[OfEngine], stale: f
     """What makes log-probs differ, as far as these numbers say."""
     if alone:
         names = " and ".join(f"engine-{each.engine}" for each in alone)
-        return (
-            f"the other engines agree with the trainer, so {names} has other weights than it says (tokens count as "
-            f"{stale:.2g} updates old), or computes them wrongly"
-        )
+        old = "" if math.isnan(stale) else f" (tokens count as {stale:.2g} updates old)"
+        if len(alone) == 1:
+            return (
+                f"{names} alone computes other log-probs: it holds other weights than it says{old}, or computes wrongly"
+            )
+        return f"{names} alone compute other log-probs: they hold other weights than they say{old}, or compute wrongly"
     if stale >= 0.5:
         return f"the tokens are {stale:.2g} updates old, and log-probs change with each"
     if engines:
@@ -184,12 +228,21 @@ def _reason(engines: Collection[OfEngine], alone: Collection[OfEngine], stale: f
     return "either an engine has other weights than it says, or all of them compute another model"
 
 
-def _remedy(run: Recent, engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float) -> str:
+def _remedy(
+    run: Recent, engines: Collection[OfEngine], alone: Collection[OfEngine], stale: float, since: int | None
+) -> str:
     layers = "corerl doctor --config RUN/config.toml --layers finds the layer where they part"
-    if alone:
+    if alone and run.running:
         return (
             "end that engine's process: the run replaces it (rollout.restarts) and sends it the newest weights; "
             "if the curve rises again, look at its device and its log"
+        )
+    if alone:
+        before = "the difference began" if since is None else f"step {since}"
+        resume = f"resume from a checkpoint of before {before} (checkpoint.resume), or, where there is none, "
+        return (
+            f"{'' if since == 0 else resume}begin again: new engines get the trainer's weights; if the curve rises again, "
+            "look at that engine's device and its log"
         )
     if stale >= 0.5:
         older = "rollout.source and rollout.max_staleness say how old tokens may be"

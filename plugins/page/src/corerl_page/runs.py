@@ -227,12 +227,11 @@ class Run:
             of_tokens, of_texts = self._rollouts.steps.get(step, {}), self._shown.steps.get(step, {})
             return self._rollouts if of_tokens.get("sampled") or not of_texts else self._shown
 
-    def newest(self, steps: int) -> list[Summary]:
-        """The sampled ones with their tokens of the last so many steps."""
+    def sampled(self) -> list[list[Summary]]:
+        """Of each step in order, the sampled ones with their tokens."""
         with self._lock:
             self._rollouts.update()
-            kept = [each["sampled"] for _, each in sorted(self._rollouts.steps.items()) if "sampled" in each]
-        return [summary for each in kept[-steps:] for summary in each]
+            return [list(each["sampled"]) for _, each in sorted(self._rollouts.steps.items()) if "sampled" in each]
 
     def steps(self) -> list[dict[str, Any]]:
         """The steps that have samples, with how many of each kind."""
