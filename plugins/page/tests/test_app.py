@@ -118,6 +118,9 @@ def test_samples_are_chosen_and_counted_by_engine(get: Get) -> None:
     assert whole["engines"][1]["diff"] == own["engines"][1]["diff"] == pytest.approx(mean)
     assert len(set(tokens)) > 1 and whole["engines"][1]["tokens"] == sum(tokens)
     assert (own["total"], own["cut_off"], own["far"]) == (3, 1, sum(diff > 0.1 for diff in diffs))
+    assert own["bad"] == {"cut_off": True, "far": True}  # one of three, and means above 0.01
+    assert get("runs/0/samples", step=1, engine=0)["bad"]["cut_off"] is False
+    assert get("runs/0/samples", step=2)["bad"] == {"cut_off": False, "far": False}
 
 
 def test_an_engine_that_sampled_nothing_chooses_nothing(get: Get) -> None:

@@ -97,6 +97,11 @@ def test_samples_of_the_engine_with_old_weights_are_shown_alone(page: Any) -> No
     page.get_by_label("Engine", exact=True).select_option("0")
     playwright.expect(page.locator(".list")).to_have_attribute("aria-label", f"{of_first} samples")
     assert "engine=0" in page.url and page.locator(".line .bad", has_text="Δ").count() == 0
+    page.get_by_label("Engine", exact=True).select_option("1")
+    playwright.expect(page.locator(".list")).to_have_attribute("aria-label", f"{of_second} samples")
+    playwright.expect(page.locator(".counts .bad")).to_have_text(
+        re.compile(r"differ from the trainer by more than 0\.1$")
+    )
     page.get_by_label("Engine", exact=True).select_option("")
     playwright.expect(page.locator(".list")).to_have_attribute("aria-label", "64 samples")
 
@@ -110,7 +115,7 @@ def test_a_penalty_stands_between_reward_and_advantage(page: Any, server: Server
     assert first["shaped"] == pytest.approx(first["reward"] - 1)
     assert facts["reward after overlong penalty"].endswith(f"\u2212 1 = {first['shaped']:.3g}")
     count, mean, std = first["peers"]
-    assert facts["such rewards of its prompt"].startswith(f"{count} samples: mean ")
+    assert facts["rewards of all samples of its prompt, after penalties"].startswith(f"{count} samples: mean ")
     assert first["advantage"] == pytest.approx((first["shaped"] - mean) / (std + 1e-6), abs=2e-3)
     assert float(facts["advantage, mean"]) == pytest.approx(first["advantage"], rel=1e-2)
 

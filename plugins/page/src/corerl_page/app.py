@@ -7,7 +7,8 @@
     /api/runs/R/findings                  [{level, what, why, fix, metric, view}]
     /api/runs/R/steps                     [{step, kinds: {sampled: 64}}]
     /api/runs/R/samples?step=&kind=&engine=&offset=&limit=&sort=&q=
-                                          {total, cut_off, far, engine, engines: [of each], samples: [summary]};
+                                          {total, cut_off, far, bad: {cut_off, far}, engine, engines: [of each],
+                                          samples: [summary]}; `bad` is what findings call so, and
                                           `engine` only chooses where it sampled any of the step, and is null elsewhere
     /api/runs/R/samples/ID                a line of rollouts.jsonl or samples.jsonl; ?step= says of which file
     /api/runs/R/timeline?from=&to=&width= {from, to, of, tracks: [{process, track, slices}]}, in microseconds
@@ -36,8 +37,8 @@ from starlette.routing import Route
 
 from corerl.messages import one_line, shorten
 from corerl_page.differences import differences
-from corerl_page.findings import findings
-from corerl_page.runs import FAR, Run, by_engine, is_running, summaries
+from corerl_page.findings import CUT_OFF, bound_of, findings
+from corerl_page.runs import FAR, Run, by_engine, is_running, mean_diff, summaries
 
 STATIC = Path(__file__).parent / "static"
 MOST = 500  # samples of one answer
@@ -157,10 +158,18 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
         if name == "engines":
             values = {number: engines[0] if engines else None for number, engines in values.items()}
         found.sort(key=lambda each: (values[each.id] is None, sign * (values[each.id] or 0)))
+    cut_off, diffs = (
+        sum(bool(each.truncated) for each in found),
+        [mean_diff(found), *(each.diff for each in by_engine(found))],
+    )
     return {
         "total": len(found),
-        "cut_off": sum(bool(each.truncated) for each in found),
+        "cut_off": cut_off,
         "far": sum((each.diff or 0) > FAR for each in found),
+        "bad": {
+            "cut_off": cut_off >= CUT_OFF * len(found) > 0,
+            "far": max(each or 0.0 for each in diffs) > bound_of(run.config()),
+        },
         "engine": engine,
         "engines": [asdict(each) for each in engines],
         "samples": summaries(found[offset : offset + limit]),

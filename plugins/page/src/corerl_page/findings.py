@@ -72,11 +72,7 @@ class Recent:
         return sum(values) / len(values) if values else math.nan
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by its dotted name, such as rollout.prompts."""
-        found: Any = self.config
-        for part in name.split("."):
-            found = found.get(part, {}) if isinstance(found, Mapping) else {}
-        return default if found in ({}, None) else found
+        return _setting(self.config, name, default)
 
     def counted(self, name: str, what: str, per_step: int | None) -> str:
         """`12 of 64 samples (19 %)`, for a share of each step's `what`; `per_step` says how many, if that is known."""
@@ -97,13 +93,21 @@ class Recent:
         """Of a step; None if each role of an episode makes its own."""
         return None if self.setting("samplers.episodes.roles") else self.setting("rollout.prompts")
 
-    @property
-    def bound(self) -> float:
-        """The mean difference of log-probs above which trainer and engines disagree: by default, of the coarser one."""
-        train = self.setting("roles.actor.train.precision") or self.setting("train.precision", "float32")
-        quantized = self.setting("weights.quantize") == "fp8"
-        sides = (train, "fp8" if quantized else self.setting("weights.dtype", "model"))
-        return self.setting("algorithm.mismatch_bound") or max(BOUNDS.get(each, BOUNDS["float32"]) for each in sides)
+
+def bound_of(config: Mapping[str, Any]) -> float:
+    """The mean difference of log-probs above which trainer and engines disagree: by default, of the coarser one."""
+    train = _setting(config, "roles.actor.train.precision") or _setting(config, "train.precision", "float32")
+    quantized = _setting(config, "weights.quantize") == "fp8"
+    sides = (train, "fp8" if quantized else _setting(config, "weights.dtype", "model"))
+    return _setting(config, "algorithm.mismatch_bound") or max(BOUNDS.get(each, BOUNDS["float32"]) for each in sides)
+
+
+def _setting(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """A setting by its dotted name, such as rollout.prompts."""
+    found: Any = config
+    for part in name.split("."):
+        found = found.get(part, {}) if isinstance(found, Mapping) else {}
+    return default if found in ({}, None) else found
 
 
 def _since(newest_first: Iterable[tuple[int, float | None]], wrong: Callable[[float], bool]) -> int | None:
@@ -141,7 +145,7 @@ def _cut_off(run: Recent) -> Iterator[Finding]:
         what=f"{run.span('rollout/truncated')}, {run.counted('rollout/truncated', 'samples', whole)} are cut off at "
         f"rollout.max_tokens = {run.setting('rollout.max_tokens')}{since}; the mean length of all is "
         f"{run.of('rollout/response_length'):.1f} tokens",
-        why=why,
+        why=why + _held_out_cut_off(run),
         fix="raise rollout.max_tokens to what whole answers need"
         + (f", or set {fix}" if fix and share < NEARLY_ALL else ""),
         metric="rollout/truncated",
@@ -150,8 +154,19 @@ def _cut_off(run: Recent) -> Iterator[Finding]:
     )
 
 
+def _held_out_cut_off(run: Recent) -> str:
+    """Of held-out answers no share is recorded: a mean of as many tokens as there may be is of all of them."""
+    _, length = max(run.metrics.get("eval/response_length", {}).items(), default=(0, None))
+    if length is None or length != run.setting("eval.max_tokens", run.setting("rollout.max_tokens")):
+        return ""
+    return (
+        f"; all held-out answers of the newest evaluation have {length:g} tokens, the most they may: their reward is "
+        "not to be compared with that of whole answers"
+    )
+
+
 def _mismatch(run: Recent) -> Iterator[Finding]:
-    mean, bound, stale = run.of("rollout/logprob_diff"), run.bound, run.of("rollout/staleness")
+    mean, bound, stale = run.of("rollout/logprob_diff"), bound_of(run.config), run.of("rollout/staleness")
     engines = [each for each in by_engine(run.samples) if each.diff is not None]
     alone = _alone(engines, bound)
     if math.isnan(mean) and engines:  # a run without metrics
@@ -162,7 +177,7 @@ def _mismatch(run: Recent) -> Iterator[Finding]:
     tokens = round(run.of("rollout/tokens")) if recomputes and run.values("rollout/tokens") else None
     far = "rollout/logprob_diff_above_0.1"
     shares = f"; {run.counted(far, 'tokens', tokens)} by more than 0.1" if run.values(far) else ""
-    since = _first_wrong(run, alone)
+    since = _first_wrong(run, alone, bound)
     of_engines = f"of the kept samples, {', '.join(map(_of_engine, engines))}; " if len(engines) > 1 else ""
     why = "the loss takes the trainer's log-probs for those that the tokens were sampled with"
     if not recomputes:
@@ -190,12 +205,12 @@ def _alone(engines: Collection[OfEngine], bound: float) -> list[OfEngine]:
     return far if clear and 0 < len(far) < len(engines) else []
 
 
-def _first_wrong(run: Recent, alone: Collection[OfEngine]) -> int | None:
+def _first_wrong(run: Recent, alone: Collection[OfEngine], bound: float) -> int | None:
     """The first of the steps, up to the newest one, that are all above the bound: of the mean of all, and of the engine
     that differs alone, whichever is earlier. The mean of many hides one; samples may be kept of some steps only."""
 
     def wrong(diff: float) -> bool:
-        return diff > run.bound
+        return diff > bound
 
     steps = [run.since("rollout/logprob_diff", wrong)]
     for engine in [each.engine for each in alone]:
@@ -241,8 +256,8 @@ def _remedy(
         before = "the difference began" if since is None else f"step {since}"
         resume = f"resume from a checkpoint of before {before} (checkpoint.resume), or, where there is none, "
         return (
-            f"{'' if since == 0 else resume}begin again: new engines get the trainer's weights; if the curve rises again, "
-            "look at that engine's device and its log"
+            f"{'' if since == 0 else resume}begin again: new engines get the trainer's weights; if the curve rises "
+            "again, look at that engine's device and its log"
         )
     if stale >= 0.5:
         older = "rollout.source and rollout.max_staleness say how old tokens may be"

@@ -79,12 +79,12 @@ function engineFilter({ engines, engine }) {
   return select("Engine", [["", "all engines"], ...options], String(engine ?? ""), (value) => state.set({ engine: value, sample: "" }));
 }
 
-function counts({ total, cut_off, far, engines }) {
+function counts({ total, cut_off, far, bad, engine, engines }) {
   const own = engines.map((each) => `${named(each.engine)} ${each.far} of ${each.diffs}`).join(", ");
-  return h("b", { class: "bad counts" }, [
-    cut_off && `${ofWhole(cut_off, total)} cut off`,
-    far && `${ofWhole(far, total)} differ from the trainer by more than 0.1${engines.length > 1 ? `: ${own}` : ""}`,
-  ].filter(Boolean).join(" · "));
+  const all = engines.length > 1 && engine == null;
+  return h("div", { class: "counts" },
+    cut_off > 0 && h("b", { class: bad.cut_off ? "bad" : "" }, `${ofWhole(cut_off, total)} cut off`), cut_off > 0 && far > 0 && " · ",
+    far > 0 && h("b", { class: bad.far ? "bad" : "" }, `${ofWhole(far, total)} differ from the trainer by more than 0.1${all ? `: ${own}` : ""}`));
 }
 
 const named = (engine) => `engine-${engine}`;
@@ -207,7 +207,7 @@ async function drawSample(place, run, step, id) {
     ["reward", number(sample.reward)], ...parts.map(([name, value]) => [`reward, ${name}`, number(value)]),
     [`reward after ${penalties.filter(Boolean).join(" and ") || "penalties"}`,
       penalized(sample) && `${number(sample.reward)} ${sample.shaped < sample.reward ? "−" : "+"} ${number(Math.abs(sample.shaped - sample.reward))} = ${number(sample.shaped)}`],
-    [`${penalties.some(Boolean) ? "such " : ""}rewards of its prompt${sample.role ? ` and role ${sample.role}` : ""}`,
+    [`rewards of all samples of its prompt${sample.role ? ` and role ${sample.role}` : ""}${penalties.some(Boolean) ? ", after penalties" : ""}`,
       peers && `${peers} samples: mean ${number(mean)}, standard deviation ${number(std)}`],
     [`advantage, mean${weighted}`, sample.advantage != null && number(sample.advantage)],
     ["engine", sample.engines?.map(named).join(", ")],
