@@ -143,6 +143,16 @@ def test_a_logarithmic_axis_drops_no_point(page: Any) -> None:
     playwright.expect(page.locator("figcaption")).to_have_text(["rollout/response_length log"])
 
 
+def test_curves_over_each_other_are_all_seen(page: Any) -> None:
+    for metric, dashed in (("rollout/staleness", 2), ("rollout/reward", 0)):  # 0 in all runs, and not
+        go(page, f"view=curves&metrics={metric}")
+        playwright.expect(page.locator("figcaption")).to_have_text([metric])
+        lines = page.locator(".chart polyline")
+        lines.nth(2).wait_for(state="attached")
+        dashes = [lines.nth(at).get_attribute("stroke-dasharray") for at in range(3)]
+        assert (dashes[0], len(set(dashes))) == (None, 1 + dashed), metric
+
+
 def test_a_click_on_a_curve_opens_its_run(page: Any) -> None:
     go(page, "view=curves&metrics=rollout/logprob_diff&run=0")
     chart = page.locator(".chart svg")

@@ -104,11 +104,17 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
       text.textContent = tick;
       plot.append(text);
     }
-    const columns = Math.max(50, Math.floor(width));
+    const columns = Math.max(50, Math.floor(width)), taken = new Set();
+    let over = 0;
     if (stacked) layers.forEach((layer) => plot.append(area(layer)));
     else for (const each of lines) {
       if (smoothing) plot.append(path(each, each.values, columns, "raw"));
-      plot.append(path(each, each.smooth, columns, "line"));
+      const element = path(each, each.smooth, columns, "line"), places = element.getAttribute("points")?.split(" ") ?? [];
+      // What lies over other lines leaves gaps to see them through, each in another rhythm.
+      const covers = places.filter((place) => taken.has(place)).length;
+      if (covers > places.length / 2) element.setAttribute("stroke-dasharray", `8 ${8 * ++over}`);
+      places.forEach((place) => taken.add(place));
+      plot.append(element);
     }
     plot.append(svg("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" }));
     show(at);
@@ -121,7 +127,6 @@ export function chart({ title, series, smoothing = 0, log = false, stacked = fal
       ? svg("circle", { cx: scale.x(points[0][0]), cy: scale.y(points[0][1]), r: 3, class: "dot" })
       : svg("polyline", { points: found.join(" "), class: kind });
     element.style.setProperty("--color", line.color);
-    if (line.dash) element.setAttribute("stroke-dasharray", line.dash);
     return element;
   }
 
