@@ -158,10 +158,8 @@ def _samples(run: Run, request: Request) -> dict[str, Any]:
         if name == "engines":
             values = {number: engines[0] if engines else None for number, engines in values.items()}
         found.sort(key=lambda each: (values[each.id] is None, sign * (values[each.id] or 0)))
-    cut_off, diffs = (
-        sum(bool(each.truncated) for each in found),
-        [mean_diff(found), *(each.diff for each in by_engine(found))],
-    )
+    cut_off = sum(bool(each.truncated) for each in found)
+    diffs = [mean_diff(found), *(each.diff for each in by_engine(found))]
     return {
         "total": len(found),
         "cut_off": cut_off,
