@@ -102,7 +102,8 @@ class LogprobCheck:
         from the engines, without the run's episodes. The run's own stream of prompts stays where it is."""
         stream = PromptStream(self.rollout.prompts, self.rollout.seed, check=self.rollout.check)
         checked = dict(self.rollout.prompts.checked)
-        prompts, params = stream.take(PROMPTS), self.rollout.params
+        count = min(PROMPTS, max(SAMPLES, len(self.rollout.prompts.train)))  # others would be the same again
+        prompts, params = stream.take(count), self.rollout.params
         self.rollout.prompts.checked.update(checked)  # the run takes these too
         params = evolve(params, max_tokens=min(params.max_tokens, TOKENS))
         request = self.sampler.request(prompts, rollout_step=0, samples=1, params=params)

@@ -115,9 +115,12 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
     lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
     prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
     sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
-    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
-    rollout = Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=Mock(checked={}))
-    check = make_check(sampler=sampler, rollout=rollout)
+    stream = SimpleNamespace(take=lambda count: prompts[:count])
+    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: stream)
+    source = Mock(checked={}, train=range(100))
+    check = make_check(
+        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=source)
+    )
     batch = asyncio.run(check.sample())
     assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
     assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
@@ -125,6 +128,9 @@ def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest
     monkeypatch.setattr(module, "READ", 16384)
     asyncio.run(check.sample())
     assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
+    source.train = range(9)
+    asyncio.run(check.sample())
+    assert (np.diff(asked[2].offsets) - 1).tolist() == lengths[:9]  # no prompt again
 
 
 def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +146,9 @@ def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPa
 
     sampler = prompt_sampler(tokenizer=tokenizer, generate=generate, seed=0, pictures=reader)
     monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: SimpleNamespace(take=lambda count: prompts))
+    source = Mock(checked={}, train=range(100))
     check = make_check(
-        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=Mock(checked={}))
+        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=source)
     )
     batch = asyncio.run(check.sample())
     assert (len(batch), [picture.size for picture in batch.pictures]) == (9, [(1, 1)])
