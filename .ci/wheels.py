@@ -229,9 +229,14 @@ def looked_at(names: Iterable[str], sites: Mapping[str, Path]) -> dict[str, Any]
 
 def needs(path: Path) -> list[str]:
     from corerl.config.load import load_config
+    from corerl.errors import ConfigError
     from corerl.plan.resolve import distributions_of
 
-    return distributions_of(load_config(path))
+    try:
+        config = load_config(path)
+    except ConfigError:  # it is fine, so it has the table of a command, which no run takes
+        return []
+    return distributions_of(config)
 
 
 def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, set[str]]) -> list[str]:

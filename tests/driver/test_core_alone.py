@@ -37,6 +37,6 @@ def test_an_extension_that_is_not_installed_names_its_extra(tmp_path: Path, name
     with pytest.raises(UserError) as caught:
         make_plan(config)
     assert caught.value.message == (
-        f"extensions[0].name: unknown extension {name!r}; installed: console, jsonl; to install {name!r}: "
+        f"extensions[0].name: unknown extension {name!r}; installed: jsonl; to install {name!r}: "
         f"pip install 'corerl[{extra}]'"
     )
