@@ -1,4 +1,4 @@
-"""A run without any wheel but core, and the one that has the plain backend."""
+"""A run without any wheel but core, and those that have the plain backend, its engine and the transport over a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from corerl.plan.make import make_plan
 from corerl.plugin import registry
 from tests.in_process import small
 
-THERE = {"corerl", "corerl-testing"}
+THERE = {"corerl", "corerl-testing", "corerl-transformers", "corerl-delta"}
 DRAWING = ["corerl_observe", "matplotlib", "rich", "tensorboard"]
 
 
