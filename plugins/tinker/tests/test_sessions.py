@@ -58,7 +58,7 @@ async def test_a_client_that_vanishes_costs_nothing(bench: Bench) -> None:
     sentence = {"error": f"session {gone} has ended", "category": "user"}
     assert [(await each).json() for each in waiting] == [sentence] * 2
     await asyncio.sleep(0)
-    assert (len(bench.service.futures), bench.service.futures.bytes) == (0, 0)
+    assert (bench.promises(), bench.service.sessions.bytes) == ({}, 0)
     statuses = [
         (await client.post("session_heartbeat", {"session_id": gone})).status_code,
         (await client.step(model, 6)).status_code,

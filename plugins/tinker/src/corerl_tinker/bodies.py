@@ -1,18 +1,17 @@
-"""Bodies in JSON: requests as the SDK's own classes of them, what they mean, and fields of answers."""
+"""Requests in JSON, as the SDK's own classes of them, and what is served of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import numpy as np
 import pydantic
 from tinker import types as sdk
 
-from corerl.messages import short_repr
-from corerl_tinker.requests import Draw, Refused, Run, Sampler, Saved
-from corerl_tinker.wire import row_of
+from corerl.messages import one_line, short_repr
+from corerl_tinker.requests import Draw, Refused, Sampler
 
 MOST_SAMPLES = 4096  # of one prompt
 MOST_TOKEN = 2**31  # a token is below
@@ -28,29 +27,31 @@ Fields = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 
 
-def read(cls: type[Request], fields: Fields) -> Request:
-    """A request as the SDK's own class of it. Fields of later versions are ignored where they are empty."""
+def json_object(body: bytes) -> Fields:
     try:
-        return cls.model_validate(fields)
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {one_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise Refused(f"the body is a {type(fields).__name__} in JSON, wanted an object")
+    return fields
+
+
+def read(cls: type[Request], fields: Fields) -> Request:
+    """A request as the SDK's own class of it. Fields of later versions are ignored where they say nothing."""
+    try:
+        return cls.model_validate(
+            {name: value for name, value in fields.items() if name in cls.model_fields or value not in (None, 0, "")}
+        )
     except pydantic.ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)
-    unknown = {str(each["loc"][0]) for each in wrong if each["type"] == "extra_forbidden" and not each["input"]}
-    if unknown & fields.keys():
-        return read(cls, {name: value for name, value in fields.items() if name not in unknown})
-    where, got = ".".join(map(str, wrong[0]["loc"])), short_repr(wrong[0]["input"], 80)
-    raise Refused(f"{where}: {wrong[0]['msg']}, got {got}")
-
-
-def address(fields: Fields) -> tuple[str, int]:
-    """The model of a request, and its number."""
-    model_id, number = fields.get("model_id"), fields.get("seq_id")
-    if not isinstance(model_id, str) or not isinstance(number, int):
-        raise Refused("a request needs the text model_id and the number seq_id, as a TrainingClient sends them")
-    return model_id, number
+        wrong = error.errors(include_url=False, include_context=False)[0]
+    where, got = ".".join(map(str, wrong["loc"])), short_repr(wrong["input"], 80)
+    raise Refused(f"{where}: {wrong['msg']}, got {got}")
 
 
 def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
-    """What is asked of a sampler; `given` are the sampling parameters as they came."""
+    """What is asked of a sampler, whose prompts have at most `longest` tokens; `given` are the sampling parameters as
+    they came."""
     params = request.sampling_params
     for name, instead in UNSERVED.items():
         if getattr(request, name):
@@ -61,12 +62,12 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, long
     for chunk in request.prompt.chunks:
         if not isinstance(chunk, sdk.EncodedTextChunk):
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
-    try:
-        prompt = row_of(np.array(request.prompt.to_ints(), np.int64), longest=longest)
-    except OverflowError:
-        raise Refused("the prompt has a token that is no number of 64 bits") from None
+    prompt = request.prompt.to_ints()
+    if not 0 < len(prompt) <= longest:
+        raise Refused(f"the prompt has {len(prompt)} tokens, wanted 1 to {longest}")
     checks = {
         "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
+        "prompt": all(0 <= each < MOST_TOKEN for each in prompt),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,
@@ -77,36 +78,6 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, long
     }
     for name, holds in checks.items():
         if not holds:
-            raise Refused(f"{name}={getattr(request, name, None) or getattr(params, name, None)} is out of range")
-    return Draw(sampler=sampler, prompt=prompt, asked=request)
-
-
-def run_fields(run: Run) -> Fields:
-    latest = {saved.kind: checkpoint_fields(saved) for saved in run.checkpoints}
-    return {
-        "training_run_id": run.id,
-        "base_model": run.made.base_model,
-        "model_owner": "local",
-        "is_lora": run.made.rank is not None,
-        "lora_rank": run.made.rank,
-        "last_request_time": timestamp(run.used),
-        "last_checkpoint": latest.get("training"),
-        "last_sampler_checkpoint": latest.get("sampler"),
-        "user_metadata": dict(run.user_metadata),
-    }
-
-
-def checkpoint_fields(saved: Saved) -> Fields:
-    return {
-        "checkpoint_id": "/".join(saved.path.split("/")[3:]),
-        "checkpoint_type": saved.kind,
-        "time": timestamp(saved.created),
-        "tinker_path": saved.path,
-        "size_bytes": saved.bytes,
-        "user_metadata": dict(saved.user_metadata),
-        "expires_at": None if saved.expires is None else timestamp(saved.expires),
-    }
-
-
-def timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+            value = getattr(request, name, None) or getattr(params, name, None)
+            raise Refused(f"{name}={short_repr(value, 80)} is out of range")
+    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)

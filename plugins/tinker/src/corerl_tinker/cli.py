@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     key = key_of(options)
     with listener(options) as listening:  # before ranks start, which takes long
         import corerl
-        from corerl_tinker.server import Server
+        from corerl_tinker.app import Server
         from corerl_tinker.training import ServedPolicy
 
         with corerl.Engines.start(config, notify=note) as engines:

@@ -1,5 +1,4 @@
-"""What clients ask for, once it is read and checked, and what they are answered: plain data between the wire and the
-model that is served."""
+"""What passes between the wire and the model that is served: requests once they are read and checked, and results."""
 
 from __future__ import annotations
 
@@ -27,19 +26,14 @@ class Refused(UserError):
 
 
 @frozen(kw_only=True)
-class Datum:
-    """One row of a pass."""
-
-    tokens: IntArray  # [n]
-    inputs: Mapping[str, Array]  # name -> [n] or [n, K]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
-
-
-@frozen(kw_only=True)
 class Pass:
-    """A `forward_backward`, or a `forward`."""
+    """A `forward_backward`, or a `forward`, of D datums that have M tokens together."""
 
-    datums: tuple[Datum, ...]
     loss: str
+    tokens: IntArray  # [M]
+    shapes: tuple[tuple[int, ...], ...]  # [D] of a datum's inputs: [n], or [n, K] for K targets of each token
+    # `target_tokens`, `weights`, `logprobs`, ...: [M], or [M, K] with the most targets of any datum, and 0 in others.
+    inputs: Mapping[str, Array]
     config: Mapping[str, float | str] = field(factory=dict)  # of the loss
     forward_only: bool = False
 
@@ -52,21 +46,12 @@ class PassDone:
     metrics: Mapping[str, float]
 
 
-@frozen(kw_only=True)
-class ModelMade:
-    """A trained model as clients are told of it."""
-
-    base_model: str
-    tokenizer: str  # what the client loads by this name or from this directory
-    rank: int | None  # None: all weights are trained
-
-
 @define(kw_only=True, eq=False)
 class Sampler:
     """What a client samples from."""
 
     number: int  # the same each time a client does the same
-    weights: int | None  # their number; None: those that were published last, while this model is trained
+    weights: int  # their number
     name: str  # for messages
     base_model: str
     model_path: str | None = None  # of a checkpoint
@@ -90,30 +75,6 @@ class Drawn:
     stopped: tuple[bool, ...]  # by a stop token or text; else by length
     prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token, and where it was not asked
     prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
-
-
-@frozen(kw_only=True)
-class Saved:
-    """A checkpoint on disk: `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`, where RUN is the id of
-    the model. Both parts consist of letters, digits and `._-`, RUN of colons too: whoever calls has checked it."""
-
-    path: str
-    kind: Literal["training", "sampler"]
-    bytes: int
-    created: float  # seconds since the epoch
-    expires: float | None = None
-    user_metadata: Mapping[str, str] = field(factory=dict)
-
-
-@frozen(kw_only=True)
-class Run:
-    """A model that was trained here, by this server or an earlier one, and its checkpoints."""
-
-    id: str  # of the model
-    made: ModelMade
-    used: float  # seconds since the epoch
-    user_metadata: Mapping[str, str] = field(factory=dict)
-    checkpoints: tuple[Saved, ...] = ()  # the oldest first
 
 
 class InTurn(Protocol):
