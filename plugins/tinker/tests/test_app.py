@@ -16,7 +16,7 @@ from plugins.tinker.tests.conftest import KEY
 @on_bench()
 async def test_only_the_key_opens_every_route(bench: Bench) -> None:
     for key in ("", KEY[:-1], KEY + "x", "ключ".encode().decode("latin-1")):
-        for path in ("healthz", "training_runs", "samplers/base"):
+        for path in ("healthz", "training_runs/a", "samplers/base"):
             found = await bench.http.get(f"/api/v1/{path}", headers={"X-API-Key": key.encode("latin-1")})
             assert found.status_code == 401 and "TINKER_API_KEY" in found.json()["error"]
     assert (await bench.http.get("/api/v1/healthz")).json() == {"status": "ok"}
@@ -96,9 +96,9 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
 
 @on_bench()
 async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench) -> None:
-    bench.policy.checkpoints.runs = lambda: 1 // 0  # type: ignore[assignment, method-assign, return-value]
+    bench.policy.checkpoints.run = lambda name: 1 // 0  # type: ignore[assignment, method-assign, return-value]
     with contextlib.redirect_stderr(io.StringIO()) as console:
-        found = await bench.http.get("/api/v1/training_runs")
+        found = await bench.http.get("/api/v1/training_runs/a")
     assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
     assert found.json()["error"].startswith("the server has failed: ZeroDivisionError")
     assert "1 // 0" in console.getvalue()

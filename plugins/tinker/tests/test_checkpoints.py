@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -57,10 +56,10 @@ def test_another_server_finds_what_was_saved(kept: Checkpoints, tmp_path: Path) 
     second = save(kept, "tinker://a:train:0/sampler_weights/step-1", text="others")
     kept.begin(run("b:train:0", {}))
     later = Checkpoints(tmp_path / "checkpoints", CONFIG)
-    found, empty = later.runs()
+    found, empty = later.run("a:train:0"), later.run("b:train:0")
     assert (found.training_run_id, found.base_model, found.lora_rank) == ("a:train:0", "tiny", 4)
     assert found.user_metadata == {"renderer": "role_colon"}
-    assert later.of("a:train:0") == later.of() == [first, second]
+    assert later.of("a:train:0") == [first, second]
     assert (found.last_checkpoint, found.last_sampler_checkpoint) == (first, second)
     assert (first.checkpoint_type, second.checkpoint_type) == ("training", "sampler")
     assert empty.training_run_id == "b:train:0" and later.of("b:train:0") == []
@@ -78,9 +77,9 @@ def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
 
     with pytest.raises(OSError, match="no space left"):
         kept.save(PATH, fails, ttl=None, overwrite=True, user_metadata={})
-    assert text_at(kept) == "weights" and len(kept.of()) == 1
+    assert text_at(kept) == "weights" and len(kept.of("a:train:0")) == 1
     save(kept, text="again")
-    assert text_at(kept) == "again" and len(kept.of()) == 1
+    assert text_at(kept) == "again" and len(kept.of("a:train:0")) == 1
 
 
 def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +106,7 @@ def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyP
     assert kept.find(PATH)[1].expires_at == at(1069)
     state = kept.state_of(PATH)
     now = 1069.0
-    assert kept.of() == [] and not state.exists()
+    assert kept.of("a:train:0") == [] and not state.exists()
     save(kept, ttl=5)
     kept.expire(PATH, ttl=None)
     now = 1e9
@@ -118,7 +117,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
     save(kept)
     state = kept.state_of(PATH)
     kept.delete(PATH)
-    assert not state.exists() and kept.of() == []
+    assert not state.exists() and kept.of("a:train:0") == []
     for call in (kept.find, kept.state_of, kept.delete):
         with pytest.raises(Refused, match="was deleted") as refused:
             call(PATH)
@@ -149,14 +148,7 @@ def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: P
     (tmp_path / "checkpoints" / "a:train:0" / "weights" / "cut" / "checkpoint.json").write_text("")
     kept.begin(run("c:train:0", {}))
     (tmp_path / "checkpoints" / "c:train:0" / "run.json").write_text("{}")
-    assert len(kept.runs()) == 1 and [saved.tinker_path for saved in kept.of()] == [PATH]
-
-
-def test_runs_are_in_the_order_of_their_use(kept: Checkpoints, tmp_path: Path) -> None:
-    kept.begin(run("b:train:0", {}))
-    for name, seconds in (("a:train:0", 100.0), ("b:train:0", 50.0)):
-        os.utime(tmp_path / "checkpoints" / name / "run.json", (seconds, seconds))
-    used = [(each.training_run_id, each.last_request_time) for each in kept.runs()]
-    assert used == [("b:train:0", at(50.0)), ("a:train:0", at(100.0))]
-    save(kept, "tinker://b:train:0/weights/x")
-    assert kept.runs()[-1].training_run_id == "b:train:0"
+    for name in ("notes", "c:train:0"):
+        with pytest.raises(Refused, match="has no checkpoint here"):
+            kept.run(name)
+    assert [saved.tinker_path for saved in kept.of("a:train:0")] == [PATH]

@@ -85,7 +85,7 @@ def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tm
     config = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
     with Engines.start(config) as engines:
         served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config), engines)
-        assert [saved.tinker_path for saved in served.policy.checkpoints.of()] == [path]
+        assert [saved.tinker_path for saved in served.policy.checkpoints.of("a:train:0")] == [path]
         served.new_model("b:train:0", rank=4)
         served.policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(served.policy, 3), losses[2:], rtol=1e-4)

@@ -410,5 +410,5 @@ def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:
     made = served.policy.create(wanted, model_id="e:train:0")
     assert (made.base_model, made.lora_rank, made.is_lora) == (MODEL, None, False)
     served.policy.release()
-    with pytest.raises(Refused, match="train_attn=False, but this server trains all weights"):
+    with pytest.raises(Refused, match="this server trains all weights, and not some layers alone"):
         served.policy.create(model_wanted(32, train_attn=False), model_id="e:train:1")

@@ -103,15 +103,9 @@ class Checkpoints:
             )
         return run
 
-    def runs(self) -> list[TrainingRun]:
-        """Every model that has a directory, those used last at the end."""
-        places = self._directory.iterdir() if self._directory.is_dir() else ()
-        return sorted(filter(None, map(self._run, places)), key=lambda run: run.last_request_time)
-
-    def of(self, name: str = "") -> list[Checkpoint]:
-        """A run's checkpoints, the oldest first, or those of all runs. Raises Refused as `run` does."""
-        runs = [self.run(name)] if name else self.runs()
-        return [saved for run in runs for saved in self._checkpoints(self._directory / run.training_run_id)]
+    def of(self, name: str) -> list[Checkpoint]:
+        """A run's checkpoints, the oldest first. Raises Refused as `run` does."""
+        return self._checkpoints(self._directory / self.run(name).training_run_id)
 
     def delete(self, path: str) -> None:
         """Raises Refused as `find` does."""

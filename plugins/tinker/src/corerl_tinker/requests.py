@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 from attrs import define, field, frozen
 from tinker.types import SampleRequest
@@ -11,9 +11,9 @@ from tinker.types import SampleRequest
 from corerl.errors import UserError
 from corerl.types import Array, FloatArray, IntArray
 
-T = TypeVar("T")
-
 Category: TypeAlias = Literal["user", "server"]
+# Awaits what it is given, called in the thread of the group, between two requests of the model.
+InTurn: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Refused(UserError):
@@ -75,9 +75,3 @@ class Drawn:
     stopped: tuple[bool, ...]  # by a stop token or text; else by length
     prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token, and where it was not asked
     prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
-
-
-class InTurn(Protocol):
-    """Awaits what `work` returns in the thread of the group, between two requests of the model."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...

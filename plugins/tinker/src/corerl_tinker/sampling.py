@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -187,7 +187,7 @@ class Samplers:
             scores = await self._together(self._scores, sampler, wanted.prompt, in_turn)
             scores[: length - last] = np.nan
         request = _request(wanted, params)
-        if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held()):
+        if scores is not None and params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
@@ -226,38 +226,41 @@ class Samplers:
         with self._changing:
             first = key not in self._waiting
             self._waiting.setdefault(key, []).append(mine)
-        # A task of its own: whoever asks first may go.
-        turn = asyncio.create_task(self._answer_all(key, sampler, in_turn)) if first else None
-        found = await mine.answer
-        del turn
-        return found
+        if first:  # in a task of its own: whoever asks first may go
+            asyncio.create_task(self._answer_all(key, sampler, in_turn))  # noqa: RUF006  -- the group's queue holds it
+        return await mine.answer
 
     async def _answer_all(self, key: tuple[Callable[..., Any], int], sampler: Sampler, in_turn: InTurn) -> None:
-        def waiting() -> list[_Asked]:
-            with self._changing:
-                return [each for each in self._waiting.pop(key, []) if not each.answer.done()]
+        taken = list[_Asked]()
 
-        def work() -> list[tuple[_Asked, Any]]:
-            if all(each.answer.done() for each in self._waiting[key]):  # they have gone
-                return [(each, None) for each in waiting()]
-            return list(key[0](sampler, waiting))
+        def take() -> list[_Asked]:
+            with self._changing:
+                taken.extend(each for each in self._waiting.pop(key, []) if not each.answer.done())
+            return taken
+
+        def work() -> list[Any]:
+            with self._changing:
+                gone = all(each.answer.done() for each in self._waiting[key])
+            return take() if gone else key[0](sampler, take)
 
         try:
-            answered = await in_turn(work)
+            found: Sequence[Any] = await in_turn(work)
         except Exception as error:
-            for each in waiting():
-                each.answer.set_exception(error)
-            return
-        for each, found in answered:
-            if not each.answer.done():
-                each.answer.set_result(found)
+            found = [error] * len(take())
+        for each, answer in zip(taken, found, strict=True):
+            if each.answer.done():  # who asked has gone
+                answer.cancel() if isinstance(answer, concurrent.futures.Future) else None
+            elif isinstance(answer, Exception):
+                each.answer.set_exception(answer)
+            else:
+                each.answer.set_result(answer)
 
     def _begin_all(
-        self, sampler: Sampler, waiting: Callable[[], list[_Asked]]
-    ) -> list[tuple[_Asked, concurrent.futures.Future[Generation] | None]]:
+        self, sampler: Sampler, take: Callable[[], list[_Asked]]
+    ) -> list[concurrent.futures.Future[Generation] | None]:
         """Begin what waits once engines hold the weights, which may take long."""
         self.push(sampler)
-        return [(each, self._begin(sampler, each.what)) for each in waiting()]
+        return [self._begin(sampler, each.what) for each in take()]
 
     def _begin(self, sampler: Sampler, request: GenerateRequest) -> concurrent.futures.Future[Generation] | None:
         """The samples; None if engines do not hold the sampler's weights. Always of one version by its name: the newest
@@ -281,20 +284,18 @@ class Samplers:
             self._in_flight[version] -= 1
             self._changing.notify_all()
 
-    def _scores(self, sampler: Sampler, waiting: Callable[[], list[_Asked]]) -> list[tuple[_Asked, FloatArray]]:
+    def _scores(self, sampler: Sampler, take: Callable[[], list[_Asked]]) -> list[FloatArray]:
         """[n] each: the log-probs of a prompt's tokens, NaN at the first."""
         copy = self._copy(sampler)
         self.turn("forward")
-        asked = waiting()
-        offsets = offsets_of([len(each.what) for each in asked])
+        if not (rows := [each.what for each in take()]):
+            return []
+        offsets = offsets_of([len(row) for row in rows])
         mask = np.ones(offsets[-1], np.bool_)
         mask[offsets[:-1]] = False
-        samples = SampleBatch(
-            tokens=np.concatenate([each.what for each in asked]), offsets=offsets, columns={"loss_mask": mask}
-        )
+        samples = SampleBatch(tokens=np.concatenate(rows), offsets=offsets, columns={"loss_mask": mask})
         found = self._engines.group.forward(samples, Output.LOGPROBS, weights=copy).result()[Output.LOGPROBS]
-        scores = np.where(mask, found, np.nan).astype(np.float32)
-        return list(zip(asked, np.split(scores, offsets[1:-1]), strict=True))
+        return np.split(np.where(mask, found, np.nan).astype(np.float32), offsets[1:-1])
 
 
 def _name(number: int) -> str:

@@ -366,15 +366,10 @@ class Service:
 
     # ---- checkpoints and the server ----------------------------------------------------------------------------------
 
-    async def training_runs(self) -> sdk.TrainingRunsResponse:
-        runs = await asyncio.to_thread(self._policy.checkpoints.runs)
-        cursor = sdk.Cursor(offset=0, limit=len(runs), total_count=len(runs))
-        return sdk.TrainingRunsResponse(training_runs=runs, cursor=cursor)
-
     async def training_run(self, run: str) -> sdk.TrainingRun:
         return await asyncio.to_thread(self._policy.checkpoints.run, run)
 
-    async def checkpoints(self, run: str = "") -> sdk.CheckpointsListResponse:
+    async def checkpoints(self, run: str) -> sdk.CheckpointsListResponse:
         return sdk.CheckpointsListResponse(checkpoints=await asyncio.to_thread(self._policy.checkpoints.of, run))
 
     async def weights_info(self, fields: Fields) -> Fields:

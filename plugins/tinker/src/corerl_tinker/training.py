@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tinker import types as sdk
 
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
-from corerl.config import ALL_LINEAR, Config, LoraConfig, ModelConfig, dump_toml, recorded
+from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
@@ -28,15 +27,14 @@ from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
 # The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
 PARTS: Mapping[str, frozenset[str]] = {
     "train_mlp": frozenset({ALL_LINEAR, "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
     "train_attn": frozenset({ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"}),
 }
+
+SETTINGS = {"seed": "run.seed", "rank": "lora.rank"}
 
 
 def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objective: Objective | None) -> None:
@@ -66,7 +64,9 @@ class ServedPolicy:
         plan = engines.group.plan
         require_servable(options, lora=plan.cluster.lora, objective=plan.objective)
         self._engines, self._options, self._plan = engines, options, plan
-        self._model: ModelConfig = plan.assignments[0].config.model
+        model = plan.assignments[0].config.model
+        self._tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
+        self._ends = end_tokens(self._tokenizer, model)
         self._seed: int = config.run.seed
         self._lora: LoraConfig | None = plan.cluster.lora
         self._rank = self._lora.rank if self._lora is not None else None  # None: all weights are trained
@@ -132,27 +132,25 @@ class ServedPolicy:
     def _require_same(self, asked: sdk.LoraConfig) -> None:
         """Raise Refused where this server would train something else than was asked for, and the client would not see
         it. That all weights are trained, and no adapters, is in the answer; adapters of the head are in none."""
-        targets = (self._lora.targets if self._lora is not None else None) or (ALL_LINEAR,)
-        there = {name for target in targets for name, layers in PARTS.items() if target.rsplit(".", 1)[-1] in layers}
-        for name, wanted, here, setting in (
-            ("seed", asked.seed, self._seed, "run.seed"),
-            ("rank", asked.rank or None, self._rank, "lora.rank"),
-            ("train_mlp", asked.train_mlp, "train_mlp" in there, "lora.targets"),
-            ("train_attn", asked.train_attn, "train_attn" in there, "lora.targets"),
-        ):
-            if wanted in (here, None) or here is None:
-                continue
-            if self._lora is None and name != "seed":
-                raise Refused(f"{name}={wanted}, but this server trains all weights; give it a table [lora]")
-            raise Refused(
-                f"{name}={wanted}, but adapters here have {name} {here}; ask for that, or start the server with "
-                f"another {setting}"
-            )
+        here: dict[str, Any] = {"seed": self._seed}
+        if self._lora is not None:
+            layers = {target.rsplit(".", 1)[-1] for target in self._lora.targets or (ALL_LINEAR,)}
+            parts = {name: bool(layers & known) for name, known in PARTS.items()}
+            here |= {"rank": self._rank, **parts}
+        for name, value in here.items():
+            if getattr(asked, name) not in (value, None, 0 if name == "rank" else None):
+                raise Refused(
+                    f"{name}={getattr(asked, name)}, but adapters here have {name} {value}; ask for that, or start the "
+                    f"server with another {SETTINGS.get(name, 'lora.targets')}"
+                )
+        if self._lora is None and not (asked.train_mlp and asked.train_attn):
+            raise Refused("this server trains all weights, and not some layers alone; give it a table [lora]")
 
-    def _require_model(self) -> None:
+    def _require_model(self, *, fresh: bool = True) -> None:
         if not self._training:
             raise Refused("no model is trained here; create one first", status=404)
-        self._freshen()
+        if fresh:
+            self._freshen()
 
     def _freshen(self) -> None:
         """Let the ranks hold what a new model begins with, if they do not."""
@@ -262,8 +260,7 @@ class ServedPolicy:
 
     def load(self, path: str, *, optimizer: bool) -> None:
         """Into the model that was created, with the moments of a training checkpoint or without."""
-        if not self._training:
-            raise Refused("no model is trained here; create one first", status=404)
+        self._require_model(fresh=False)
         if self._gradients:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
@@ -345,18 +342,13 @@ class ServedPolicy:
                 "shorten the prompt, or ask for fewer max_tokens"
             )
         listed = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
-        tokens, texts = (
-            [each for each in listed if isinstance(each, int)],
-            [each for each in listed if isinstance(each, str)],
-        )
-        if asked.stop is None or texts:
-            tokens += self._ends
-        if texts:
+        tokens, texts = [each for each in listed if isinstance(each, int)], list[str]()
+        if asked.stop is None or len(tokens) < len(listed):
             try:
-                of_texts, texts = stops_of(texts, self._tokenizer)
+                of_texts, texts = stops_of([each for each in listed if isinstance(each, str)], self._tokenizer)
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
-            tokens += of_texts
+            tokens += [*self._ends, *of_texts]
         return SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
@@ -366,11 +358,3 @@ class ServedPolicy:
             stop=tuple(texts),
             greedy=asked.temperature == 0.0,
         )
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return end_tokens(self._tokenizer, self._model)
