@@ -39,16 +39,9 @@ MOST_JSON = 16 * 2**20  # bytes of a body in JSON, which is read in the thread t
 SERVER_FAILED = 422  # not 5xx, which clients repeat for minutes without a word
 CLOSED = 499  # for a client that has gone, which nobody reads
 IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so as a client sends its next request
-# What clients are told before anything else.
-CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False,
-    "proto_compress_fwdbwd": False,
-    "parallel_fwdbwd_chunks": True,
-    "sample_use_retrieve_futures": True,  # else each sample has a connection of its own, which it waits in
-    # Routes that are not served; clients do without them.
-    "sample_join_sampling_session": False,
-    "custom_loss_server_side": False,
-}
+# What clients are told before anything else; other flags are as the SDK has them. Without this one each sample has a
+# connection of its own, which it waits in.
+CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
 RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
 # Takes the body as its route says, and words of the path.
 Handler = Callable[..., Awaitable[Answer | pydantic.BaseModel | Mapping[str, Any] | None]]

@@ -14,6 +14,7 @@ from corerl.messages import one_line, short_repr
 from corerl_tinker.requests import Draw, Refused, Sampler
 
 MOST_SAMPLES = 4096  # of one prompt
+MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
 MOST_TOKEN = 2**31  # a token is below
 MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
 # What samplers are not asked, and what clients do instead.
@@ -66,7 +67,7 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, long
     if not 0 < len(prompt) <= longest:
         raise Refused(f"the prompt has {len(prompt)} tokens, wanted 1 to {longest}")
     checks = {
-        "num_samples": 1 <= request.num_samples <= MOST_SAMPLES,
+        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / len(prompt)),
         "prompt": all(0 <= each < MOST_TOKEN for each in prompt),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),

@@ -7,7 +7,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pydantic
 from tinker import types as sdk
@@ -31,6 +31,7 @@ T = TypeVar("T")
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
 SWEEP_SECONDS = 10.0
 HEARTBEATS_SECONDS = 35.0  # clients send one every 10 s
+CREATION = ("session_id", "model_seq_id", "user_metadata", "optimizer_config")  # what load_weights has of create_model
 
 
 class Service:
@@ -203,14 +204,17 @@ class Service:
     async def forward_backward(self, body: bytes) -> Fields:
         message = await asyncio.to_thread(wire.parsed, body)
         model_id, number, forward_only = message.model_id, message.seq_id, message.forward_only
-        (read,) = await asyncio.gather(asyncio.to_thread(self._policy.read, message), return_exceptions=True)
+        try:
+            rows = await asyncio.to_thread(self._policy.read, message)
+        except UserError as error:
+            rows, refused = None, error  # in its turn: its number is used up
         del message
 
         def run(model: Model) -> Answer:
             try:
-                if isinstance(read, BaseException):
-                    raise read
-                return wire.pass_answer(self._policy.run(read))
+                if rows is None:
+                    raise refused
+                return wire.pass_answer(self._policy.run(rows))
             except UserError as error:
                 if not forward_only:
                     model.incomplete = (
@@ -273,15 +277,9 @@ class Service:
             return await self.in_turn(sdk.LoadWeightsRequest, self.load_weights, fields)
         request = read(sdk.LoadWeightsRequest, fields)
         run, _ = await asyncio.to_thread(self._policy.checkpoints.find, request.path)
-        wanted: dict[str, Any] = {
-            "session_id": request.session_id,
-            "model_seq_id": request.model_seq_id,
-            "base_model": request.base_model or run.base_model,
-            "user_metadata": request.user_metadata,
-        }
-        if request.optimizer_config is not None:
-            wanted["optimizer_config"] = request.optimizer_config
-        return self._create(read(sdk.CreateModelRequest, wanted), path=request.path, moments=request.optimizer)
+        given = {name: fields[name] for name in CREATION if fields.get(name) is not None}
+        wanted = read(sdk.CreateModelRequest, {**given, "base_model": request.base_model or run.base_model})
+        return self._create(wanted, path=request.path, moments=request.optimizer)
 
     def save_weights_for_sampler(self, model: Model, request: sdk.SaveWeightsForSamplerRequest) -> Fields:
         sampler, session = self._policy.save_for_sampler(request), self.sessions.of(model.id)
@@ -348,15 +346,16 @@ class Service:
             self.sessions.fetched(session, name)
         seconds = POLL_SECONDS if request.timeout is None else min(request.timeout, POLL_SECONDS)
         names, cursor = await completions.after(request.prev_cursor, seconds)
-        found = []
-        for name in names:
-            promise = session.promises.get(name)
-            # One that is not there was fetched before, and is forgotten, which whoever asks again is told.
-            answer = promise.answer if promise is not None else None
-            state = "failed" if answer is not None and answer.error else "finished"
-            size = {"response_payload_uncompressed_size": len(answer.body)} if answer and not answer.error else {}
-            found.append({"request_id": name, "state": state, **size})
-        return {"completions": found, "cursor": cursor}
+        return {"completions": [self._completion(session, name) for name in names], "cursor": cursor}
+
+    def _completion(self, session: Session, name: str) -> Fields:
+        promise = session.promises.get(name)
+        if promise is None or promise.answer is None:  # it was fetched, and is forgotten, which whoever asks is told
+            return {"request_id": name, "state": "finished"}
+        if promise.answer.error:
+            return {"request_id": name, "state": "failed"}
+        size = len(promise.answer.body)
+        return {"request_id": name, "state": "finished", "response_payload_uncompressed_size": size}
 
     async def _wait(self, name: str, promise: Promise) -> Answer:
         answer = await self.sessions.wait(promise, POLL_SECONDS)

@@ -144,7 +144,7 @@ class Sessions:
 
     def add(self, session: Session, sampler: Sampler) -> str:
         """The id of a new sampler."""
-        sampler_id = f"{session.id}:sampler:{len(session.samplers)}"
+        sampler_id = f"{session.id}:sampler:{sampler.number}"
         session.samplers[sampler_id] = sampler, Completions()
         return sampler_id
 
