@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,10 @@ from tinker import types
 from corerl.errors import ConfigError, UserError
 from corerl_tinker.cli import KEY_VARIABLE, check, key_of, listener, read_config, url_of
 from corerl_tinker.options import ServeOptions
+from plugins.tinker.tests.recipes.conftest import printed
 from plugins.tinker.tests.served import CONFIG, LORA, MODEL
-from tests.machine import paced
+from plugins.tinker.tests.test_recipes import supervised
+from tests.end_to_end.command import Command
 
 # The SDK never closes the connections by which it asks for its own configuration.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
@@ -133,33 +134,22 @@ def test_the_url_leads_to_the_server(address: str, host: str) -> None:
 
 @pytest.mark.processes
 def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
-    file = tmp_path / "server.toml"
-    serve = {"name": MODEL, "port": 0, "directory": str(tmp_path / "checkpoints")}
-    file.write_text(tomli_w.dumps({**CONFIG, **LORA, "serve": serve}))
-    words = [sys.executable, "-m", "corerl", "serve", str(file)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        first, url, key = (process.stdout.readline().strip() for _ in range(3))
-        assert first == f"serving tiny at {url.removeprefix('export TINKER_BASE_URL=')}"
-        client = tinker.ServiceClient(base_url=url.partition("=")[2], api_key=key.partition("=")[2])
+    serve = {"name": MODEL, "port": 0, "directory": "checkpoints"}
+    (tmp_path / "server.toml").write_text(tomli_w.dumps({**CONFIG, **LORA, "serve": serve}))
+    with Command("serve", "server.toml", logs=tmp_path, directory=tmp_path) as command:
+        given = command.until(lambda: printed(command.out), "serving")
+        assert command.out.splitlines()[0] == f"serving tiny at {given['TINKER_BASE_URL']}"
+        client = tinker.ServiceClient(base_url=given["TINKER_BASE_URL"], api_key=given["TINKER_API_KEY"])
         training = client.create_lora_training_client(MODEL, rank=4).result()
-        weights = types.TensorData(data=[1.0, 1.0], dtype="float32")
-        targets = types.TensorData(data=[2, 3], dtype="int64")
-        row = types.Datum(
-            model_input=types.ModelInput.from_ints([1, 2]),
-            loss_fn_inputs={"target_tokens": targets, "weights": weights},
-        )
-        losses = []
-        for _ in range(3):
-            done = training.forward_backward([row], "cross_entropy")
-            training.optim_step(types.AdamParams(learning_rate=0.01)).result()
-            losses.append(done.result().metrics["loss:sum"])
+        losses = supervised(training, 3)
         assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
         sampler = training.save_weights_and_get_sampling_client().result()
-        found = sampler.sample(types.ModelInput.from_ints([1, 2]), 2, types.SamplingParams(max_tokens=4)).result()
+        found = sampler.sample(
+            types.ModelInput.from_ints([1, 2]), 2, types.SamplingParams(max_tokens=4, stop=[])
+        ).result()
         assert [len(sequence.tokens) for sequence in found.sequences] == [4, 4]
         client.close("success").result()
         del client, training, sampler
         gc.collect()
-        process.send_signal(signal.SIGTERM)
-        assert (process.wait(paced(60.0)), process.stderr.read()) == (0, "")
+        os.kill(command.process.pid, signal.SIGTERM)
+        assert (command.finish(), command.err) == (0, "")
