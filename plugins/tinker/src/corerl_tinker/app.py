@@ -26,9 +26,8 @@ from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
 from corerl.messages import one_line, shorten
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
-from corerl_tinker.bodies import json_object, read
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Refused
+from corerl_tinker.requests import Refused, json_object, read
 from corerl_tinker.service import Service
 from corerl_tinker.sessions import Answer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -18,7 +19,7 @@ from corerl.algorithms import ACTOR
 from corerl.config import Config, load_with_table
 from corerl.errors import ConfigError
 from corerl.messages import note
-from corerl_tinker.options import ServeOptions, is_loopback
+from corerl_tinker.options import ServeOptions
 
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
 KEY_START = "tml-"  # without which the SDK refuses a key
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, options = read_config(args.config, args.overrides)
-    key = key_of(options)
     with listener(options) as listening:  # before ranks start, which takes long
+        key = key_of(listening)
         import corerl
         from corerl_tinker.app import Server
         from corerl_tinker.training import ServedPolicy
@@ -88,14 +89,14 @@ def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptio
     return config, evolve(options, name=name)
 
 
-def key_of(options: ServeOptions) -> str:
+def key_of(listening: socket.socket) -> str:
     """The key of clients. Raises ConfigError, which does not show it, if there must be one, and is none."""
-    key = os.environ.get(KEY_VARIABLE, "")
-    if not key and is_loopback(options.address):
+    key, address = os.environ.get(KEY_VARIABLE, ""), listening.getsockname()[0]
+    if not key and ipaddress.ip_address(address).is_loopback:
         return KEY_START + secrets.token_urlsafe(24)
     if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"serve.address={options.address}: {KEY_VARIABLE} is no key; set it to {KEY_START!r}, as clients demand, "
+            f"serve.address={address}: {KEY_VARIABLE} is no key; set it to {KEY_START!r}, as clients demand, "
             "and at least 12 random characters of ASCII; other machines reach a server only by a key that was chosen, "
             "and a proxy should add TLS"
         )
@@ -108,10 +109,9 @@ def listener(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.address, options.port), family=family, backlog=WAITING)
     except OSError as error:
-        what = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"serve.address={options.address}, serve.port={options.port}: {what}; choose another port, or 0 for any "
-            "that is free"
+            f"serve.address={options.address}, serve.port={options.port}: {error}; choose an address of this machine, "
+            "and another port, or 0 for any that is free"
         ) from error
 
 

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
-from typing import Any
 
-from attrs import Attribute, frozen
+from attrs import frozen
 
 from corerl.config import above, at_least, between, finite, option
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
 
 
 @frozen(kw_only=True)
@@ -31,9 +18,8 @@ class ServeOptions:
     )
     aliases: tuple[str, ...] = option("further names of the same model", factory=tuple)
     address: str = option(
-        "IP address on which to listen; one that other machines reach needs a key in TINKER_API_KEY",
+        "address on which to listen; one that other machines reach needs a key in TINKER_API_KEY",
         default="127.0.0.1",
-        validator=_address,
     )
     port: int = option("port on which to listen; 0: any that is free", default=8420, validator=between(0, 65535))
     hosts: tuple[str, ...] = option(

@@ -1,16 +1,33 @@
-"""What passes between the wire and the model that is served: requests once they are read and checked, and results."""
+"""What passes between the wire and the model that is served: requests as they are read and checked, and results."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import numpy as np
+import pydantic
 from attrs import define, field, frozen
-from tinker.types import SampleRequest
+from tinker import types as sdk
 
 from corerl.errors import UserError
+from corerl.messages import one_line, short_repr
 from corerl.types import Array, FloatArray, IntArray
 
+MOST_SAMPLES = 4096  # of one prompt
+MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
+MOST_TOKEN = 2**31  # a token is below
+MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
+# What samplers are not asked, and what clients do instead.
+UNSERVED = {
+    "topk_sample_logprobs": "ask for topk_prompt_logprobs of the prompt followed by what was sampled",
+    "target_prompt_logprobs": "ask for topk_prompt_logprobs; or, under the weights that are trained, call forward with "
+    "'cross_entropy', these tokens as target_tokens [n, K] and weights of 0, and read logprobs [n, K]",
+    "prompt_alt_tokens_k": "ask for topk_prompt_logprobs; or sample one token after each beginning of the prompt",
+}
+Fields: TypeAlias = Mapping[str, Any]
+Request = TypeVar("Request", bound=pydantic.BaseModel)
 Category: TypeAlias = Literal["user", "server"]
 # Awaits what it is given, called in the thread of the group, between two requests of the model.
 InTurn: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -63,7 +80,7 @@ class Draw:
 
     sampler: Sampler
     prompt: IntArray  # [n]
-    asked: SampleRequest  # in the ranges that `draw_of` knows
+    asked: sdk.SampleRequest  # in the ranges that `draw_of` knows
 
 
 @frozen(kw_only=True)
@@ -75,3 +92,62 @@ class Drawn:
     stopped: tuple[bool, ...]  # by a stop token or text; else by length
     prompt_logprobs: FloatArray | None = None  # [n], NaN at the first token, and where it was not asked
     prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
+
+
+# ---- requests in JSON ------------------------------------------------------------------------------------------------
+
+
+def json_object(body: bytes) -> Fields:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {one_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise Refused(f"the body is a {type(fields).__name__} in JSON, wanted an object")
+    return fields
+
+
+def read(cls: type[Request], fields: Fields) -> Request:
+    """A request as the SDK's own class of it. Fields of later versions are ignored where they say nothing."""
+    try:
+        return cls.model_validate(
+            {name: value for name, value in fields.items() if name in cls.model_fields or value not in (None, 0, "")}
+        )
+    except pydantic.ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+    where, got = ".".join(map(str, wrong["loc"])), short_repr(wrong["input"], 80)
+    raise Refused(f"{where}: {wrong['msg']}, got {got}")
+
+
+def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
+    """What is asked of a sampler, whose prompts have at most `longest` tokens; `given` are the sampling parameters as
+    they came."""
+    params = request.sampling_params
+    for name, instead in UNSERVED.items():
+        if getattr(request, name):
+            raise Refused(f"{name} is not served; {instead}")
+    for name in given.keys() - sdk.SamplingParams.model_fields.keys():  # which the SDK's class ignores
+        if given[name]:
+            raise Refused(f"sampling_params.{name} is not served")
+    for chunk in request.prompt.chunks:
+        if not isinstance(chunk, sdk.EncodedTextChunk):
+            raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
+    prompt = request.prompt.to_ints()
+    if not 0 < len(prompt) <= longest:
+        raise Refused(f"the prompt has {len(prompt)} tokens, wanted 1 to {longest}")
+    checks = {
+        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / len(prompt)),
+        "prompt": all(0 <= each < MOST_TOKEN for each in prompt),
+        "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
+        "temperature": 0 <= params.temperature < float("inf"),
+        "top_p": 0 < params.top_p <= 1,
+        "top_k": -1 <= params.top_k < MOST_TOKEN,
+        "stop": all(0 <= each < MOST_TOKEN for each in params.stop or () if isinstance(each, int)),
+        "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
+        "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
+    }
+    for name, holds in checks.items():
+        if not holds:
+            value = getattr(request, name, None) or getattr(params, name, None)
+            raise Refused(f"{name}={short_repr(value, 80)} is out of range")
+    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)

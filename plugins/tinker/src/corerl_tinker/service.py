@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-import pydantic
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
 
@@ -17,15 +16,13 @@ from corerl.errors import CorerlError, UserError
 from corerl.messages import message_of, short_repr
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
-from corerl_tinker.bodies import Fields, draw_of, read
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.requests import Draw, Fields, Refused, Request, draw_of, read
 from corerl_tinker.sessions import GONE, Answer, Model, Promise, Session, Sessions, answer_of, answered, failure
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
 
-Request = TypeVar("Request", bound=pydantic.BaseModel)
 T = TypeVar("T")
 
 POLL_SECONDS = 40.0  # clients wait 45 s for a response
@@ -114,6 +111,7 @@ class Service:
 
     def _end(self, session_id: str) -> None:
         if self._model is not None and self._model.session == session_id:
+            self._model.run = None  # what is queued is not begun
             self._model = None
             asyncio.create_task(answer_of(self._release, self._notify))  # noqa: RUF006  -- the group's queue holds it
         self.sessions.end(session_id)
@@ -154,8 +152,10 @@ class Service:
             try:
                 await self._call(create)
             finally:
-                if model.run is None and self._model is model:
-                    self._model = before if before is not None and before.run is not None else None
+                if model.run is None:
+                    model.give_up(f"model {model_id!r} was not created")
+                    if self._model is model:
+                        self._model = before if before is not None and before.run is not None else None
             if before is not None:
                 before.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
             return answered(model_id=model_id, path=path, type="load_weights" if path else "create_model")

@@ -230,7 +230,7 @@ class Model:
     id: str
     session: str
     clock: Callable[[], float]
-    run: TrainingRun | None = None  # None: it is not created yet
+    run: TrainingRun | None = None  # None: it is not created yet, or has ended
     incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
     next: int = 1  # the number that begins next
     _waiting: dict[int, asyncio.Future[None]] = field(factory=dict)
