@@ -108,9 +108,8 @@ LOSSES: Mapping[str, Named] = {
     "importance_sampling": Named(f"{__name__}:importance_sampling"),
     "ppo": Named(f"{__name__}:ppo", settings={LOW: 0.8, HIGH: 1.2}),
     "cispo": Named(f"{__name__}:cispo", settings={LOW: 0.0, HIGH: 4.0}),
-    "gspo": Named(
-        f"{__name__}:gspo", (LOGPROBS, ADVANTAGES, RATIO_MASK), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}
-    ),  # its paper's
+    # The thresholds of its paper.
+    "gspo": Named(f"{__name__}:gspo", (LOGPROBS, ADVANTAGES, RATIO_MASK), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
     "dro": Named(f"{__name__}:dro", settings={"beta": None}),
 }
 ELSEWHERE = {
