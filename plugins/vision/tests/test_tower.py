@@ -12,15 +12,13 @@ from transformers import AutoModelForImageTextToText
 
 from corerl.config import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.build import build_tower, materialize, named_weights
-from corerl.models.config import hf_config
-from corerl.models.layouts import make_policy
-from corerl.ops.packing import PackedSequences
+from corerl.models import hf_config, make_policy, materialize, named_weights
+from corerl.ops import PackedSequences
 from corerl.pictures import Picture
 from corerl.types import PICTURE, MicroBatch, Output
+from corerl_vision.processor import VisionInputs, processor_of
 from tests.pictures import FAMILIES, pictures_config
 
-vision = pytest.importorskip("corerl_vision.processor")
 CPU = torch.device("cpu")
 SHOWN = ([0], [], [1, 0])  # the pictures of three sequences
 
@@ -40,7 +38,7 @@ def model_of(family: str, directory: Path) -> tuple[ModelConfig, Any]:
 
 def sequences(model: ModelConfig, family: str) -> tuple[list[Picture], list[tuple[list[int], list[int]]], Any]:
     """Two pictures; tokens and column of each sequence; and what makes the tower's inputs."""
-    processor, inputs = vision.processor_of(model), vision.VisionInputs(model)
+    processor, inputs = processor_of(model), VisionInputs(model)
     rng = np.random.default_rng(0)
     pictures = [
         Picture(processor.seen(rng.integers(256, size=size).astype(np.uint8))) for size in ((40, 56, 3), (64, 32, 3))
@@ -97,7 +95,7 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         samples=np.arange(3),
         columns={PICTURE: np.concatenate([column for _, column in rows]).astype(np.int32)},
     )
-    features = dict(enumerate(policy.tower.encode(pictures, CPU), start=1))
+    features = policy.tower.encode(dict(enumerate(pictures, start=1)), CPU)
     seen = policy.tower.seen(micro, features, CPU)
     packing = PackedSequences.of(bounds, "cpu")
     found = policy(torch.tensor(tokens), packing, torch.tensor(positions), 1.0, [Output.LOGPROBS], seen)
@@ -118,14 +116,3 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         if grad is not None or by_name[name] is not None:
             largest = float(by_name[name].abs().max())
             torch.testing.assert_close(grad, by_name[name], atol=1e-5 * max(1.0, largest), rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_has_all_weights_that_are_not_of_the_text(family: str, tmp_path: Path) -> None:
-    pictures_config(family).save_pretrained(tmp_path)
-    config = hf_config(ModelConfig(path=str(tmp_path), pictures="vision"))
-    whole = AutoModelForImageTextToText.from_config(config)
-    text = {id(param) for part in (whole.get_decoder(), whole.get_output_embeddings()) for param in part.parameters()}
-    wanted = {name: param.shape for name, param in whole.named_parameters() if id(param) not in text}
-    tower = build_tower(config, dtype=torch.float32)
-    assert {name: param.shape for name, param in tower.named_parameters()} == wanted

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from corerl.config import RoleConfig
 from corerl.errors import ModelError
-from corerl.models.parts import shows_pictures
-from corerl.pictures import Picture, PictureInputs
+from corerl.pictures import Picture, PictureInputs, RankTower, Seen, Tower
 from corerl.types import PICTURE, IntArray, MicroBatch
 
 Key = TypeVar("Key")
@@ -44,35 +45,43 @@ class Features:
     grid: Tensor | None = None  # [3] frames, rows and columns of patches, if the decoder's positions follow from them
 
 
-@frozen(eq=False)
-class Seen:
-    """The pictures of one micro-batch."""
-
-    features: tuple[tuple[Features, ...], ...]  # [S] of each sequence, in the order in which it shows them
-    slots: Tensor  # [T] bool: where the features go
-
-
-def sees_both_ways(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder lets the tokens of one picture see each other, for which it takes the kinds of tokens."""
-    text = decoder.config.get_text_config()
-    takes = inspect.signature(decoder.forward).parameters
-    return "token_type_ids" in takes or getattr(text, "use_bidirectional_attention", None) == "vision"
-
-
-class Tower:
-    """The part of a model that reads pictures. `decoder` is shown what it makes of them. The tower's weights are in
-    `module`: another model of the same class, without the text decoder (`build_tower`), or `decoder` itself, of a model
-    that is built whole."""
+class VisionTower(Tower):
+    """Calls the class's own `get_image_features`, and gives the decoder what came out when it calls that itself."""
 
     def __init__(self, decoder: PreTrainedModel, inputs: PictureInputs, module: PreTrainedModel | None = None) -> None:
-        if not shows_pictures(decoder):
+        if not hasattr(decoder, "get_image_features"):
             raise ModelError(f"{type(decoder).__name__} has no get_image_features: it cannot be shown pictures")
         self.decoder, self.inputs, self.module = decoder, inputs, decoder if module is None else module
         self.encoded = 0  # pictures that have gone through the tower
         self._forms: dict[str, Any] = {}  # of the tower's outputs, as the decoder expects them
         self._call = _Call(self.module)
 
-    def prepared(self, parts: Sequence[Sequence[Picture]]) -> Iterator[dict[str, Tensor]]:
+    def on_rank(self, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None) -> RankTower:
+        from corerl_vision.rank_tower import VisionRankTower  # engines need none, nor a backend's code
+
+        return VisionRankTower(self, config, device=device, group=group)
+
+    def encode(self, pictures: Mapping[Key, Picture], device: torch.device) -> dict[Key, Features]:
+        made: dict[Key, Features] = {}
+        for part in self.in_parts(pictures, device):
+            made |= part
+        return made
+
+    def in_parts(
+        self,
+        pictures: Mapping[Key, Picture],
+        device: torch.device,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    ) -> Iterator[dict[Key, Features]]:
+        """The features of pictures by key, a few at a time. `weights`, asked for each part, are by parameter name; by
+        default they are the module's own."""
+        parts = list(parts_of(pictures))
+        shown = [[pictures[key] for key in part] for part in parts]
+        for keys, own, prepared in zip(parts, shown, self._prepared(shown), strict=True):
+            made = self._encode(own, device, prepared=prepared, weights=None if weights is None else weights())
+            yield dict(zip(keys, made, strict=True))
+
+    def _prepared(self, parts: Sequence[Sequence[Picture]]) -> Iterator[dict[str, Tensor]]:
         """The inputs of each of these parts on the host, some made ahead: it takes longer than a pass on a GPU."""
         with ThreadPoolExecutor(min(AHEAD, max(1, len(parts)))) as threads:
             waiting = deque[Future[dict[str, Tensor]]]()
@@ -86,17 +95,16 @@ class Tower:
     def _prepare(self, pictures: Sequence[Picture]) -> dict[str, Tensor]:
         return {name: torch.as_tensor(np.array(each)) for name, each in self.inputs.inputs(pictures).items()}
 
-    def encode(
+    def _encode(
         self,
         pictures: Sequence[Picture],
         device: torch.device,
         *,
-        prepared: Mapping[str, Tensor] | None = None,
-        weights: Mapping[str, Tensor] | None = None,
+        prepared: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor] | None,
     ) -> list[Features]:
-        """What the tower makes of these pictures, together in one call: of their `prepared` inputs, if they are made,
-        with these `weights` by parameter name, by default the module's own."""
-        prepared = self._prepare(pictures) if prepared is None else prepared
+        """What the tower makes of these pictures, together in one call: of their `prepared` inputs, with these
+        `weights`."""
         grids = prepared.get(GRID)
         given = {name: each.to(device) for name, each in prepared.items()}
         if weights is None:
@@ -123,8 +131,6 @@ class Tower:
         return list(values.unbind() if values.dim() == 3 else values.chunk(count))
 
     def seen(self, micro: MicroBatch, features: Mapping[int, Features], device: torch.device) -> Seen | None:
-        """The pictures of a micro-batch, by the numbers in its column; None if it shows none. Raises ModelError if a
-        picture has more or fewer placeholders than features."""
         numbers = micro.columns.get(PICTURE)
         if numbers is None or not numbers.any():
             return None
@@ -137,7 +143,6 @@ class Tower:
         return Seen(tuple(shown), torch.as_tensor(slots, device=device))
 
     def shown(self, tokens: Tensor, seen: Seen | None) -> Tensor:
-        """[T] tokens without placeholders that stand for no picture: a policy may sample one, as the last of a row."""
         stray = tokens == self.inputs.placeholder
         if seen is not None:
             stray = stray & ~seen.slots
@@ -145,8 +150,6 @@ class Tower:
 
     @contextmanager
     def showing(self, features: Sequence[Features]) -> Iterator[dict[str, Any]]:
-        """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
-        the arguments that make it call that."""
         made = SimpleNamespace(pooler_output=_like(self._forms[STATES], [each.states for each in features]))
         if (deep := self._forms.get(DEEP)) is not None:
             layers = [[each.deep[layer] for each in features] for layer in range(len(deep))]
@@ -163,8 +166,6 @@ class Tower:
             del self.decoder.__dict__["get_image_features"]
 
     def positions(self, tokens: Tensor, positions: Tensor, bounds: IntArray, seen: Seen) -> Tensor:
-        """[3, 1, T] where the class numbers positions of pictures in three directions, sequence by sequence; else
-        [1, T], as they are."""
         number = getattr(self.decoder, "get_rope_index", None)
         if number is None or any(each.grid is None for own in seen.features for each in own):
             return positions[None]
@@ -183,12 +184,11 @@ class Tower:
         return found.to(positions.device)
 
     def kinds_of_tokens(self, slots: Tensor) -> dict[str, Tensor]:
-        """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
         takes = inspect.signature(self.decoder.forward).parameters
         return {name: slots.int() for name in (TYPES, "token_type_ids") if name in takes}
 
 
-def in_parts(pictures: Mapping[Key, Picture]) -> Iterator[list[Key]]:
+def parts_of(pictures: Mapping[Key, Picture]) -> Iterator[list[Key]]:
     """The keys of pictures, in order, in parts of at most `PIXELS`, or of one: what may go through a tower at once."""
     part: list[Key] = []
     pixels = 0

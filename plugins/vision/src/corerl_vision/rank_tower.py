@@ -1,4 +1,4 @@
-"""A rank's tower, which reads pictures: whole on every rank, whatever the backend does with the rest of the model."""
+"""A tower whole on every rank, whatever the backend does with the rest of the model."""
 
 from __future__ import annotations
 
@@ -9,28 +9,24 @@ import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor, nn
 
-from corerl.backend.optimizer import adamw, moments, set_adam
-from corerl.backend.primitives import StateKey
-from corerl.config.schema import OptimizerConfig, RoleConfig
-from corerl.models.build import materialize, move_buffers
-from corerl.models.names import hf_boxes, local_chunks
-from corerl.models.towers import Features, Seen, Tower, in_parts
-from corerl.pictures import Picture
+from corerl.backend import StateKey, adamw, moments, set_adam
+from corerl.config import OptimizerConfig, RoleConfig
+from corerl.models import hf_boxes, local_chunks, materialize, move_buffers
+from corerl.pictures import Picture, RankTower, Seen
 from corerl.types import MemoryKind, MicroBatch
-from corerl.weights.chunks import Chunk
+from corerl.weights import Chunk
+from corerl_vision.tower import Features, VisionTower
 
 FLAT = 2**26  # elements of gradients that ranks sum up at once
 
 
-class RankTower:
-    """Encodes the pictures of a pass before its micro-batches, each once, so that no collective of the decoder depends
-    on which rows or ranks show any.
+class VisionRankTower(RankTower):
+    """Frozen, the weights are in the precision of passes. Trained, they are float32 with an AdamW of their own, and
+    passes compute with copies in the precision of passes; once a step, gradients are averaged over the ranks."""
 
-    Frozen, the weights are in the precision of passes. Trained, they are float32 with an AdamW of their own, and passes
-    compute with copies in the precision of passes; once a step, gradients are averaged over the ranks.
-    """
-
-    def __init__(self, tower: Tower, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None):
+    def __init__(
+        self, tower: VisionTower, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
         self._tower, self._device, self._group = tower, device, group
         self.trained = config.model.tower == "trained" and not config.frozen
         self._compute: torch.dtype = getattr(torch, config.train.precision)
@@ -49,30 +45,20 @@ class RankTower:
         if self.trained:
             self._optimizer = adamw(self._params, shapes, config.train.optimizer, fused=device.type == "cuda")
 
-    @classmethod
-    def of(
-        cls, tower: Tower | None, config: RoleConfig, *, device: torch.device, group: dist.ProcessGroup | None
-    ) -> RankTower | None:
-        """None without a tower."""
-        return None if tower is None else cls(tower, config, device=device, group=group)
-
     @property
     def encoded(self) -> int:
-        """How many pictures have gone through the tower."""
         return self._tower.encoded
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
-        """The features of pictures by number, which stay on the device. Local, as are all passes."""
         made: dict[int, Features] = {}
         for part in self._encoded(pictures):
             made |= part
         return made
 
     def leaves(self, pictures: Mapping[int, Picture]) -> dict[int, Features]:
-        """As `encode`; of a tower that is trained, features whose gradients `backward` passes on."""
         features = self.encode(pictures)
         if not self.trained:
             return features
@@ -87,8 +73,7 @@ class RankTower:
         }
 
     def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Features]) -> None:
-        """Add to the gradients of the weights what follows from those of the features. Each picture is encoded a second
-        time, so that activations of a few are kept at once."""
+        """Each picture is encoded a second time, so that activations of a few are kept at once."""
         if not self.trained:
             return
         for part in self._encoded(pictures):
@@ -103,26 +88,21 @@ class RankTower:
                 torch.autograd.backward([states for states, _ in pairs], [grad for _, grad in pairs])
 
     def seen(self, micro: MicroBatch, features: Mapping[int, Features]) -> Seen | None:
-        """The pictures of a micro-batch; None if it shows none. Raises ModelError as `Tower.seen` does."""
         return self._tower.seen(micro, features, self._device)
 
     def _encoded(self, pictures: Mapping[int, Picture]) -> Iterator[dict[int, Features]]:
         """The features of pictures by number, a few at a time."""
-        parts = list(in_parts(pictures))
-        shown = [[pictures[number] for number in part] for part in parts]
-        for numbers, part, prepared in zip(parts, shown, self._tower.prepared(shown), strict=True):
-            weights = None
-            if any(param.dtype != self._compute for param in self._params.values()):
-                weights = {name: param.to(self._compute) for name, param in self._params.items()}
-            made = self._tower.encode(part, self._device, prepared=prepared, weights=weights)
-            yield dict(zip(numbers, made, strict=True))
+        apart = any(param.dtype != self._compute for param in self._params.values())
+        return self._tower.in_parts(pictures, self._device, self._cast if apart else None)
+
+    def _cast(self) -> dict[str, Tensor]:
+        """The weights in the precision of passes."""
+        return {name: param.to(self._compute) for name, param in self._params.items()}
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def reduced(self) -> list[nn.Parameter]:
-        """The parameters that are trained, with gradients that are the average of the ranks', or none where no rank has
-        any. Called on every rank once a step: an all-reduce of a byte a parameter, and for each `FLAT` elements a
-        reduce and a broadcast."""
+        """An all-reduce of a byte a parameter, and for each `FLAT` elements a reduce and a broadcast."""
         if not self.trained:
             return []
         params = list(self._params.values())
@@ -145,8 +125,6 @@ class RankTower:
         return params
 
     def step(self, lr: float, config: OptimizerConfig | None = None) -> None:
-        """Step with the gradients there are, as the caller has clipped them, and with all else that `config` says; by
-        default the role's `[train.optimizer]`."""
         if self._optimizer is not None:
             set_adam(self._optimizer, evolve(config or self._config, lr=lr))
             self._optimizer.step()
@@ -158,7 +136,6 @@ class RankTower:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
-        """The HF tensors of the tower; of a frozen one there are no masters and moments."""
         if key is not StateKey.PARAM and not self.trained:
             return []
         replica = self._group is not None and dist.get_rank(self._group) > 0
@@ -172,7 +149,6 @@ class RankTower:
         return chunks
 
     def tensors(self, kind: MemoryKind) -> list[Tensor]:
-        """As of a backend; gradients stay on the device."""
         if kind is MemoryKind.PARAM:
             return list(self._params.values())
         if kind is MemoryKind.OPTIMIZER and self._optimizer is not None:
