@@ -92,7 +92,9 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "mlflow": "mlflow",
             "wandb": "wandb",
         },
-        Kind.ALGORITHMS: {},
+        Kind.ALGORITHMS: {
+            "algorithms": "cispo dapo distill dr-grpo gspo gspo-token reinforce++ reinforce++-baseline rloo",
+        },
         Kind.COMMANDS: {
             "doctor": "doctor",
             "elastic": "scale",

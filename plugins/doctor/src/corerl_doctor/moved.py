@@ -29,6 +29,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
         "Backend.stream": "Backend.stream(adapters=False).sent",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
+        "corerl.backend:RankTower": "corerl.pictures: RankTower",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
         "corerl.backend.passes:StepLosses": (
             "corerl.backend: StepLosses(model, batch, loss, outputs, ...), whose result() has its metrics and tokens"

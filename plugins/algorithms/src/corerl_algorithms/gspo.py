@@ -7,32 +7,30 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
 
-from corerl.algorithms import grpo
-from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens, surrogate
-from corerl.config.options import at_least, between, option
-from corerl.plugin.spec import AlgorithmSpec
+from corerl.algorithms import GRPO, AlgorithmSpec, GRPOOptions, LossInputs, LossResult, PolicyTokens, surrogate
+from corerl.config import at_least, between, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @frozen(kw_only=True)
-class Options(grpo.Options):
+class Options(GRPOOptions):
     # Section 5.1. A mean over tokens varies far less than the ratio of one.
     clip_low: float = option("a sample's ratio is clipped below 1 - clip_low", default=3e-4, validator=between(0, 1))
     clip_high: float = option("a sample's ratio is clipped above 1 + clip_high", default=4e-4, validator=at_least(0))
 
 
-class GSPO(grpo.GRPO):
+class GSPO(GRPO):
     """GRPO's advantages (eq. 6), and the loss `gspo`."""
 
-    loss: ClassVar[str] = "corerl.algorithms.gspo:gspo"
+    loss: ClassVar[str] = "corerl_algorithms.gspo:gspo"
 
 
-class GSPOToken(grpo.GRPO):
+class GSPOToken(GRPO):
     """GRPO's advantages, and the loss `gspo_token`."""
 
-    loss: ClassVar[str] = "corerl.algorithms.gspo:gspo_token"
+    loss: ClassVar[str] = "corerl_algorithms.gspo:gspo_token"
 
 
 def gspo(
@@ -95,7 +93,7 @@ def _gain(
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.gspo:GSPO",
+    implementation="corerl_algorithms.gspo:GSPO",
     config=Options,
     api=(2, 0),
     summary="GRPO with the ratio and the clip of whole samples (Zheng et al. 2025)",
@@ -103,7 +101,7 @@ SPEC = AlgorithmSpec(
     defaults={"aggregation": "sequence-mean", "old_logprobs": "recompute"},
 )
 TOKEN_SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.gspo:GSPOToken",
+    implementation="corerl_algorithms.gspo:GSPOToken",
     config=Options,
     api=(2, 0),
     summary="GSPO for advantages that differ within a sample (Zheng et al. 2025, section 4.3)",

@@ -5,9 +5,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from corerl.algorithms.advantages import broadcast, compared, group_advantages, sample_rewards
-from corerl.algorithms.base import ActorOnly, Advantages, Clip
-from corerl.plugin.spec import AlgorithmSpec
+from corerl.algorithms import (
+    ActorOnly,
+    Advantages,
+    AlgorithmSpec,
+    Clip,
+    broadcast,
+    compared,
+    group_advantages,
+    sample_rewards,
+)
 from corerl.types import Array, FloatArray, IntArray, SampleBatch
 
 
@@ -39,7 +46,7 @@ def left_one_out(rewards: Array, groups: IntArray) -> FloatArray:
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.rloo:RLOO",
+    implementation="corerl_algorithms.rloo:RLOO",
     config=Clip,
     api=(2, 0),
     summary="compares each sample with the others of its prompt (Ahmadian et al. 2024)",

@@ -7,14 +7,12 @@ from typing import ClassVar
 
 from attrs import frozen
 
-from corerl.algorithms import grpo
-from corerl.algorithms.losses import LossInputs, LossResult, PolicyTokens
-from corerl.config.options import at_least, between, option
-from corerl.plugin.spec import AlgorithmSpec
+from corerl.algorithms import GRPO, AlgorithmSpec, GRPOOptions, LossInputs, LossResult, PolicyTokens
+from corerl.config import at_least, between, option
 
 
 @frozen(kw_only=True)
-class Options(grpo.Options):
+class Options(GRPOOptions):
     # The paper sets no lower bound, and does not tell its upper one. 5 is the usual largest weight since Khatri et al.
     # 2025, "The Art of Scaling Reinforcement Learning Compute for LLMs".
     clip_low: float = option(
@@ -23,10 +21,10 @@ class Options(grpo.Options):
     clip_high: float = option("the weight of a token is at most 1 + clip_high", default=4.0, validator=at_least(0))
 
 
-class CISPO(grpo.GRPO):
+class CISPO(GRPO):
     """GRPO's advantages, and the loss `cispo`."""
 
-    loss: ClassVar[str] = "corerl.algorithms.cispo:cispo"
+    loss: ClassVar[str] = "corerl_algorithms.cispo:cispo"
 
 
 def cispo(
@@ -58,7 +56,7 @@ def cispo(
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.cispo:CISPO",
+    implementation="corerl_algorithms.cispo:CISPO",
     config=Options,
     api=(2, 0),
     summary="GRPO whose clipped ratio is a weight, so that every token learns (MiniMax 2025)",

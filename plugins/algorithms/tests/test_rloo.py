@@ -4,9 +4,9 @@ import statistics
 
 import numpy as np
 
-from corerl.algorithms.base import Clip
-from corerl.algorithms.rloo import RLOO, left_one_out
+from corerl.algorithms import Clip
 from corerl.types import SampleBatch
+from corerl_algorithms.rloo import RLOO, left_one_out
 
 
 def test_samples_are_compared_with_their_groups_others() -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from corerl.algorithms.cispo import cispo
+from corerl_algorithms.cispo import cispo
 from tests.algorithms.ragged import random_samples, step_of
 
 

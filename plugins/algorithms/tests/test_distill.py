@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl.algorithms.distill import Distill, Options
 from corerl.types import SampleBatch
+from corerl_algorithms.distill import Distill, Options
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 

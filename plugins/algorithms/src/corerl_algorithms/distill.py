@@ -7,10 +7,19 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from attrs import frozen
 
-from corerl.algorithms.advantages import broadcast
-from corerl.algorithms.base import ActorOnly, Advantages, Clip, ForwardPass
-from corerl.config.options import at_least, finite, option
-from corerl.plugin.spec import ACTOR, AlgorithmRun, AlgorithmSpec, Problem, RoleKind
+from corerl.algorithms import (
+    ACTOR,
+    ActorOnly,
+    Advantages,
+    AlgorithmRun,
+    AlgorithmSpec,
+    Clip,
+    ForwardPass,
+    Problem,
+    RoleKind,
+    broadcast,
+)
+from corerl.config import at_least, finite, option
 from corerl.types import FloatArray, Output, SampleBatch
 
 TEACHER = "teacher"
@@ -69,7 +78,7 @@ def check(options: Options, run: AlgorithmRun) -> Iterator[Problem]:
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.distill:Distill",
+    implementation="corerl_algorithms.distill:Distill",
     config=Options,
     api=(2, 0),
     summary="learns from a teacher's log-probs of what the actor samples (Agarwal et al. 2024)",

@@ -8,7 +8,13 @@ from functools import partial
 
 import numpy as np
 
-from corerl.algorithms.advantages import (
+from corerl.algorithms import (
+    ActorOnly,
+    Advantages,
+    AlgorithmRun,
+    AlgorithmSpec,
+    Clip,
+    Problem,
     at_last_token,
     broadcast,
     compared,
@@ -17,8 +23,6 @@ from corerl.algorithms.advantages import (
     sample_rewards,
     whiten,
 )
-from corerl.algorithms.base import ActorOnly, Advantages, Clip
-from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem
 from corerl.types import FloatArray, SampleBatch
 
 
@@ -64,7 +68,7 @@ def check(options: Clip, run: AlgorithmRun) -> Iterator[Problem]:
 
 
 SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+    implementation="corerl_algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     config=Clip,
     api=(2, 0),
     summary="compares rewards over the whole batch, for any number of samples per prompt (Hu 2025)",
@@ -72,7 +76,7 @@ SPEC = AlgorithmSpec(
     credits_turns=True,
 )
 BASELINE_SPEC = AlgorithmSpec(
-    implementation="corerl.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+    implementation="corerl_algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
     config=Clip,
     api=(2, 0),
     summary="compares the samples of a prompt, and normalizes over the whole batch (Hu 2025)",

@@ -3,14 +3,15 @@
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from corerl.algorithms.gspo import gspo, gspo_token
-from corerl.algorithms.losses import Loss, LossInputs
+from corerl.algorithms import LossInputs
 from corerl.errors import ContractError
 from corerl.types import merge_metrics
+from corerl_algorithms.gspo import gspo, gspo_token
 from tests.algorithms.ragged import Sample, random_samples, step_of
 
 BOUNDS = {"clip_low": 0.1, "clip_high": 0.2}
@@ -29,7 +30,7 @@ def by_formula(sample: Sample, *, token: bool) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize(("loss", "token"), [(gspo, False), (gspo_token, True)])
-def test_loss_and_gradient_are_the_papers_for_each_sample(loss: Loss, token: bool) -> None:
+def test_loss_and_gradient_are_the_papers_for_each_sample(loss: Any, token: bool) -> None:
     samples = random_samples(0)
     step = step_of(loss, samples, **BOUNDS)
     expected = [by_formula(each, token=token) for each in samples]
@@ -43,7 +44,7 @@ def test_loss_and_gradient_are_the_papers_for_each_sample(loss: Loss, token: boo
 
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token])
-def test_neither_the_order_of_samples_nor_their_micro_batches_matter(loss: Loss) -> None:
+def test_neither_the_order_of_samples_nor_their_micro_batches_matter(loss: Any) -> None:
     samples = random_samples(2)
     together = step_of(loss, samples, **BOUNDS)
     order = random.Random(0).sample(range(40), 40)
@@ -60,7 +61,7 @@ def test_neither_the_order_of_samples_nor_their_micro_batches_matter(loss: Loss)
 
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token])
-def test_inputs_that_do_not_tell_where_samples_begin_are_refused(loss: Loss) -> None:
+def test_inputs_that_do_not_tell_where_samples_begin_are_refused(loss: Any) -> None:
     zero = torch.zeros(2)
     inputs = LossInputs(logprobs=zero, columns={"weights": torch.ones(2), "advantages": zero, "old_logprobs": zero})
     with pytest.raises(ContractError, match="needs to know where each sample begins; pass LossInputs.bounds"):
