@@ -258,7 +258,7 @@ def test_extras_name_plugins_of_this_minor_version() -> None:
         extra = {"sglang": "[server]", "verifiers": "[library]", "openenv": "[library]"}.get(name, "")
         assert extras[name][0] == f"corerl-{name}{extra}>={major}.{minor},<{major}.{minor + 1}"
     for backend in ("fsdp", "megatron", "deepspeed"):
-        assert extras[backend][1:] == ["corerl[transformers,algorithms,observe,doctor,forecast]"]
+        assert extras[backend][1:] == ["corerl[transformers,transports,algorithms,observe,doctor,forecast]"]
 
 
 def test_a_wheel_declares_exactly_what_it_imports() -> None:

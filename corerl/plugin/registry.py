@@ -101,7 +101,7 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "testing": "models new-backend verify",
             "tinker": "serve",
         },
-        Kind.TRANSPORTS: {"delta": "disk delta"},
+        Kind.TRANSPORTS: {"delta": "disk delta", "transports": "collective ipc"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()
 }

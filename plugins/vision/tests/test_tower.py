@@ -20,7 +20,7 @@ from corerl_vision.processor import VisionInputs, processor_of
 from tests.pictures import FAMILIES, pictures_config
 
 CPU = torch.device("cpu")
-SHOWN = ([0], [], [1, 0])  # the pictures of three sequences
+SHOWN: tuple[list[int], ...] = ([0], [], [1, 0])  # the pictures of three sequences
 
 
 def model_of(family: str, directory: Path) -> tuple[ModelConfig, Any]:

@@ -16,7 +16,7 @@ from corerl.errors import WeightUpdateError
 from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket
 from corerl.weights.transport import Address
-from tests.weights.transports.ends import LARGE, MANIFEST
+from tests.weights.ends import LARGE, MANIFEST
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def peer(address: Address, index: int, size: str, *acts: str) -> Iterator[Callab
         if torch.cuda.is_available():  # which may be in use where processes are forked
             process = subprocess.Popen([sys.executable, *argv], env=environment, **files)
         else:
-            code = "from tests.weights.transports.peer import main; main()"
+            code = "from tests.weights.peer import main; main()"
             process = Forked(argv, code, environment=environment, **files)
     with open(ours) as answers:
         try:

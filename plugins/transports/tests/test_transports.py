@@ -14,17 +14,15 @@ import pytest
 import torch
 
 from corerl.errors import PluginNotFound, WeightUpdateError
-from corerl.plugin.transports import abandon, open_sender
-from corerl.weights import checksums
-from corerl.weights.manifest import Bucket, build_manifest
-from corerl.weights.transport import Address, WeightSender
-from corerl.weights.transports import collective
-from corerl.weights.transports.collective import CollectiveSender
-from corerl.weights.transports.ipc import IpcSender
+from corerl.weights import Address, Bucket, Digest, WeightSender, build_manifest
 from corerl_delta import disk as disk_transport
 from corerl_delta.disk import DiskSender
 from corerl_delta.transport import DeltaSender
-from tests.weights.transports.ends import (
+from corerl_testing import abandon, open_sender
+from corerl_transports import collective
+from corerl_transports.collective import CollectiveSender
+from corerl_transports.ipc import IpcSender
+from tests.weights.ends import (
     LARGE,
     MANIFEST,
     SHAPES,
@@ -93,7 +91,7 @@ def test_engines_hold_the_bits_that_were_sent_update_after_update(
     if how == "buffers":  # as on GPUs
         sender._has_buffers = True
     if how == "late":  # as where a device has not computed the checksum yet
-        monkeypatch.setattr(checksums.Digest, "ready", property(lambda self: False))
+        monkeypatch.setattr(Digest, "ready", property(lambda self: False))
     (tmp_path / "vgg").mkdir()  # the user's
     for version, dtype in ((1, "float32"), (2, "bfloat16"), (3, "float32")):
         manifest = build_manifest(SHAPES, dtype=dtype, bucket_bytes=200)

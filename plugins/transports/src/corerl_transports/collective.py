@@ -31,9 +31,7 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksums import digest
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.transport import Address, Arriving, Receiver, WeightSender
+from corerl.weights import Address, Arriving, Bucket, Manifest, Receiver, WeightSender, digest
 
 BUFFERS = 2  # per end
 # Our own timeout must come before NCCL's, which is of no use here.

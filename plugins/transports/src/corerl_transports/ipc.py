@@ -31,10 +31,8 @@ from attrs import define, field, frozen
 
 from corerl.errors import WeightUpdateError
 from corerl.messages import first_line
-from corerl.weights.checksums import Digest
-from corerl.weights.manifest import Bucket, Manifest
-from corerl.weights.shared import Handle, Shared, opened, share
-from corerl.weights.transport import Address, Arriving, Receiver, WeightSender
+from corerl.weights import Address, Arriving, Bucket, Digest, Manifest, Receiver, WeightSender
+from corerl_transports.shared import Handle, Shared, opened, share
 
 BUFFERS = 2
 CONNECT_SECONDS = 0.01  # between attempts to connect

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from corerl.errors import WeightUpdateError
-from corerl.plugin.transports import open_sender
-from corerl.weights import shared
-from corerl.weights.manifest import Bucket, build_manifest
-from corerl.weights.shared import opened
-from corerl.weights.transport import Address
-from corerl.weights.transports import ipc
-from corerl.weights.transports.ipc import IpcReceiver, IpcSender
+from corerl.weights import Address, Bucket, build_manifest
+from corerl_testing import open_sender
+from corerl_transports import ipc, shared
+from corerl_transports.ipc import IpcReceiver, IpcSender
+from corerl_transports.shared import opened
 from tests.machine import paced
-from tests.weights.transports.ends import MANIFEST, Engine, address_of, no_room, push, same, weights
+from tests.weights.ends import MANIFEST, Engine, address_of, no_room, push, same, weights
 
 FOUR = build_manifest([(name, (4,)) for name in "abcd"], dtype="float32", bucket_bytes=16)  # a bucket each
 ZEROS = {name: torch.zeros(4) for name in "abcd"}

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from corerl.plugin.transports import open_sender
-from corerl.weights.checksums import bit_sums
-from corerl.weights.shared import ALLOCATOR
-from tests.weights.transports.ends import address_of, peer, push, weights
+from corerl.weights import bit_sums
+from corerl_testing import open_sender
+from corerl_transports.shared import ALLOCATOR
+from tests.weights.ends import address_of, peer, push, weights
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
