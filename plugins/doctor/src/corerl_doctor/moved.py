@@ -52,7 +52,9 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.receiving": "corerl.engines: Receiving",
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
-        "corerl.weights.transports.disk": "corerl_delta.disk, which pip install 'corerl[delta]' brings",
+        "corerl.weights.transports": (
+            "corerl_transports, which pip install 'corerl[transports]' brings, and for `disk` `corerl_delta`"
+        ),
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",
