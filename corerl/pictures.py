@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from corerl.backend.primitives import StateKey
     from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig
     from corerl.types import Array, IntArray, MemoryKind, MicroBatch
     from corerl.weights.chunks import Chunk
@@ -234,9 +235,7 @@ class Tower(ABC):
 
 class RankTower(ABC):
     """Encodes the pictures of a pass before its micro-batches, each once, so that no collective of the decoder depends
-    on which rows or ranks show any. Holds its weights, the optimizer's state and checkpoints if it is trained."""
-
-    trained: bool
+    on which rows or ranks show any. Holds the weights and, if they are trained, gradients and optimizer."""
 
     @property
     @abstractmethod
@@ -273,8 +272,8 @@ class RankTower(ABC):
     def drop_gradients(self) -> None: ...
 
     @abstractmethod
-    def chunks(self, key: Any, *, adam_step: int) -> list[Chunk]:
-        """The HF tensors of the tower, for a `StateKey`; of a frozen one there are no masters and moments."""
+    def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
+        """The HF tensors of the tower; of a frozen one there are no masters and moments."""
 
     @abstractmethod
     def tensors(self, kind: MemoryKind) -> list[Tensor]:
