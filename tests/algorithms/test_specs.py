@@ -8,7 +8,7 @@ from corerl.plugin.registry import Kind, load, scan
 from corerl.plugin.spec import ACTOR
 from tests.algorithms.enumeration import planned
 
-GSPO, CISPO = "corerl.algorithms.gspo:gspo", "corerl.algorithms.cispo:cispo"
+GSPO, CISPO = "corerl_algorithms.gspo:gspo", "corerl_algorithms.cispo:cispo"
 # The weights of tokens, dynamic sampling, what overlong samples get; the loss, and its bounds below and above.
 DECLARED = {
     "grpo": ("token-mean", 0, "keep", "clipped", 0.2, 0.2),
@@ -25,8 +25,10 @@ DECLARED = {
 }
 
 
-def test_every_algorithm_of_core_is_listed_here() -> None:
-    assert DECLARED.keys() == {each.name for each in scan(Kind.ALGORITHMS) if each.distribution == "corerl"}
+def test_every_algorithm_of_core_and_its_wheel_is_listed_here() -> None:
+    found = {each.name: each.distribution for each in scan(Kind.ALGORITHMS)}
+    assert {name for name, wheel in found.items() if wheel == "corerl"} == {"grpo", "ppo"}
+    assert DECLARED.keys() == {name for name, wheel in found.items() if wheel in ("corerl", "corerl-algorithms")}
 
 
 @pytest.mark.parametrize("name", DECLARED)

@@ -10,15 +10,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from corerl.config import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import (
     build_on_meta,
+    build_tower,
     materialize,
     move_buffers,
     named_weights,
     recompute_layers,
     stored_buffers,
 )
+from corerl.models.config import hf_config
 from corerl.models.layouts import own_attention
 from corerl_testing import smallest_config
 from corerl_testing.models import KINDS, tiny_config
@@ -177,3 +180,14 @@ def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> N
     tokens = torch.tensor([[9, 10, 11, 30, 40]])
     with torch.no_grad():
         assert torch.equal(text.eval()(input_ids=tokens).logits, whole.eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_has_all_weights_that_are_not_of_the_text(family: str, tmp_path: Path) -> None:
+    pictures_config(family).save_pretrained(tmp_path)
+    config = hf_config(ModelConfig(path=str(tmp_path), pictures="vision"))
+    whole = AutoModelForImageTextToText.from_config(config)
+    text = {id(param) for part in (whole.get_decoder(), whole.get_output_embeddings()) for param in part.parameters()}
+    wanted = {name: param.shape for name, param in whole.named_parameters() if id(param) not in text}
+    tower = build_tower(config, dtype=torch.float32)
+    assert {name: param.shape for name, param in tower.named_parameters()} == wanted

@@ -141,7 +141,7 @@ def test_four_ranks_train_as_the_plain_backend_does(runs_of_four: Runs, layout: 
 def test_the_ratio_of_a_whole_sample_is_the_same_where_ranks_share_it(runs: Runs, layout: str, loss: str) -> None:
     options = {**TWO, "cp2": {"context_parallel": 2}}[layout]
     kind = kind_for("qwen3-tied", options)
-    clipping = LossSpec(name=f"corerl.algorithms.gspo:{loss}", params={"clip_low": 0.02, "clip_high": 0.02})
+    clipping = LossSpec(name=f"corerl_algorithms.gspo:{loss}", params={"clip_low": 0.02, "clip_high": 0.02})
     reports = runs.rank_sets[2].run(ranks.steps_on, evolve(runs.setup("megatron", kind), options=options), clipping, 2)
     (wanted,) = runs.rank_sets[1].run(ranks.steps_on, runs.setup("plain", kind), clipping, 2)
     assert 0.1 < wanted[0].metrics["clip_fraction"].value < 0.9

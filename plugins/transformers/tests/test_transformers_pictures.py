@@ -157,7 +157,7 @@ def test_each_picture_of_a_request_is_encoded_once(tmp_path: Path, monkeypatch: 
     assert tower.encoded == 2 and len(calls) == 1 and np.diff(generation.offsets).max() > 1
     assert generation.tokens.tolist() == whole.tokens.tolist()
     np.testing.assert_allclose(generation.logprobs, whole.logprobs, atol=1e-5, rtol=0)
-    monkeypatch.setattr("corerl.models.towers.PIXELS", 1)  # each picture alone
+    monkeypatch.setattr("corerl_vision.tower.PIXELS", 1)  # each picture alone
     np.testing.assert_allclose(made.served.generate(made.asked).logprobs, generation.logprobs, atol=1e-5, rtol=0)
     assert tower.encoded == 4 and len(calls) == 3
 
