@@ -12,12 +12,11 @@ from megatron.core.transformer import TransformerConfig
 
 from corerl.config import ClusterInfo, TrainConfig
 from corerl.errors import PluginError
-from corerl.plugin import Capability
 from corerl_megatron.config import MegatronConfig
 from corerl_megatron.families import BRIDGE_INSTALL, FAMILIES, architecture, unsupported_by
 from corerl_megatron.model import uses_transformer_engine
 from corerl_megatron.spec import SPEC, check
-from corerl_testing import MODELS, TRAIN, smallest_config, tiny_config
+from corerl_testing import TRAIN, smallest_config, tiny_config
 from plugins.megatron.tests.test_families import YARN
 from plugins.megatron.tests.test_rope import LLAMA3
 
@@ -248,11 +247,6 @@ def test_a_router_whose_one_choice_always_weighs_1_is_refused() -> None:
     assert unsupported_by({**chosen, "num_experts_per_tok": 2}) == ""
 
 
-def test_the_models_of_the_suite_are_known() -> None:
-    for kind in MODELS:
-        assert unsupported_by(tiny_config(kind).to_dict()) == ""
-
-
 def test_ranks_that_share_a_sample_are_one_data_parallel_group() -> None:
     options = MegatronConfig(tensor_parallel=2, pipeline_parallel=2, context_parallel=2, expert_parallel=2)
     assert SPEC.data_parallel(options, ClusterInfo(device="cpu", ranks=16)) == 2
@@ -266,11 +260,3 @@ def test_the_environment_is_of_gpus_alone() -> None:
     gpus = ClusterInfo(device="cuda", ranks=2)
     assert SPEC.environment(alone, gpus) == {"NVIDIA_TF32_OVERRIDE": "0"}
     assert SPEC.environment(options, ClusterInfo(device="cpu", ranks=2)) == {}
-
-
-def test_padded_rows_through_transformers_own_code_are_refused_with_the_reason() -> None:
-    support = SPEC.support(Capability.WHOLE)
-    assert (support.full, support.reason) == (
-        False,
-        "megatron-core's models are code of its own, which packs sequences",
-    )
