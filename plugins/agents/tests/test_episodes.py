@@ -13,21 +13,9 @@ import pytest
 import torch
 
 from corerl.data import Prompt
-from corerl.errors import ConfigError
 from corerl.rollout import Failure, Judged
-from corerl_agents.episodes import Episode, EpisodeFunction, resolve_function
+from corerl_agents.episodes import Episode, EpisodeFunction
 from tests.machine import paced
-
-
-def test_the_function_is_found_and_tried_before_anything_starts() -> None:
-    found = resolve_function("examples.two_turn_tool:fetch", {"tool": False})
-    assert (found.name, found.options) == ("examples.two_turn_tool:fetch", {"tool": False})
-    with pytest.raises(
-        ConfigError, match="^samplers.episodes.function: 'examples.two_turn_tool:fetsh': .* did you mean"
-    ):
-        resolve_function("examples.two_turn_tool:fetsh", {})
-    with pytest.raises(ConfigError, match=r"^samplers.episodes.function: .* with the options tol: .*'tol'"):
-        resolve_function("examples.two_turn_tool:fetch", {"tol": 1})
 
 
 async def impatient(episode: Episode) -> float:

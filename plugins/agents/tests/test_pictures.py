@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,9 +206,3 @@ def test_pictures_that_cannot_be_shown_are_refused(play: Play, reader: TinyReade
     )
     assert rollout.outcomes[0].kind == "silent"  # no assertion of the function has failed
     assert rollout.batch.pictures[0].size == (1, 1)  # the bare prompt's
-
-
-def test_a_picture_file_is_sent_as_its_content(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
-    assert Episode.picture(tmp_path / "a.png") == Episode.picture(str(tmp_path / "a.png")) == part
