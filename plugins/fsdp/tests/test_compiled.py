@@ -131,12 +131,6 @@ def test_layers_are_compiled_by_themselves_where_attention_is_one_kernel_and_the
         assert seen[-1] == wanted
 
 
-def test_a_cpu_does_not_compile_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "compile_forward", pytest.fail)
-    with running(Setup(backend="fsdp", model="", fields=FIELDS)):
-        pass
-
-
 @pytest.mark.parametrize(
     ("asked", "device", "train", "in_pieces", "wanted"),
     [

@@ -79,8 +79,9 @@ def wanted(item):
     return ALL or check.id == BROKEN[name]
 
 
-def pytest_runtest_setup(item):
-    if item.callspec.params["backend_name"] in seen:
+@pytest.fixture(autouse=True)
+def until_seen(_corerl_check, backend_name):
+    if backend_name in seen:
         pytest.skip("its fault has been seen")
 
 

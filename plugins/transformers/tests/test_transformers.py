@@ -16,7 +16,6 @@ from corerl.engines import (
     Generation,
     PromptScores,
     SamplingParams,
-    Stops,
     append,
     continued,
     split,
@@ -25,7 +24,7 @@ from corerl.errors import EngineFailed
 from corerl.models import hf_config, meta_model, shapes_of
 from corerl.ops import hash_keys
 from corerl.weights import bit_sums, build_manifest, is_adapter, quantized
-from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
+from corerl_testing import drawn_model, quantize, smallest_config
 from corerl_transformers.engine import TransformersEngine, keep_likeliest
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import (
@@ -284,16 +283,6 @@ def test_top_p_and_top_k_keep_the_likeliest_tokens() -> None:
         assert kept[0].isfinite().tolist() == expected[0] and kept[1, 0].isfinite()
 
 
-def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[TransformersEngine, Any]) -> None:
-    served, model = tied
-    asked = request(12, evolve(PARAMS, greedy=True))
-    generation = served.generate(asked)
-    for prompt, response, _ in sequences(asked, generation):
-        expected = plain_logprobs(model, prompt + response)[len(prompt) - 1 :].argmax(dim=-1)
-        assert response == expected.tolist()
-    assert_same_samples(generation, served.generate(evolve(asked, noise_keys=asked.noise_keys + 1)))
-
-
 def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEngine, Any], tmp_path: Path) -> None:
     served, model = tied
     asked = request(16)
@@ -354,15 +343,6 @@ def test_sums_are_taken_in_each_tensors_own_dtype(tmp_path: Path) -> None:
     wanted = {name: int(tensor.view(torch.int16).long().sum()) for name, tensor in sent.items()}
     wanted["model.norm.weight"] = int(exact.view(torch.int32).long().sum())
     assert served.weight_sums(own.dtype) == wanted
-
-
-def test_an_engine_with_narrower_weights_reports_no_sums() -> None:
-    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
-    assert served.weight_sums("float32") is None
-    name = next(iter(served._views))
-    served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
-    sums = served.weight_sums("uint8")
-    assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
 
 
 def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -> None:
@@ -443,14 +423,6 @@ def test_scores_give_padding_of_the_embedding_no_probability(tmp_path: Path) -> 
     asked = request(6, evolve(PARAMS, scored=UNLIMITED, scored_top=11))
     asked = evolve(asked, tokens=asked.tokens % 11)
     assert_scores_of(model, asked, padded.generate(asked).scores, known=11)
-
-
-def test_scores_are_those_of_whole_prompts_with_stop_texts(tied: tuple[TransformersEngine, Any]) -> None:
-    """For which a request is made in parts, each with a longer prompt."""
-    served, model = tied
-    texts = Stops(character_tokenizer("0123456789>s"), ["00000"])
-    asked = request(4, evolve(PARAMS, max_tokens=100, stop_tokens=(), scored=UNLIMITED, scored_top=2))
-    assert_scores_of(model, asked, until_stop(served.generate, asked, texts).scores)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
@@ -588,16 +560,6 @@ def test_each_token_has_its_own_version_and_logprob(tmp_path: Path, monkeypatch:
             wanted = plain_logprobs(models[version], prompt + response, PARAMS.temperature)
             token = len(prompt) + position
             assert logprob == pytest.approx(float(wanted[token - 1, response[position]]), abs=1e-4)
-
-
-def test_a_paused_engine_returns_nothing_until_resumed(tmp_path: Path) -> None:
-    served = engine(TIED)
-    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
-    served.pause()
-    none = served.generate(request(3))
-    assert len(none.tokens) == 0 and none.unfinished.tolist() == [True] * 3
-    served.resume()
-    assert not served.generate(request(3)).unfinished.any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
