@@ -16,6 +16,7 @@ from corerl.engines import (
     Generation,
     PromptScores,
     SamplingParams,
+    Stops,
     append,
     continued,
     split,
@@ -24,7 +25,7 @@ from corerl.errors import EngineFailed
 from corerl.models import hf_config, meta_model, shapes_of
 from corerl.ops import hash_keys
 from corerl.weights import bit_sums, build_manifest, is_adapter, quantized
-from corerl_testing import drawn_model, quantize, smallest_config
+from corerl_testing import character_tokenizer, drawn_model, quantize, smallest_config, until_stop
 from corerl_transformers.engine import TransformersEngine, keep_likeliest
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import (
@@ -423,6 +424,14 @@ def test_scores_give_padding_of_the_embedding_no_probability(tmp_path: Path) -> 
     asked = request(6, evolve(PARAMS, scored=UNLIMITED, scored_top=11))
     asked = evolve(asked, tokens=asked.tokens % 11)
     assert_scores_of(model, asked, padded.generate(asked).scores, known=11)
+
+
+def test_scores_are_those_of_whole_prompts_with_stop_texts(tied: tuple[TransformersEngine, Any]) -> None:
+    """For which a request is made in parts, each with a longer prompt."""
+    served, model = tied
+    texts = Stops(character_tokenizer("0123456789>s"), ["00000"])
+    asked = request(4, evolve(PARAMS, max_tokens=100, stop_tokens=(), scored=UNLIMITED, scored_top=2))
+    assert_scores_of(model, asked, until_stop(served.generate_watched, asked, texts).scores)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------
