@@ -78,7 +78,10 @@ def test_a_refusal_is_that_of_the_driver(play: Play, start: Start) -> None:
     assert there.message == here.message.replace("mine:play", f"{HERE}:refused")
 
 
-def test_each_worker_killed_costs_one_episode(play: Play, start: Start, tmp_path: Path) -> None:
+def test_each_worker_killed_costs_one_episode(
+    play: Play, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "EXIT", paced(20))  # of which nothing is to be seen here
     count, episodes = 3, 12
     function = start("waits_for_its_end", count, {"directory": str(tmp_path), "first": count})
     killed: list[int] = []
@@ -133,6 +136,50 @@ def test_a_worker_lost_before_its_start_is_replaced(play: Play, start: Start) ->
     pids = play(start("where", 1, launch=launch), samples=1).outcomes
     assert pids == [begun[1].process.pid] * 2
     wait_for(lambda: not begun[0].process.is_alive())
+
+
+class Lost:
+    """A process whose node is gone before it has started, once it has been given an episode."""
+
+    process = Mock(is_alive=lambda: False)
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def send(self, message: bytes) -> None:
+        self.over.set()
+
+    def receive(self) -> bytes:
+        self.over.wait()
+        raise Gone("its node is gone", lost=True)
+
+    def kill(self) -> None:
+        self.over.set()
+
+    end = kill
+
+
+def test_an_episode_of_a_worker_that_never_began_is_played(play: Play, start: Start) -> None:
+    begun: list[LocalProcess | Lost] = []
+
+    def launch() -> LocalProcess | Lost:
+        begun.append(Lost() if len(begun) == 1 else LocalProcess(EpisodesConfig(function=f"{HERE}:where")))
+        return begun[-1]
+
+    function = start("where", 1, launch=launch)
+    (one,) = {*play(function).outcomes}
+    os.kill(int(one), signal.SIGKILL)
+    wait_for(lambda: len(begun) == 2)
+    outcomes = play(function).outcomes
+    assert len(begun) == 3 and {*outcomes} == {float(begun[2].process.pid)} and len(outcomes) == 8
+
+
+def test_where_no_worker_can_be_begun_the_run_ends(play: Play, start: Start) -> None:
+    launch = Mock(
+        side_effect=[LocalProcess(EpisodesConfig(function=f"{HERE}:ends_its_process")), WorkerDied("no node is left")]
+    )
+    with pytest.raises(WorkerDied, match="^no node is left$"):
+        play(start("ends_its_process", 1, launch=launch), samples=1)
 
 
 def test_a_worker_needs_the_directory_of_the_run(play: Play, start: Start, tmp_path: Path) -> None:
