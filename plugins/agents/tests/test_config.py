@@ -20,24 +20,12 @@ FETCH = "examples.two_turn_tool:fetch"
         ({}, "function", "empty; set it to 'module:function', "),
         ({"function": "examples.two_turn_tool:fetsh"}, "function", "'examples.two_turn_tool:fetsh': module "),
         ({"function": FETCH, "options": {"tol": 1}}, "function", f"{FETCH!r} takes (episode: "),
-        (
-            {"function": FETCH, "command": ["sh"]},
-            "function",
-            "a function and samplers.episodes.command are set, but one",
-        ),
+        ({"function": FETCH, "command": ["sh"]}, "function", "a function and samplers.episodes.command are set,"),
         ({"command": ["sh", "{bas_url}"]}, "command", "unknown placeholder {bas_url} in '{bas_url}'; did you mean "),
         ({"command": ["sh"], "workers": 2}, "workers", "call a function; a command has a process for each episode"),
-        (
-            {"function": FETCH, "workers_on": "cluster", "workers": 2},
-            "workers_on",
-            "'cluster', but cluster.address is ",
-        ),
+        ({"function": FETCH, "workers_on": "cluster", "workers": 2}, "workers_on", "'cluster', but cluster.address"),
         ({"command": ["sh"], "options": {"tool": 1}}, "options", "are arguments of a function; write those of a "),
-        (
-            {"function": FETCH, "roles": ["white", "Black 1"]},
-            "roles",
-            "got 'Black 1', wanted names of letters, ",
-        ),
+        ({"function": FETCH, "roles": ["white", "Black 1"]}, "roles", "got 'Black 1', wanted names of letters, "),
         ({"function": FETCH, "roles": ["white", "White"]}, "roles", "got 'white', wanted names of letters, digits "),
         (
             {"command": ["sh", "{base_url_wite}"], "roles": ["white"]},

@@ -101,14 +101,8 @@ def test_a_role_that_said_nothing_has_no_row(play: Play) -> None:
     ("value", "text"),
     [
         (1.0, "returned 1.0, wanted a reward for each role by its name (white, black), or None, on prompt 40"),
-        (
-            {"white": 1.0, "blak": 0.0},
-            "returned a reward for 'blak', wanted those of the roles white, black, on prompt",
-        ),
-        (
-            {"white": "won", "black": 0.0},
-            "returned 'won' for the role 'white', wanted a finite number, numbers by name",
-        ),
+        ({"white": 1.0, "blak": 0.0}, "returned a reward for 'blak', wanted those of the roles white, black, on"),
+        ({"white": "won", "black": 0.0}, "returned 'won' for the role 'white', wanted a finite number, numbers by"),
         ({"white": 1.0}, "gave no reward for the role 'black', which has played, and none was posted to its URL;"),
         ({"white": [1.0], "black": 0.0}, "returned 1 rewards, one for each turn, but got 2 answers on prompt 40"),
     ],
