@@ -156,7 +156,8 @@ class Primitives(BackendBase, ABC):
 
     @property
     def weights(self) -> Sequence[Chunk]:
-        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
+        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former
+        unless `weights.lora` is "adapter"."""
         return [*self.held_state(StateKey.PARAM), *self.buffers()]
 
     def held_state(self, key: StateKey) -> Sequence[Chunk]:

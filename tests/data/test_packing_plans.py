@@ -83,7 +83,7 @@ def test_the_order_follows_from_the_seed_and_differs_between_epochs() -> None:
         ("token-mean", [1 / 12] * 5),
         # Two of three episodes have loss tokens, the first one in two of its three samples.
         ("sequence-mean", [1 / (2 * 2 * 2), 1 / (2 * 2 * 5), 0, 1 / (2 * 5), 0]),
-        ("constant-length", [1 / (3 * 16)] * 5),
+        ("constant-length", [1 / (3 * 16), 1 / (3 * 16), 0, 1 / (3 * 16), 0]),
     ],
 )
 def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
@@ -116,7 +116,7 @@ PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name 
         ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
         # The first episode has loss tokens in two of its three samples, the last one in none.
         ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
-        ("constant-length", [1 / 16] * 5, 3),
+        ("constant-length", [1 / 16, 1 / 16, 0, 1 / 16, 0], 3),
     ],
 )
 def test_a_part_of_a_step_has_weights_without_the_count(
