@@ -36,7 +36,8 @@ def broken(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
 
 def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec:
     """A faulty backend on any number of ranks, each with the whole model."""
-    lacks = {name: why for name, why in PLAIN.capabilities.items() if name is not Capability.MULTI_RANK}
+    lacks = dict(PLAIN.capabilities)
+    del lacks[Capability.MULTI_RANK]
     return evolve(broken(cls, fault, seen_by=seen_by), capabilities=lacks)
 
 
