@@ -180,18 +180,6 @@ def test_a_paused_request_continues_with_its_pictures(
     assert_logprobs_of(made, made.asked, joined)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
-def test_a_placeholder_that_stands_for_no_picture_is_another_token(family: str, tmp_path: Path) -> None:
-    made = trial(family, tmp_path)
-    tokens = made.asked.tokens.copy()
-    tokens[made.asked.offsets[1:] - 1] = PLACEHOLDER  # as the last of an answer that continues
-    asked = evolve(made.asked, tokens=tokens)
-    assert_logprobs_of(made, asked, made.served.generate(asked))
-    alone = asked.take_rows(np.array([2, 5]))
-    assert not alone.pictures
-    assert_logprobs_of(made, alone, made.served.generate(alone))
-
-
 def test_a_prompt_that_ends_with_a_picture_is_refused(tmp_path: Path) -> None:
     made = trial("qwen3_vl", tmp_path)
     asked = made.asked
