@@ -15,8 +15,8 @@ from corerl.algorithms.advantages import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
-from corerl.driver.control import Control
 from corerl.driver.engines import Engines
+from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
@@ -58,7 +58,7 @@ class Summary:
 class Run:
     """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
 
-    plan: Plan  # as the run started: after a resize, `control.plan` has other processes
+    plan: Plan  # as the run started: after a resize, `groups.plan` has other processes
     progress: Progress
     reports: StepReports
     roles: Mapping[str, Role]
@@ -70,7 +70,7 @@ class Run:
     evaluations: Evaluations
     saves: Saves
     recovery: Recovery
-    control: Control
+    groups: Groups
 
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
@@ -80,7 +80,7 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether to stop now."""
-        return self.control.stop.requested and self._resumable
+        return self.groups.stop.requested and self._resumable
 
     @property
     def _resumable(self) -> bool:
@@ -320,7 +320,7 @@ class Run:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
         if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumable:
             return
-        changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
+        changed = self.groups.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(ACTOR_WEIGHTS)
             self.reference.begin(resumed=True)
@@ -396,7 +396,7 @@ class Run:
             **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
-            "config": self.control.plan.record,
+            "config": self.groups.plan.record,
             "before": [shown.record() for shown in self.evaluations.before],
         }
         return DriverPart(state=state, write=self.sampling.source.save)
@@ -406,7 +406,7 @@ class Run:
         require_there(self.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.steps_done >= self.plan.run.steps or self.plan.run.mode == "eval"
-        reason = "interrupted" if self.control.stop.requested and not done else "finished"
+        reason = "interrupted" if self.groups.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
         if any(shown.pictures for shown in self.evaluations.after):
             artifacts["pictures"] = str(self.run_dir / PICTURES)
