@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -57,7 +57,7 @@ class EngineService:
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
         self._looking = threading.Lock()
-        self._known_stops: dict[tuple[str, ...], Stops] = {}
+        self._known_stops = lru_cache(KEPT_STOPS)(self._make_stops)
 
     def generate(self, request: GenerateRequest) -> Generation:
         thread = threading.get_ident()
@@ -83,16 +83,15 @@ class EngineService:
             return dict(self._counts)
 
     def _stops(self, texts: tuple[str, ...]) -> Stops:
-        """Made once, as long as few are in use: each looks through the vocabulary."""
+        with self._looking:  # one thread at a time: each would look through the vocabulary
+            return self._known_stops(texts)
+
+    def _make_stops(self, texts: tuple[str, ...]) -> Stops:
         from corerl.engines.stops import Stops
 
-        with self._looking:
-            if texts not in self._known_stops:
-                if len(self._known_stops) == KEPT_STOPS:
-                    self._known_stops.pop(next(iter(self._known_stops)))
-                self._known_stops[texts] = stops = Stops(self._tokenizer, texts)
-                stops.completing  # noqa: B018  -- before any other thread has it, since each would look
-            return self._known_stops[texts]
+        stops = Stops(self._tokenizer, texts)
+        stops.completing  # noqa: B018  -- it is what takes long
+        return stops
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
