@@ -17,9 +17,8 @@ from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.processes import start_processes
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery
-from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
-from corerl.driver.roles import Role, roles_of
+from corerl.driver.roles import ReferencePolicy, Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards

@@ -21,9 +21,8 @@ from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
-from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
-from corerl.driver.roles import Role
+from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
 from corerl.driver.step_reports import StepReports

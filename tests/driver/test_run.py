@@ -21,8 +21,7 @@ from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.progress import Progress
-from corerl.driver.reference_policy import ReferencePolicy
-from corerl.driver.roles import Role
+from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
 from corerl.driver.step_reports import StepNotices, StepReports
