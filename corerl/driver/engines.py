@@ -106,7 +106,6 @@ class Engines:
             where = Path(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="corerl-engines-")))
             plan = plan_group(as_config(config), ACTOR, resume=resume, engines_in=where.absolute())
             processes = plan.processes
-            assert processes is not None
             progress = Progress(Observers([], notify=notify), 0)
             for line in plan.notices:
                 progress.notice(line)
