@@ -83,5 +83,5 @@ def test_auto_is_refused_where_the_engine_cannot_say() -> None:
 
 @pytest.mark.parametrize("number", [10**9, 2**63 - 1])
 def test_an_absurd_number_of_episodes_at_once_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^episodes.concurrency: must be between 1 and \d+, got {number}"):
+    with pytest.raises(ConfigError, match=rf"^episodes.concurrency: 'concurrency' must be <= \d+: {number}$"):
         structure({"concurrency": number}, EpisodesConfig, path="episodes")
