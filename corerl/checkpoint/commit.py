@@ -70,7 +70,6 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
         if not roles:
             raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
         for role, count in roles.items():
-            _require_written(partial / role, count)
             _check_role(partial / role, role, count)
         files: dict[str, dict[str, int]] = {}
         for path in sorted(partial.rglob("[!.]*")):
@@ -217,7 +216,11 @@ def _roles_found(partial: Path) -> dict[str, int]:
     return {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
 
 
-def _require_written(directory: Path, ranks: int) -> None:
+def _check_role(directory: Path, role: str, ranks: int) -> None:
+    """Raise SaveFailed unless all files are there, and the ranks' boxes of each key cover every tensor exactly once."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
+    buffers: set[str] = set()  # they have no moments
     for rank in range(ranks):
         for name in (tensor_file(rank), index_file(rank)):
             if not (directory / name).exists():
@@ -225,14 +228,6 @@ def _require_written(directory: Path, ranks: int) -> None:
                     f"{directory / name} is missing, although rank {rank} wrote it; run.dir must be a directory that "
                     "all nodes share"
                 )
-
-
-def _check_role(directory: Path, role: str, ranks: int) -> None:
-    """Raise SaveFailed unless the ranks' boxes of every key cover every tensor exactly once."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
-    buffers: set[str] = set()  # they have no moments
-    for rank in range(ranks):
         for saved in read_index(directory, rank).boxes:
             known = shapes.setdefault(saved.name, saved.shape)
             if known != saved.shape:

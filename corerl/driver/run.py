@@ -162,17 +162,6 @@ class Run:
             self._compare(self.logprob_check, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
 
-    def _check_due_logprobs(self, samples: SampleBatch) -> None:
-        """If a check is due, and the trainer still has the weights that engines hold, compare these samples; others if
-        all of these are older."""
-        if (
-            self.logprob_check is not None
-            and self.logprob_check.due
-            and self._pushed_at == self.actor.next_optimizer_step
-        ):
-            fresh = self.logprob_check.choose(samples)
-            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
-
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
         samples = self._replayed(samples)
@@ -188,7 +177,10 @@ class Run:
         """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
         LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        self._check_due_logprobs(samples)
+        check = self.logprob_check
+        if check is not None and check.due and self._pushed_at == self.actor.next_optimizer_step:  # engines hold these
+            fresh = check.choose(samples)
+            self._compare(check, fresh if len(fresh) else self._served(check.sample()))
         samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
@@ -280,16 +272,15 @@ class Run:
             plans = role.plan(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
             started = role.start(shared, plans, self.progress.steps_done, scale=scale)
-            missing, empty = role.steps_of_batch - len(plans), len(plans) - len(started)
-            self._notice_skipped(name, missing, "the batch has fewer groups than that, and groups are not split")
-            self._notice_skipped(name, empty, "their samples have no loss tokens")
+            for count, why in (
+                (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
+                (len(plans) - len(started), "their samples have no loss tokens"),
+            ):
+                if count:
+                    where = f"step {self.progress.steps_done}: {count} optimizer steps of {name}"
+                    self.progress.notice(f"{where} are skipped: {why}")
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
-
-    def _notice_skipped(self, role: str, count: int, why: str) -> None:
-        if count:
-            step = self.progress.steps_done
-            self.progress.notice(f"step {step}: {count} optimizer steps of {role} are skipped: {why}")
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
