@@ -53,17 +53,17 @@ def option(help: str, *, needs: Needs | Mapping[str, Needs] = (), **kwargs: Any)
 
 
 def at_least(bound: float) -> Callable[..., None]:
-    """`bound` or greater, or None."""
+    """A validator of options: `bound` or greater, or None."""
     return optional(ge(bound))
 
 
 def above(bound: float) -> Callable[..., None]:
-    """Greater than `bound`, or None."""
+    """A validator of options: greater than `bound`, or None."""
     return optional(gt(bound))
 
 
 def between(low: float, high: float) -> Callable[..., None]:
-    """From `low` to `high`, both included."""
+    """A validator of options: from `low` to `high`, both included."""
     return and_(ge(low), le(high))
 
 

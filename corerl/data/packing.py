@@ -110,7 +110,6 @@ def plan_steps(
         sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
         constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
     """
-    require_aggregation(aggregation)
     groups, group_of = np.unique(batch.row_columns["group"], return_inverse=True)
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes
@@ -148,7 +147,6 @@ def plan_part(
     all parts, `TrainGroup.optimizer_step(step, scale=unit / denominator)` takes its step. A `unit` near the denominator
     keeps gradients of their usual size, which matters to formats of a small range.
     """
-    require_aggregation(aggregation)
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes
     own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
@@ -196,11 +194,6 @@ def count_loss_tokens(batch: SampleBatch) -> IntArray:
     return np.array(counts, dtype=np.int64)
 
 
-def require_aggregation(name: str) -> None:
-    if name not in AGGREGATIONS:
-        raise ConfigError(f"algorithm.aggregation: unknown aggregation {name!r}; use one of {', '.join(AGGREGATIONS)}")
-
-
 def _inverse(denominators: Array) -> FloatArray:
     """[n] 1 / denominator, 0 for a denominator of 0."""
     found = np.zeros(len(denominators), dtype=np.float32)
@@ -216,9 +209,12 @@ def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, ma
         case "sequence-mean":
             samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
             return samples[episode_of] * loss_tokens, int(np.count_nonzero(samples))
-        case _:
+        case "constant-length":
             # All tokens of a step count the same, however many samples an episode has: that is the point of it.
             return np.full_like(loss_tokens, max_tokens), len(np.unique(episode_of))
+    raise ConfigError(
+        f"algorithm.aggregation: unknown aggregation {aggregation!r}; use one of {', '.join(AGGREGATIONS)}"
+    )
 
 
 def _share(
