@@ -22,7 +22,7 @@ from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders_of
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders_on
 from corerl.plan.residency import REST
 from corerl.plan.roles import RolePlan
 from corerl.plan.settle import REPLICAS
@@ -276,7 +276,7 @@ def _with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> Pr
         [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
         for name in (ACTOR, ENGINES)
     )
-    found = senders_of(receivers, ranks, one_machine=False)
+    found = senders_on(receivers, ranks, one_machine=False)
     if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "

@@ -81,21 +81,11 @@ def plan_processes(
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
             own.append(ENGINES)
-        places = arrange(groups, own_devices=own, widths=widths)
-        receivers = [bundle for place in places.places[ENGINES] for bundle in places.taken(ENGINES, place)]
-        one_machine = device == "cpu" and not config.cluster.address
-        senders = senders_of(receivers, places.places[ACTOR], one_machine=one_machine)
+        senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
         name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
         plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
         config = evolve(config, weights=evolve(config.weights, transport=name))
-        with problems.stage():
-            check_transport(config, plugins.transport, senders, cluster)
-        with problems.stage():
-            check_spec(engine, config.engines[engine.name], engines, config=config)
-        with problems.stage():
-            require_form(config, engine)
-        with problems.stage():
-            require_sight(config, engine)
+        check_engines(config, plugins, engines, cluster, senders, problems)
     check_extensions(config, plugins, cluster, problems)
     transport = plugins.transport
     common = process_environment(config.cluster, device=device, transport=transport)
@@ -117,18 +107,7 @@ def plan_processes(
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]
     if config.run.has_engines:
-        context = EngineContext(
-            name="engine",
-            index=0,
-            device=device,
-            precision=config.train_of(ACTOR).precision,
-            context_length=context_length,
-            bundles=widths[ENGINES],
-            run_dir=run_dir,
-            weights=config.weights,
-            lora=config.lora if separate_adapters(config) else None,
-        )
-        engine_plan = plan_engines(config, engine, transport, engines, context, common)
+        engine_plan = plan_engines(config, plugins, engines, common, context_length=context_length, run_dir=run_dir)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return ProcessPlan(
         device=device,
@@ -162,19 +141,20 @@ def plan_processes(
 
 def plan_engines(
     config: Config,
-    engine: Loaded,
-    transport: Loaded,
+    plugins: Plugins,
     cluster: ClusterInfo,
-    context: EngineContext,
     common: Mapping[str, str],
+    *,
+    context_length: int,
+    run_dir: str,
 ) -> EnginePlan:
-    """Plan the replicas; `context` is the first's. Raises ConfigError if the engine wants
-    an environment that it cannot have."""
+    """Plan the replicas. Raises ConfigError if the engine wants an environment that it cannot have."""
+    engine, transport = plugins.engine, plugins.transport
+    assert transport is not None  # chosen
     options = config.engines[engine.name]
-    wanted = engine.spec.environment(options, cluster)
     used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
-    if reader := config.model.pictures:
-        used.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
+    if plugins.pictures is not None:
+        used.append((Kind.PICTURES, plugins.pictures))
     return EnginePlan(
         name=engine.name,
         assignments=tuple(
@@ -184,13 +164,45 @@ def plan_engines(
                 origins=origins_of(*used),
                 model=config.model,
                 options=to_plain(options),
-                context=evolve(context, name=f"engine-{index}", index=index),
+                context=EngineContext(
+                    name=f"engine-{index}",
+                    index=index,
+                    device=cluster.device,
+                    precision=config.train_of(ACTOR).precision,
+                    context_length=context_length,
+                    bundles=engine.spec.bundles(options, cluster),
+                    run_dir=run_dir,
+                    weights=config.weights,
+                    lora=config.lora if separate_adapters(config) else None,
+                ),
             )
             for index in range(config.rollout.replicas)
         ),
-        environment=environment_of(engine.name, wanted, cluster=config.cluster, common=common),
+        environment=environment_of(
+            engine.name, engine.spec.environment(options, cluster), cluster=config.cluster, common=common
+        ),
         calls=engine.spec.calls(options, cluster),
     )
+
+
+def check_engines(
+    config: Config,
+    plugins: Plugins,
+    engines: ClusterInfo,
+    cluster: ClusterInfo,
+    senders: Sequence[int],
+    problems: Problems,
+) -> None:
+    """What the engine, and the transport of its updates, cannot do."""
+    assert plugins.transport is not None  # chosen
+    with problems.stage():
+        check_transport(config, plugins.transport, senders, cluster)
+    with problems.stage():
+        check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
+    with problems.stage():
+        require_form(config, plugins.engine)
+    with problems.stage():
+        require_sight(config, plugins.engine)
 
 
 def require_form(config: Config, engine: Loaded) -> None:
@@ -232,7 +244,14 @@ def check_extensions(config: Config, plugins: Plugins, cluster: ClusterInfo, pro
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
 
 
-def senders_of(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
+def senders_of(config: Config, placement: Placement, device: str) -> tuple[int, ...]:
+    """For each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
+    places = placement.places
+    receivers = [bundle for place in places[ENGINES] for bundle in placement.taken(ENGINES, place)]
+    return senders_on(receivers, places[ACTOR], one_machine=device == "cpu" and not config.cluster.address)
+
+
+def senders_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
     """For each receiver, the actor's rank that can share memory with it: the one on its bundle. `receivers` and `ranks`
     are bundle indices. On the CPUs of `one_machine` it is rank 0 for all. Empty if any receiver has none.
     """
