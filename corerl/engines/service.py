@@ -56,8 +56,7 @@ class EngineService:
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
-        self._looking = threading.Lock()
-        self._known_stops = lru_cache(KEPT_STOPS)(self._make_stops)
+        self._stops = lru_cache(KEPT_STOPS)(self._make_stops)  # each looks through the tokenizer's special tokens
 
     def generate(self, request: GenerateRequest) -> Generation:
         thread = threading.get_ident()
@@ -72,7 +71,7 @@ class EngineService:
                 return self.engine.generate(request, on_finished)
             from corerl.engines.stops import until_stop  # slow to import, and few runs have stop texts
 
-            return until_stop(self.engine.generate, request, self._stops(request.params.stop), on_finished)
+            return until_stop(self.engine.generate_watched, request, self._stops(request.params.stop), on_finished)
         finally:
             with self._counting:
                 del self._counts[thread]
@@ -82,16 +81,10 @@ class EngineService:
         with self._counting:
             return dict(self._counts)
 
-    def _stops(self, texts: tuple[str, ...]) -> Stops:
-        with self._looking:  # one thread at a time: each would look through the vocabulary
-            return self._known_stops(texts)
-
     def _make_stops(self, texts: tuple[str, ...]) -> Stops:
         from corerl.engines.stops import Stops
 
-        stops = Stops(self._tokenizer, texts)
-        stops.completing  # noqa: B018  -- it is what takes long
-        return stops
+        return Stops(self._tokenizer, texts)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
