@@ -67,7 +67,7 @@ def between(low: float, high: float) -> Callable[..., None]:
     return and_(ge(low), le(high))
 
 
-filled = min_len(1)
+filled: Callable[..., None] = min_len(1)
 share = and_(gt(0), le(1))
 
 

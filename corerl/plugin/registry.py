@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from attrs import asdict, frozen
@@ -35,9 +35,6 @@ from corerl.plugin.spec import (
     Spec,
     TransportSpec,
 )
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
 
 
 class Kind(Enum):
@@ -203,7 +200,7 @@ def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
 
 
 @functools.lru_cache(maxsize=4)
-def _entry_points(where: Where) -> EntryPoints:
+def _entry_points(where: Where) -> Any:  # EntryPoints; in Python 3.11 another class that also has `select`
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
     from importlib.metadata import entry_points
 
