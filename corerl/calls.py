@@ -8,7 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from itertools import takewhile
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from corerl.cluster.group import RayGroup
 
 Name = TypeVar("Name")
 T = TypeVar("T")
@@ -105,20 +108,11 @@ class Future(Generic[T]):
         await ended.wait()
 
 
-class Group(Protocol):
-    """Processes that run calls in the order they were started, such as a `corerl.cluster.group.RayGroup`."""
-
-    @property
-    def ended(self) -> bool: ...
-    def wait(self, pending: Any) -> list[Any]: ...
-    def ready(self, pending: Any, timeout: float) -> bool: ...
-
-
 class Calls:
     """The calls of one group, as futures. An error that ends the group is that of the call it happened in, and of all
     calls after it, whichever is asked first. No error is lost: those that nobody was given can be raised later."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RayGroup) -> None:
         self._group = group
         self._running: list[Future[Any]] = []  # in order; changed by one operation at a time, as any thread may
         self._cause: Exception | None = None  # why the group has ended

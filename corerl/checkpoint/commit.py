@@ -70,7 +70,6 @@ def commit(partial: Path, state: Mapping[str, Any], *, ranks: Mapping[str, int] 
         if not roles:
             raise SaveFailed(f"cannot complete {partial}: no role wrote to it")
         for role, count in roles.items():
-            _require_written(partial / role, count)
             _check_role(partial / role, role, count)
         files: dict[str, dict[str, int]] = {}
         for path in sorted(partial.rglob("[!.]*")):
@@ -117,7 +116,7 @@ def _described(directory: Path) -> dict[str, Any]:
             f"{directory} was never completed; resume from a checkpoint whose name does not end in {PARTIAL!r}"
         )
     if not os.path.isdir(directory):
-        others = _committed_in(directory.parent) if NAME.fullmatch(directory.name) else []
+        others = _committed(directory.parent) if NAME.fullmatch(directory.name) else []
         if others:
             raise CheckpointError(
                 f"no checkpoint at {directory}: {KEPT}; use one that still exists, such as {others[0]}"
@@ -159,7 +158,7 @@ def newest_intact(run_dir: str | Path, *, damaged: Faults = NO_FAULTS) -> tuple[
     than it, newest first, each with its fault. Partial checkpoints are skipped. `damaged` are checkpoints whose tensors
     were read and found to be faulty."""
     faults: dict[Path, str] = {}
-    for path in _committed(run_dir):
+    for path in _committed(checkpoints_dir(run_dir)):
         fault = damaged.get(path) or _fault(path)
         if fault is None:
             return path, faults
@@ -180,7 +179,7 @@ def retain(run_dir: str | Path, keep: int, *, committed: Path) -> list[str]:
     if fault := _fault(committed, checksums=False):
         return [f"no old checkpoint was removed, because {committed.name} cannot be resumed: {fault}"]
     kept, surplus = {committed.name}, []
-    for path in _committed(run_dir):
+    for path in _committed(checkpoints_dir(run_dir)):
         if path.name == committed.name or _fault(path, checksums=False) is not None:
             continue
         replaced = path.suffix == REPLACED and path.stem in kept  # left by an interrupted commit
@@ -217,7 +216,11 @@ def _roles_found(partial: Path) -> dict[str, int]:
     return {path.name: written_ranks(path) for path in sorted(partial.iterdir()) if path.is_dir()}
 
 
-def _require_written(directory: Path, ranks: int) -> None:
+def _check_role(directory: Path, role: str, ranks: int) -> None:
+    """Raise SaveFailed unless all files are there, and the ranks' boxes of each key cover every tensor exactly once."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
+    buffers: set[str] = set()  # they have no moments
     for rank in range(ranks):
         for name in (tensor_file(rank), index_file(rank)):
             if not (directory / name).exists():
@@ -225,14 +228,6 @@ def _require_written(directory: Path, ranks: int) -> None:
                     f"{directory / name} is missing, although rank {rank} wrote it; run.dir must be a directory that "
                     "all nodes share"
                 )
-
-
-def _check_role(directory: Path, role: str, ranks: int) -> None:
-    """Raise SaveFailed unless the ranks' boxes of every key cover every tensor exactly once."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    boxes: dict[str, list[tuple[str, Box]]] = {}  # by key
-    buffers: set[str] = set()  # they have no moments
-    for rank in range(ranks):
         for saved in read_index(directory, rank).boxes:
             known = shapes.setdefault(saved.name, saved.shape)
             if known != saved.shape:
@@ -272,11 +267,7 @@ def _instead(directory: Path) -> str:
     return f"{directory} is not a checkpoint; use a directory such as {ONE}"
 
 
-def _committed(run_dir: str | Path) -> list[Path]:
-    return _committed_in(checkpoints_dir(run_dir))
-
-
-def _committed_in(directory: Path) -> list[Path]:
+def _committed(directory: Path) -> list[Path]:
     """Committed directories, newest first; one that was being replaced when the driver died comes after its
     successor."""
     found = [

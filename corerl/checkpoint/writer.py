@@ -7,6 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -131,44 +132,38 @@ class BackgroundWriter:
 
     def __init__(self, run: Callable[[Job], object] = lambda job: job()) -> None:
         self._run = run
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._last: Future[object] | None = None  # the job whose end nobody has seen
 
     def submit(self, job: Job) -> None:
         """Start `job` after the previous one has ended. If that failed, raises SaveFailed and starts nothing."""
         self.wait()
+        last = self._last = Future()
+
+        def work() -> None:
+            try:
+                last.set_result(self._run(job))
+            except BaseException as error:
+                last.set_exception(error)
+
         # A daemon, so that a hanging disk does not keep the process alive; what it leaves half-written stays invisible.
-        self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint-writer", daemon=True)
-        self._thread.start()
+        threading.Thread(target=work, name="checkpoint-writer", daemon=True).start()
 
     def wait(self) -> None:
         """Wait until nothing is in flight. Raises SaveFailed if the last job failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._raise_kept()
+        last, self._last = self._last, None
+        if last is not None and (error := last.exception()) is not None:
+            raise SaveFailed(f"the background save failed: {message_of(error)}") from error
 
     def idle(self) -> bool:
         """Whether nothing is in flight. Raises SaveFailed if the last job failed."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._last is not None and not self._last.done():
             return False
-        self._raise_kept()
+        self.wait()
         return True
 
     def close(self) -> None:
         """Let the last job finish. Raises SaveFailed if it failed."""
         self.wait()
-
-    def _work(self, job: Job) -> None:
-        try:
-            self._run(job)
-        except BaseException as error:  # raised by the next call
-            self._error = error
-
-    def _raise_kept(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise SaveFailed(f"the background save failed: {message_of(error)}") from error
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

@@ -9,12 +9,12 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_COLOR_PREFIX", "0")
 
 if TYPE_CHECKING:
+    from corerl.cluster.group import RemoteObject as RemoteObject
     from corerl.cluster.nodes import ask_each_node as ask_each_node
     from corerl.cluster.nodes import living_nodes as living_nodes
+    from corerl.cluster.nodes import own_address as own_address
     from corerl.cluster.placement import Bundle as Bundle
     from corerl.cluster.placement import ResourcePool as ResourcePool
-    from corerl.cluster.remote import RemoteObject as RemoteObject
-    from corerl.cluster.remote import own_address as own_address
     from corerl.cluster.runtime import ray_session as ray_session
 else:
     from corerl.imports import on_demand

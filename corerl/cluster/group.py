@@ -1,14 +1,17 @@
-"""Call processes that work together, singly or all at once; if one fails, end all and raise *its* error."""
+"""Call processes that work together, singly or all at once; if one fails, end all and raise *its* error. And objects
+that have a process each, for what no placement has bundles for."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from corerl.cluster.failures import LONGEST, death
 from corerl.cluster.heartbeat import ASIDE, Heartbeats, Member, Pending, Watching, counts_of, listed
@@ -287,3 +290,44 @@ def _first(failed: Mapping[int, CallResult], pending: Pending, waiting: Iterable
         also = f"then {len(failed) - 1} of the {len(pending.members) - 1} others failed too: {others}"
         error.details = f"{error.details}\n{also}".strip()  # a consequence, which --debug shows
     return error
+
+
+class RemoteObject:
+    """An object of a plain class in a process of its own. The process reserves no resources, and ends with the one that
+    has started it. Any thread may use it."""
+
+    def __init__(self, name: str, target: str, *args: Any, node: str, environment: Mapping[str, str]) -> None:
+        """Have `target`, "module:Class", called with `args` in a new process on this node (Ray's id); waits for
+        nothing. `name` is for messages, `environment` is set before the class is imported."""
+        self._name = name
+        there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+        self._actor = spawn(
+            name,
+            target,
+            options={"num_cpus": 0, "scheduling_strategy": there},
+            neighbors=os.cpu_count() or 1,  # any number of them may be there: one thread each
+            environment=dict(environment),
+        )
+        self._made = self._actor.construct.remote(0, *args)
+
+    def send(self, method: str, *args: Any) -> None:
+        """Have a method called, after those that were sent before; waits for nothing, and raises nothing."""
+        self._actor.call.remote(0, method, *args)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Call a method beside those that are sent, and wait for its result. Raises WorkerDied if the process or its
+        node is gone, and the CorerlError of the method or of the object's construction."""
+        try:
+            result = ray.get(self._made)
+            if result.error is None:
+                result = ray.get(self._actor.call.options(concurrency_group=ASIDE).remote(0, method, *args))
+        except RayError as error:
+            why = f"{self._name}: the arguments or the result of {method} could not be transferred: {last_line(error)}"
+            raise death(error, self._name, method) or CorerlError(why) from error
+        if result.error is not None:
+            raise result.error
+        return result.value
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        ray.kill(self._actor, no_restart=True)

@@ -48,6 +48,11 @@ def living_nodes() -> dict[str, str]:
     return {node["NodeID"]: _label(node) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
 
 
+def own_address() -> str:
+    """The IP address by which the cluster's other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())
+
+
 def interface_of(address: str) -> str:
     """This machine's network interface that has the IPv4 `address`; "" if none has."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:

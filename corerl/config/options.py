@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field, frozen
+from attrs.validators import and_, ge, gt, le, min_len, optional
 
 
 @frozen(kw_only=True)
@@ -51,29 +52,23 @@ def option(help: str, *, needs: Needs | Mapping[str, Needs] = (), **kwargs: Any)
     return field(metadata={"help": help + shown, "needs": found}, **kwargs)
 
 
-def at_least(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+def at_least(bound: float) -> Callable[..., None]:
     """A validator of options: `bound` or greater, or None."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value is not None and value < bound:
-            raise ValueError(f"must be at least {bound}, got {value!r}")
-
-    return check
+    return optional(ge(bound))
 
 
-def above(bound: float) -> Callable[[Any, Attribute[Any], Any], None]:
+def above(bound: float) -> Callable[..., None]:
     """A validator of options: greater than `bound`, or None."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if value is not None and value <= bound:
-            raise ValueError(f"must be above {bound}, got {value!r}")
-
-    return check
+    return optional(gt(bound))
 
 
-def filled(_: Any, attribute: Attribute[Any], value: Sequence[Any]) -> None:
-    if not value:
-        raise ValueError("must not be empty")
+def between(low: float, high: float) -> Callable[..., None]:
+    """A validator of options: from `low` to `high`, both included."""
+    return and_(ge(low), le(high))
+
+
+filled: Callable[..., None] = min_len(1)
+share = and_(gt(0), le(1))
 
 
 def finite(_: Any, attribute: Attribute[Any], value: Any) -> None:
@@ -86,21 +81,6 @@ def finite_values(_: Any, attribute: Attribute[Any], value: Mapping[str, float])
     for name, each in value.items():
         if not math.isfinite(each):
             raise ValueError(f"each must be finite, got {name!r} = {each!r}")
-
-
-def between(low: float, high: float) -> Callable[[Any, Attribute[Any], Any], None]:
-    """A validator of options: from `low` to `high`, both included."""
-
-    def check(_: Any, attribute: Attribute[Any], value: Any) -> None:
-        if not low <= value <= high:
-            raise ValueError(f"must be between {low} and {high}, got {value!r}")
-
-    return check
-
-
-def share(_: Any, attribute: Attribute[Any], value: Any) -> None:
-    if not 0 < value <= 1:
-        raise ValueError(f"must be above 0 and at most 1, got {value!r}")
 
 
 def zero_or_several(_: Any, attribute: Attribute[Any], value: Any) -> None:

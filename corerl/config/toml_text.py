@@ -13,7 +13,6 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
-from attrs import frozen
 
 from corerl.messages import short_repr
 
@@ -125,45 +124,6 @@ def parse_toml(text: str) -> Any:
 # ---- help texts ------------------------------------------------------------------------------------------------------
 
 WIDTH = 100  # columns of a comment
-
-
-@frozen(kw_only=True)
-class FieldHelp:
-    """One setting. `path` is dotted and relative to the class; an array of tables adds `[]`."""
-
-    path: str
-    type: str  # in words: integer, number, string, one of 'a', 'b'
-    default: str  # as TOML; or "required", "unset" (None), "computed" (from other settings)
-    help: str
-
-
-def describe(cls: type, prefix: str = "") -> Iterator[FieldHelp]:
-    """Every setting of a frozen attrs class, tables expanded, in the order of the class."""
-    for attribute in class_fields(cls).values():
-        kind: Any = attribute.type
-        path = prefix + attribute.name
-        if attrs.has(kind):
-            yield from describe(kind, f"{path}.")
-            continue
-        yield FieldHelp(
-            path=path, type=spell(kind), default=_default(attribute), help=attribute.metadata.get("help", "")
-        )
-        for arm in get_args(kind) if is_union(kind) else (kind,):
-            for argument in (arm, *get_args(arm)):
-                if attrs.has(argument):
-                    yield from describe(argument, f"{path}[]." if get_origin(arm) is tuple else f"{path}.")
-
-
-def _default(attribute: attrs.Attribute[Any]) -> str:
-    default: Any = attribute.default
-    if default is attrs.NOTHING:
-        return "required"
-    factory = getattr(default, "factory", None)
-    if factory is not None:
-        if default.takes_self:
-            return "computed"
-        default = factory()
-    return "unset" if default is None else toml_value(to_plain(default))
 
 
 def settings_with_help(table: Any, path: str = "") -> Iterator[str]:

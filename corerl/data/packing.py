@@ -110,30 +110,20 @@ def plan_steps(
         sequence-mean    1 / (n * r * loss tokens of i)      what has no loss token is not counted in n and r
         constant-length  1 / (n * max_tokens)                Liu et al. 2025, "Understanding R1-Zero-Like Training"
     """
-    require_aggregation(aggregation)
     groups, group_of = np.unique(batch.row_columns["group"], return_inverse=True)
-    sizes = _padded(batch.lengths, layout.sequence_multiple)
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes
     steps = []
     for epoch in range(epochs):
         for chosen_groups in groups_of_steps(len(groups), mini_batches, seed, epoch):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
-            micro_batches, filler = _share(batch, chosen, sizes[chosen], layout, budget=tokens_per_micro_batch)
-            scales = np.zeros(len(batch), dtype=np.float32)
-            scales[chosen] = _scales(
+            own, count = _shares(
                 loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
             )
+            scales = np.zeros(len(batch), dtype=np.float32)
+            scales[chosen] = _inverse(own * count)
             tokens = int(batch.lengths[chosen].sum())
-            steps.append(
-                StepPlan(
-                    micro_batches=micro_batches,
-                    filler=filler,
-                    scales=scales,
-                    step_tokens=tokens,
-                    shares_prefixes=layout.shares_prefixes,
-                )
-            )
+            steps.append(_plan(batch, chosen, layout, scales, budget=tokens_per_micro_batch, step_tokens=tokens))
     return steps
 
 
@@ -157,28 +147,38 @@ def plan_part(
     all parts, `TrainGroup.optimizer_step(step, scale=unit / denominator)` takes its step. A `unit` near the denominator
     keeps gradients of their usual size, which matters to formats of a small range.
     """
-    require_aggregation(aggregation)
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes
     own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
-    scales = np.zeros(len(batch), dtype=np.float32)
-    scales[own > 0] = 1.0 / (own[own > 0] * unit)
-    sizes = _padded(batch.lengths, layout.sequence_multiple)
-    micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
-    plan = StepPlan(micro_batches=micro_batches, filler=filler, scales=scales, shares_prefixes=layout.shares_prefixes)
-    return plan, float(count)
+    every = np.arange(len(batch))
+    return _plan(batch, every, layout, _inverse(own * unit), budget=tokens_per_micro_batch), float(count)
 
 
 def plan_forward(batch: SampleBatch, layout: ParallelLayout, *, tokens_per_micro_batch: int) -> StepPlan:
     """A plan that passes every sample once, without a loss: every scale is 0."""
     if not len(batch):
         raise DataError("the rollout batch has no samples to pass through the model")
-    sizes = _padded(batch.lengths, layout.sequence_multiple)
-    micro_batches, filler = _share(batch, np.arange(len(batch)), sizes, layout, budget=tokens_per_micro_batch)
+    no_loss = np.zeros(len(batch), dtype=np.float32)
+    return _plan(batch, np.arange(len(batch)), layout, no_loss, budget=tokens_per_micro_batch)
+
+
+def _plan(
+    batch: SampleBatch,
+    chosen: IntArray,
+    layout: ParallelLayout,
+    scales: FloatArray,
+    *,
+    budget: int,
+    step_tokens: int = 0,
+) -> StepPlan:
+    """A pass of the `chosen` samples."""
+    sizes = -(-batch.lengths[chosen] // layout.sequence_multiple) * layout.sequence_multiple
+    micro_batches, filler = _share(batch, chosen, sizes, layout, budget=budget)
     return StepPlan(
         micro_batches=micro_batches,
         filler=filler,
-        scales=np.zeros(len(batch), dtype=np.float32),
+        scales=scales,
+        step_tokens=step_tokens,
         shares_prefixes=layout.shares_prefixes,
     )
 
@@ -194,22 +194,11 @@ def count_loss_tokens(batch: SampleBatch) -> IntArray:
     return np.array(counts, dtype=np.int64)
 
 
-def require_aggregation(name: str) -> None:
-    if name not in AGGREGATIONS:
-        raise ConfigError(f"algorithm.aggregation: unknown aggregation {name!r}; use one of {', '.join(AGGREGATIONS)}")
-
-
-def _padded(lengths: IntArray, multiple: int) -> IntArray:
-    return -(-lengths // multiple) * multiple
-
-
-def _scales(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
-    """[n] 1 / denominator for each sample of one step; 0 without loss tokens."""
-    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
-    denominator = count * own
-    scales = np.zeros(len(loss_tokens), dtype=np.float32)
-    scales[denominator > 0] = 1.0 / denominator[denominator > 0]
-    return scales
+def _inverse(denominators: Array) -> FloatArray:
+    """[n] 1 / denominator, 0 for a denominator of 0."""
+    found = np.zeros(len(denominators), dtype=np.float32)
+    found[denominators > 0] = 1.0 / denominators[denominators > 0]
+    return found
 
 
 def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> tuple[IntArray, int]:
@@ -220,10 +209,13 @@ def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, ma
         case "sequence-mean":
             samples = np.bincount(episode_of, weights=loss_tokens > 0).astype(np.int64)
             return samples[episode_of] * loss_tokens, int(np.count_nonzero(samples))
-        case _:
+        case "constant-length":
             # All tokens of a step count the same, however many samples an episode has: that is the point of it.
             # Only rows without loss tokens have none: a step of such rows alone is to be skipped.
             return np.where(loss_tokens > 0, max_tokens, 0), len(np.unique(episode_of))
+    raise ConfigError(
+        f"algorithm.aggregation: unknown aggregation {aggregation!r}; use one of {', '.join(AGGREGATIONS)}"
+    )
 
 
 def _share(

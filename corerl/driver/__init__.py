@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from corerl.driver.control import Control as Control
+    from corerl.driver.groups import Groups as Groups
     from corerl.driver.run_dir import is_occupied as is_occupied
 else:
     from corerl.imports import on_demand

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from attrs import define, evolve, field, frozen
 
@@ -32,11 +32,10 @@ from corerl.errors import CorerlError, EngineFailed, InsufficientResources, Weig
 from corerl.event_loop import EventLoop
 from corerl.messages import note
 from corerl.plan.residency import FORWARD, REST, SAMPLE, UPDATE, residency_plan, save_stage, train_stage
-from corerl.plugin.events import Event, Notice
 from corerl.plugin.observers import Observers
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import abandon
-from corerl.rollout.source import Policies
+from corerl.rollout.source import Policies, Source
 from corerl.trainer.group import TrainGroup
 from corerl.types import UpdateResult
 from corerl.weights.checksums import difference
@@ -45,17 +44,6 @@ from corerl.weights.transport import Address
 
 DEATH_SECONDS = 1.0  # between two looks at whether all engines have died
 TURNS: Mapping[str, str] = {"train": train_stage(ACTOR), "forward": FORWARD, "save": save_stage(ACTOR)}
-
-
-class Holding(Protocol):
-    """Whoever samples while weights are sent, such as a run's source of samples."""
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether engines may be generating."""
-
-    def updating(self, policies: Policies) -> contextlib.AbstractContextManager[None]:
-        """A context in which they generate nothing; when it ends, they hold the last of the policies."""
 
 
 @frozen(kw_only=True)
@@ -118,8 +106,7 @@ class Engines:
             where = Path(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="corerl-engines-")))
             plan = plan_group(as_config(config), ACTOR, resume=resume, engines_in=where.absolute())
             processes = plan.processes
-            assert processes is not None
-            progress = Progress(Observers([("notify", _Notify(notify))], showing=["notify"]), 0)
+            progress = Progress(Observers([], notify=notify), 0)
             for line in plan.notices:
                 progress.notice(line)
             loop = EventLoop("engines")
@@ -229,24 +216,22 @@ class Engines:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def update(self, holding: Holding, *, new: bool = True, weights: str = "") -> None:
-        """Update all engines to the actor's weights, or its snapshot `weights`, which are `new` if they have changed
-        since the last update, and replace engines that miss the update. Raises WeightUpdateError, or the cause of an
-        engine's death, if replacing does not help."""
+    def update(self, source: Source | _Rows, *, new: bool = True, weights: str = "") -> None:
+        """Update all engines, which sample for `source`, to the actor's weights, or its snapshot `weights`, which are
+        `new` if they have changed since the last update, and replace engines that miss the update. Raises
+        WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
         before = self.policies.version
-        while failed := self._attempt(
-            holding, self.policies.next(new=new and self.policies.version == before), weights
-        ):
+        while failed := self._attempt(source, self.policies.next(new=new and self.policies.version == before), weights):
             self._replace(failed)
         self._updates += 1
 
-    def _attempt(self, holding: Holding, policies: Policies, weights: str) -> dict[str, CorerlError]:
+    def _attempt(self, source: Source | _Rows, policies: Policies, weights: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
         why."""
         with contextlib.ExitStack() as stack:
-            if holding.overlaps:
+            if source.overlaps:
                 with self.progress.phase("hold"):
-                    stack.enter_context(holding.updating(policies))
+                    stack.enter_context(source.updating(policies))
             if self.fleet.dead:
                 return self.fleet.died
             self.residency.enter(UPDATE)
@@ -385,20 +370,6 @@ class _Rows:
             yield
         finally:
             self._fleet.loop.run(self._fleet.resume())
-
-
-@frozen
-class _Notify:
-    """Hands notices on."""
-
-    _notify: Callable[[str], None]
-
-    def observe(self, event: Event) -> None:
-        if isinstance(event, Notice):
-            self._notify(event.text)
-
-    def shutdown(self, reason: str) -> None:
-        """Nothing is left to do."""
 
 
 def _require_places(pool: ResourcePool, reasons: str) -> None:

@@ -17,14 +17,17 @@ from corerl.driver.progress import Progress
 from corerl.driver.residency import Residency
 from corerl.driver.roles import Role
 from corerl.driver.run_dir import write_config
+from corerl.driver.stop import StopRequest
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment
-from corerl.errors import ConfigError, CorerlError, ResizeFailed, UserError, WorkerDied
+from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.plan.plan import Plan
-from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders
+from corerl.plan.processes import ENGINES, EnginePlan, ProcessPlan, senders_on
 from corerl.plan.residency import REST
 from corerl.plan.roles import RolePlan
 from corerl.plan.settle import REPLICAS
+from corerl.plugin.hooks import ProcessFailure
+from corerl.plugin.registry import INSTALL_HINTS, Kind
 from corerl.plugin.spec import ACTOR
 from corerl.plugin.transports import transport_named
 from corerl.weights.transport import Address
@@ -32,7 +35,8 @@ from corerl.weights.transport import Address
 
 @define(kw_only=True, eq=False)
 class Groups:
-    """The ranks of a run's roles and its engines: their plan, and their places."""
+    """The ranks of a run's roles and its engines: their plan, and their places. To the extensions that may change them
+    it is the `corerl.plugin.hooks.RunControl`."""
 
     plan: Plan  # of the groups as they are
     pool: ResourcePool
@@ -40,9 +44,18 @@ class Groups:
     fleet: EngineFleet | None  # None if nothing is sampled
     residency: Residency
     progress: Progress
+    stop: StopRequest
     # The plan's processes, with the senders of weights where engines are now.
     _placed: ProcessPlan = field(default=Factory(lambda self: self.plan.processes, takes_self=True))
-    changed: set[str] = field(factory=set)  # roles that were restarted by `change`, and "engines" if it called them
+    _changed: set[str] = field(factory=set)  # roles that were restarted by `_change`, and "engines" if it called them
+    _save: Callable[[], Path] | None = None  # while extensions are asked between steps
+    _failure: ProcessFailure | None = None  # while extensions are asked about it
+
+    # ---- for extensions ---------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.progress.steps_done
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,6 +65,56 @@ class Groups:
         if processes.engine is not None:
             sizes[REPLICAS] = len(processes.engine.assignments)
         return sizes
+
+    def replan(self, overrides: Sequence[str]) -> Plan:
+        return self.plan.resized(overrides)
+
+    def apply(self, plan: Plan) -> list[str]:
+        if self._failure is not None:
+            lines = self._start_by(plan, staying=[] if self._failure.ranks else [*self.roles])
+        else:
+            assert self._save is not None
+            lines = self._change(plan, self._save)
+        for line in lines:
+            self.notice(line)
+        return lines
+
+    def notice(self, text: str) -> None:
+        self.progress.notice(text)
+
+    def request_stop(self) -> None:
+        self.stop.requested = True
+
+    # ---- for the run ------------------------------------------------------------------------------------------------
+
+    def between_steps(self, save: Callable[[], Path]) -> set[str]:
+        """Ask the extensions; returns the groups that have changed, or may have: engines may be new, or asleep. `save`
+        completes a checkpoint of this step, from which ranks can restart."""
+        self._changed, self._save = set(), save
+        try:
+            self.progress.observers.ask("between_steps", run=self)
+        finally:
+            self._save = None
+        return self._changed
+
+    def failed(self, message: str, *, ranks: bool) -> None:
+        """Ask the extensions how to go on after all ranks, or engines alone, have ended. Raises InsufficientResources
+        if a lost machine cannot be replaced, and WorkerDied if ranks have to end too."""
+        self.pool.poll()
+        if not ranks:
+            self.require_ranks()
+        self._failure = ProcessFailure(message=message, ranks=ranks, lost=self.lost)
+        try:
+            self.progress.observers.ask("ranks_failed", run=self, failure=self._failure)
+        finally:
+            self._failure = None
+        if lost := self.lost:
+            counts = ", ".join(f"{count} of {name}" for name, count in lost.items())
+            raise InsufficientResources(
+                f"processes without a place: {counts}; to go on with spare machines, or in smaller groups: "
+                f"{INSTALL_HINTS[Kind.EXTENSIONS]['elastic']}"
+            )
+        self._seat_engines()
 
     def update_address(self) -> Address:
         """The address of weight updates from these ranks to these engines, without a rendezvous."""
@@ -88,7 +151,7 @@ class Groups:
 
     # ---- between two steps ------------------------------------------------------------------------------------------
 
-    def change(self, plan: Plan, save: Callable[[], Path]) -> list[str]:
+    def _change(self, plan: Plan, save: Callable[[], Path]) -> list[str]:
         """Let ranks and engines be as the plan says; returns a line for each group that has changed. If ranks change,
         all roles restart from the checkpoint of this step, which `save` completes.
 
@@ -125,7 +188,7 @@ class Groups:
         with self.progress.phase("resize"):
             self._resize_engines(plan, slots, smaller=True)
             if checkpoint is not None:
-                self.changed |= self.roles.keys()
+                self._changed |= self.roles.keys()
                 for role in self.roles.values():
                     if not role.group.processes.ended:
                         role.group.shutdown("resized")
@@ -143,7 +206,7 @@ class Groups:
         now, wanted = len(self.fleet), len(engine.assignments)
         if wanted == now or (wanted < now) is not smaller:
             return
-        self.changed.add(ENGINES)
+        self._changed.add(ENGINES)
         if not smaller:
             self.residency.enter(REST)  # new engines load where ranks may be
         self.fleet.resize(with_devices(engine, slots[ENGINES]), slots[ENGINES])
@@ -167,7 +230,7 @@ class Groups:
                     role.group.processes.kill()
                     raise WorkerDied(f"{name} rank {rank}: its machine is gone")
 
-    def start_by(self, plan: Plan, *, staying: Sequence[str]) -> list[str]:
+    def _start_by(self, plan: Plan, *, staying: Sequence[str]) -> list[str]:
         """Let what is about to start do so by this plan, on the devices that are left; roles that are `staying` go on.
         Returns a line for each group whose size has changed. Raises CorerlError if there is no place for one."""
         before, after = self.plan.processes, plan.processes
@@ -178,10 +241,10 @@ class Groups:
         self.pool.take(found)
         self.plan, self._placed = plan, placed
         self._write_config()
-        self.seat_engines()
+        self._seat_engines()
         return [*_changes(before, after)]
 
-    def seat_engines(self) -> None:
+    def _seat_engines(self) -> None:
         """Let engines that are about to be replaced start where their places are by now."""
         if self.fleet is not None and (engine := self.plan.processes.engine) is not None:
             slots = self.pool[ENGINES]
@@ -213,7 +276,7 @@ def _with_senders(after: ProcessPlan, slots: Mapping[str, Sequence[Slot]]) -> Pr
         [numbers.setdefault(bundle, len(numbers)) for slot in slots[name] for bundle in slot.bundles]
         for name in (ACTOR, ENGINES)
     )
-    found = senders(receivers, ranks, one_machine=False)
+    found = senders_on(receivers, ranks, one_machine=False)
     if not found and transport_named(after.transport).one_device:
         raise ConfigError(
             f"weights.transport: {after.transport!r}, but engines that stay would be on devices without {ACTOR} ranks; "

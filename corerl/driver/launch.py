@@ -11,20 +11,19 @@ from pathlib import Path
 from corerl.algorithms.base import REFERENCE
 from corerl.checkpoint.commit import Faults, latest
 from corerl.driver.checkpoints import Checkpoints, MemoryCheckpoints, Saves
-from corerl.driver.control import Control, StopRequest
 from corerl.driver.engines import Engines
 from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.processes import start_processes
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery
-from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
-from corerl.driver.roles import Role, roles_of
+from corerl.driver.roles import ReferencePolicy, Role, roles_of
 from corerl.driver.run import Run
 from corerl.driver.run_dir import occupied, write_config
 from corerl.driver.sampling import Evaluations, Sampling, start_rewards
 from corerl.driver.step_reports import StepNotices, StepReports
+from corerl.driver.stop import StopRequest
 from corerl.engines.fleet import EngineFleet
 from corerl.errors import CheckpointDamaged, SaveFailed, WorkerDied
 from corerl.event_loop import EventLoop
@@ -155,29 +154,30 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     started = start_processes(
         plan.processes, plan.cluster, plan.rollout.settings, loop, progress, stack, traces=traced(plan.extensions)
     )
-    groups, fleet = started.groups, started.fleet
-    roles = roles_of(plan, groups, started.inits, notify=progress.notice)
+    actor, fleet = started.groups[ACTOR], started.fleet
+    roles = roles_of(plan, started.groups, started.inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     asked = trains and REFERENCE in plan.algorithm.snapshots(ACTOR)
-    reference = ReferencePolicy(group=groups[ACTOR], asked=asked, settings=plan.algorithm.settings, progress=progress)
+    reference = ReferencePolicy(group=actor, asked=asked, settings=plan.algorithm.settings, progress=progress)
     reference.begin(resumed=bool(start.state))
     sampling = Sampling(plan=plan, fleet=fleet, loop=loop, rewards=rewards, progress=progress, stack=stack)
     residency = _residency(plan, roles, fleet, progress)
 
-    processes = Groups(plan=plan, pool=started.pool, roles=roles, fleet=fleet, residency=residency, progress=progress)
-    control = Control(groups=processes, progress=progress, stop=stop)
+    groups = Groups(
+        plan=plan, pool=started.pool, roles=roles, fleet=fleet, residency=residency, progress=progress, stop=stop
+    )
     engines = None
     if fleet is not None:
         engines = Engines(
             config=plan.weights,
-            group=groups[ACTOR],
+            group=actor,
             fleet=fleet,
-            address_of=processes.update_address,
+            address_of=groups.update_address,
             separate_adapters=plan.processes.separate_adapters,
             # The first weights are sent as the version that they had.
             policies=Policies(version=started.inits[ACTOR].weights_version - 1),
             residency=residency,
-            on_death=partial(control.failed, ranks=False),
+            on_death=partial(groups.failed, ranks=False),
             progress=progress,
         )
     checkpoints = Checkpoints(
@@ -202,8 +202,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
         sampling=sampling,
         evaluations=Evaluations(plan=plan, sampling=sampling, progress=progress),
         saves=saves,
-        recovery=Recovery(control=control, engines=engines, saves=saves, start=start),
-        control=control,
+        recovery=Recovery(groups=groups, engines=engines, saves=saves, start=start),
+        groups=groups,
         reports=StepReports(
             recomputes=plan.algorithm.settings.old_logprobs == "recompute",
             roles=roles,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from corerl.algorithms.advantages import spread
-from corerl.algorithms.losses import TensorMetric, mismatch
+from corerl.algorithms.losses import mismatch
 from corerl.algorithms.metrics import MetricSum
 from corerl.data.packing import count_loss_tokens
 from corerl.rollout.scored import ScoredRollout, truncated_share
@@ -127,19 +127,15 @@ def recomputed_mismatch(samples: SampleBatch) -> dict[str, float]:
     if not mask.any():
         return {}
     trainer, engine = (torch.as_tensor(samples.columns[name][mask]) for name in ("old_logprobs", "rollout_logprobs"))
-    return _mismatch(mismatch(trainer, engine, torch.ones_like(trainer, dtype=torch.bool)))
+    found = MetricSum()
+    found.add(mismatch(trainer, engine, torch.ones_like(trainer, dtype=torch.bool)))
+    return {f"rollout/{name}": metric.value for name, metric in found.finish().items()}
 
 
 def first_step_mismatch(first: TrainResult) -> dict[str, float]:
     """Like `recomputed_mismatch`, but over the first optimizer step's part of the batch; empty if a user's own loss
     does not report it."""
     return {f"rollout/{name}": metric.value for name, metric in first.metrics.items() if name.startswith("logprob_")}
-
-
-def _mismatch(metrics: Mapping[str, TensorMetric]) -> dict[str, float]:
-    found = MetricSum()
-    found.add(metrics)
-    return {f"rollout/{name}": metric.value for name, metric in found.finish().items()}
 
 
 def time_metrics(seconds: Mapping[str, float], step_seconds: float, tokens: float) -> dict[str, float]:

@@ -63,7 +63,7 @@ def start_processes(
     groups: dict[str, TrainGroup] = {}
     for name, role in processes.roles.items():
         groups[name] = TrainGroup.launch(role, pool[name], watching=watching)
-        stack.callback(functools.partial(_end, groups[name]))
+        stack.callback(lambda group: group.processes.kill(), groups[name])  # those of then: ranks may have restarted
     fleet: EngineFleet | None = None
     if engine is not None:
         fleet = make_fleet(engine, pool[ENGINES], watching, loop, rollout, progress.spans)
@@ -73,10 +73,6 @@ def start_processes(
     in_turns = bool(processes.sharing)
     inits = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
     return Started(groups=groups, fleet=fleet, inits=inits, pool=pool)
-
-
-def _end(group: TrainGroup) -> None:
-    group.processes.kill()  # of now: ranks may have restarted
 
 
 def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:

@@ -11,8 +11,8 @@ from attrs import define, evolve, field, frozen
 
 from corerl.checkpoint.commit import read_state
 from corerl.driver.checkpoints import Saves
-from corerl.driver.control import Control
 from corerl.driver.engines import Engines
+from corerl.driver.groups import Groups
 from corerl.errors import CheckpointError, CorerlError, InsufficientResources, WorkerDied
 from corerl.plan.resume import Start
 from corerl.plugin.spec import ACTOR
@@ -42,7 +42,7 @@ class RestartPoint:
 class Recovery:
     """Restarts all ranks of a run when some have died, as often as the actor's `train.restarts` without a new step."""
 
-    control: Control
+    groups: Groups
     engines: Engines | None
     saves: Saves
     start: Start
@@ -72,26 +72,26 @@ class Recovery:
                 raise refused.with_cause(died[-1]) from refused
 
     def step_done(self) -> None:
-        if self.control.step > self._furthest:
-            self._furthest, self._used = self.control.step, 0
+        if self.groups.step > self._furthest:
+            self._furthest, self._used = self.groups.step, 0
 
     def _require_allowed(self, error: WorkerDied) -> None:
-        ended = any(role.group.processes.ended for role in self.control.groups.roles.values())
-        if not ended or self.control.stop.requested:
+        ended = any(role.group.processes.ended for role in self.groups.roles.values())
+        if not ended or self.groups.stop.requested:
             raise error
-        if self._used >= (allowed := self.control.groups.roles[ACTOR].train.restarts):
+        if self._used >= (allowed := self.groups.roles[ACTOR].train.restarts):
             if not allowed:
                 raise error
             times = f"{self._used} restart{'s' * (self._used > 1)} without a new step (train.restarts)"
             raise WorkerDied(f"{error.message}; gave up after {times}") from error
 
     def _restart(self, error: WorkerDied) -> RestartPoint:
-        groups, progress = self.control.groups, self.control.progress
+        groups, progress = self.groups, self.groups.progress
         with progress.phase("restart"):
             if self.engines is not None:
                 self.engines.new_rendezvous()  # before engines are called: they may wait for what ranks were sending
             groups.end_ranks()
-            self.control.failed(error.message, ranks=True)
+            groups.failed(error.message, ranks=True)
             point = self._newest()  # not before: ranks on other machines cannot read what is in memory here
             progress.notice(f"{error.message}; restarting all ranks from {point}{self._replayed(point)}")
             version = groups.start_ranks(point.checkpoint)
@@ -102,7 +102,7 @@ class Recovery:
         return evolve(point, version=version)
 
     def _replayed(self, point: RestartPoint) -> str:
-        first, last = point.step + 1, self.control.step
+        first, last = point.step + 1, self.groups.step
         if first > last:
             return ""
         return f"; replaying step {last}" if first == last else f"; replaying steps {first}-{last}"
@@ -110,7 +110,7 @@ class Recovery:
     def _newest(self) -> RestartPoint:
         """The newest complete checkpoint that all ranks can read, or the run's start."""
         found = RestartPoint(checkpoint=self.start.resume, state=self.start.state)
-        for saves in (self.saves.disk, None if self.control.groups.elsewhere else self.saves.memory):
+        for saves in (self.saves.disk, None if self.groups.elsewhere else self.saves.memory):
             if saves is None:
                 continue
             with contextlib.suppress(CorerlError):  # then an older one is the newest

@@ -1,4 +1,4 @@
-"""A role on the driver: its ranks, their training settings and progress."""
+"""A role on the driver: its ranks, their training settings and progress; and its earlier weights as the reference."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from attrs import define, evolve, frozen
 
+from corerl.algorithms.base import REFERENCE
 from corerl.calls import Future
 from corerl.config.load import config_of
-from corerl.config.schema import TrainConfig
+from corerl.config.schema import AlgorithmConfig, TrainConfig
 from corerl.data.packing import StepPlan, groups_of_steps
+from corerl.driver.progress import Progress
 from corerl.errors import ConfigError
 from corerl.plan.plan import Plan
 from corerl.trainer.group import SharedBatch, TrainGroup
@@ -139,6 +141,43 @@ class Role:
             }
 
         return self.group.forward(samples, outputs, shared=shared, weights=weights, replay=replay).then(masked)
+
+
+@define(kw_only=True)
+class ReferencePolicy:
+    """A snapshot of the actor's weights in the host memory of the ranks of `group`, if a pass asks for it. Its verbs
+    are called while the actor's parameters are resident."""
+
+    group: TrainGroup
+    asked: bool
+    settings: AlgorithmConfig
+    progress: Progress
+
+    def begin(self, *, resumed: bool) -> None:
+        """Recreate the snapshot, which newly started ranks do not have. Where a resumed run cannot recreate what an
+        uninterrupted one would have, a notice says so."""
+        if not self.asked:
+            return
+        step, every = self.progress.steps_done, self.settings.reference_every
+        snapshot = self.group.snapshot(REFERENCE)
+        if not (resumed and every):
+            snapshot.load(self.settings.reference).result()
+            return
+        snapshot.create().result()  # from the checkpoint's weights, which are the reference at every such step
+        if late := step % every:
+            self.progress.notice(
+                f"the reference policy is the actor of step {step}, not of step {step - late}, whose weights no "
+                "checkpoint has"
+            )
+
+    def renews(self, steps: int) -> bool:
+        """Whether it is to be renewed after so many rollout steps."""
+        every = self.settings.reference_every
+        return every > 0 and steps % every == 0
+
+    def renew(self) -> None:
+        """Make the actor's weights the reference policy."""
+        self.group.snapshot(REFERENCE).create().result()
 
 
 def roles_of(

@@ -15,15 +15,14 @@ from corerl.algorithms.advantages import without_truncated
 from corerl.calls import Future, wait_all
 from corerl.driver.advantages import TrainBatch, compute_advantages, replayed
 from corerl.driver.checkpoints import DriverPart, Saves
-from corerl.driver.control import Control
 from corerl.driver.engines import Engines
+from corerl.driver.groups import Groups
 from corerl.driver.logprob_check import LogprobCheck
 from corerl.driver.metrics import staleness_metrics
 from corerl.driver.progress import Progress
 from corerl.driver.recovery import Recovery, RestartPoint
-from corerl.driver.reference_policy import ReferencePolicy
 from corerl.driver.residency import Residency
-from corerl.driver.roles import Role
+from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run_dir import require_there
 from corerl.driver.sampling import Evaluations, Sampling
 from corerl.driver.step_reports import StepReports
@@ -58,7 +57,7 @@ class Summary:
 class Run:
     """A run's parts and verbs. The loop counts the steps; everything else happens in these methods."""
 
-    plan: Plan  # as the run started: after a resize, `control.plan` has other processes
+    plan: Plan  # as the run started: after a resize, `groups.plan` has other processes
     progress: Progress
     reports: StepReports
     roles: Mapping[str, Role]
@@ -70,7 +69,7 @@ class Run:
     evaluations: Evaluations
     saves: Saves
     recovery: Recovery
-    control: Control
+    groups: Groups
 
     _pushed_at: int | None = None  # the actor's optimizer step whose weights the engines hold
     _streamed: StreamedStep | None = None  # the step that is sampled, if its prompts arrive one by one
@@ -80,7 +79,7 @@ class Run:
     @property
     def stopping(self) -> bool:
         """Whether to stop now."""
-        return self.control.stop.requested and self._resumable
+        return self.groups.stop.requested and self._resumable
 
     @property
     def _resumable(self) -> bool:
@@ -163,17 +162,6 @@ class Run:
             self._compare(self.logprob_check, samples)
             self.push_weights()  # only engines that take turns with the ranks in memory have lost them
 
-    def _check_due_logprobs(self, samples: SampleBatch) -> None:
-        """If a check is due, and the trainer still has the weights that engines hold, compare these samples; others if
-        all of these are older."""
-        if (
-            self.logprob_check is not None
-            and self.logprob_check.due
-            and self._pushed_at == self.actor.next_optimizer_step
-        ):
-            fresh = self.logprob_check.choose(samples)
-            self._compare(self.logprob_check, fresh if len(fresh) else self._served(self.logprob_check.sample()))
-
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
         samples = self._replayed(samples)
@@ -189,7 +177,10 @@ class Run:
         """Everything the losses read, computed by the models before the batch's first optimizer step. Raises
         LogprobMismatch if a check of log-probs is due, and trainer and engines compute different ones."""
         algorithm, samples = self.plan.algorithm, scored.rollout.batch
-        self._check_due_logprobs(samples)
+        check = self.logprob_check
+        if check is not None and check.due and self._pushed_at == self.actor.next_optimizer_step:  # engines hold these
+            fresh = check.choose(samples)
+            self._compare(check, fresh if len(fresh) else self._served(check.sample()))
         samples = self.with_logprobs(samples) if self._streamed is None else self._streamed.completed(samples)
         batch = self.advantages_of(samples, scored.rewards)
         if algorithm.postprocess is not None:
@@ -281,16 +272,15 @@ class Run:
             plans = role.plan(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
             started = role.start(shared, plans, self.progress.steps_done, scale=scale)
-            missing, empty = role.steps_of_batch - len(plans), len(plans) - len(started)
-            self._notice_skipped(name, missing, "the batch has fewer groups than that, and groups are not split")
-            self._notice_skipped(name, empty, "their samples have no loss tokens")
+            for count, why in (
+                (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
+                (len(plans) - len(started), "their samples have no loss tokens"),
+            ):
+                if count:
+                    where = f"step {self.progress.steps_done}: {count} optimizer steps of {name}"
+                    self.progress.notice(f"{where} are skipped: {why}")
             steps |= {(name, index): future for index, future in enumerate(started)}
         return steps
-
-    def _notice_skipped(self, role: str, count: int, why: str) -> None:
-        if count:
-            step = self.progress.steps_done
-            self.progress.notice(f"step {step}: {count} optimizer steps of {role} are skipped: {why}")
 
     # ---- ranks that die ---------------------------------------------------------------------------------------------
 
@@ -320,7 +310,7 @@ class Run:
         """Let extensions change the groups, or stop the run, if another step comes, and a run could resume here."""
         if self.stopping or self.progress.steps_done >= self.plan.run.steps or not self._resumable:
             return
-        changed = self.control.between_steps(lambda: self.saves.for_restart(self._driver_part))
+        changed = self.groups.between_steps(lambda: self.saves.for_restart(self._driver_part))
         if ACTOR in changed:
             self.residency.enter(ACTOR_WEIGHTS)
             self.reference.begin(resumed=True)
@@ -394,7 +384,7 @@ class Run:
             **({"schedules": schedules} if schedules else {}),
             "source": self.sampling.source.position,
             **({"data": self.plan.rollout.prompts.record} if self.plan.run.has_engines else {}),
-            "config": self.control.plan.record,
+            "config": self.groups.plan.record,
             "before": [shown.record() for shown in self.evaluations.before],
         }
         return DriverPart(state=state, write=self.sampling.source.save)
@@ -404,7 +394,7 @@ class Run:
         require_there(self.run_dir)
         # A stop request during the last step has nothing left to stop.
         done = self.progress.steps_done >= self.plan.run.steps or self.plan.run.mode == "eval"
-        reason = "interrupted" if self.control.stop.requested and not done else "finished"
+        reason = "interrupted" if self.groups.stop.requested and not done else "finished"
         artifacts = {"run directory": str(self.run_dir)}
         if any(shown.pictures for shown in self.evaluations.after):
             artifacts["pictures"] = str(self.run_dir / PICTURES)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from contextlib import AbstractContextManager
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from attrs import define, evolve, field
@@ -29,28 +29,12 @@ from corerl.types import IntArray, OnProgress
 from corerl.weights.manifest import Manifest
 from corerl.weights.transport import Address
 
+if TYPE_CHECKING:
+    from corerl.cluster.group import CallCounts, RayGroup
+
 STARTING_SECONDS = 1.0  # between two polls of replicas that are starting
 END_SECONDS = 5.0  # for calls to notice that their processes have been killed
 CLOSE_SECONDS = 60.0  # for a replica to shut down by itself
-
-CallCounts = Callable[[Mapping[int, int | None]], None]  # as `RayGroup.answers` calls it
-
-
-class Processes(Protocol):
-    """The group of processes that a fleet runs on, such as `corerl.cluster.group.RayGroup`."""
-
-    def construct(self, arguments: Sequence[tuple[Any, ...]]) -> Any: ...
-    def start(self, method: str, *args: Any) -> Any: ...
-    def start_some(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> Any: ...
-    def ready(self, pending: Any, timeout: float) -> bool: ...
-    def answers(
-        self, pending: Any, *, timeout: float | None = None, on_counts: CallCounts | None = None
-    ) -> dict[int, Any]: ...
-    def replace(self, member: int, arguments: tuple[Any, ...]) -> None: ...
-    def grow(self, names: Sequence[str], slots: Sequence[Any], arguments: Sequence[tuple[Any, ...]]) -> None: ...
-    def shrink(self, count: int) -> None: ...
-    def reassign(self, slots: Sequence[Any]) -> None: ...
-    def kill(self) -> None: ...
 
 
 class State(Enum):
@@ -101,7 +85,7 @@ class EngineFleet:
 
     def __init__(
         self,
-        processes: Processes,
+        processes: RayGroup,
         assignments: Sequence[EngineAssignment],
         loop: EventLoop,
         *,

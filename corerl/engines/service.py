@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
@@ -56,8 +56,7 @@ class EngineService:
         self._model = assignment.model
         self._counting = threading.Lock()
         self._counts: dict[int, tuple[int, int]] = {}  # thread -> rows that have ended, of how many
-        self._looking = threading.Lock()
-        self._known_stops: dict[tuple[str, ...], Stops] = {}
+        self._stops = lru_cache(KEPT_STOPS)(self._make_stops)  # each looks through the tokenizer's special tokens
 
     def generate(self, request: GenerateRequest) -> Generation:
         thread = threading.get_ident()
@@ -82,16 +81,10 @@ class EngineService:
         with self._counting:
             return dict(self._counts)
 
-    def _stops(self, texts: tuple[str, ...]) -> Stops:
-        """Made once, as long as few are in use: each looks through the tokenizer's special tokens."""
+    def _make_stops(self, texts: tuple[str, ...]) -> Stops:
         from corerl.engines.stops import Stops
 
-        with self._looking:
-            if texts not in self._known_stops:
-                if len(self._known_stops) == KEPT_STOPS:
-                    self._known_stops.pop(next(iter(self._known_stops)))
-                self._known_stops[texts] = Stops(self._tokenizer, texts)
-            return self._known_stops[texts]
+        return Stops(self._tokenizer, texts)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,15 +25,6 @@ SMALLEST_SEGMENT = 2**26
 ALIGNMENT = 512  # bytes; the alignment of a copy's start
 MEMINFO, CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 THREADS = 16  # more are no faster: the kernel's page allocation and the driver's pinning are the limit
-
-
-class Pinning(Protocol):
-    """Pins host memory, so that copies to and from a device run at full speed."""
-
-    def pin(self, memory: torch.Tensor) -> str:
-        """Pin `memory`, in any thread. Returns "" if that worked, else the driver's reason."""
-
-    def unpin(self, memory: torch.Tensor) -> None: ...
 
 
 @frozen(eq=False)
@@ -80,7 +70,7 @@ class PinnedPool(HostMemory):
     and `refusal` says why.
     """
 
-    def __init__(self, pinning: Pinning, *, threads: int = 0) -> None:
+    def __init__(self, pinning: CudaPinning, *, threads: int = 0) -> None:
         self._pinning = pinning
         self._threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
         self._segments: list[Segment] = []

@@ -84,7 +84,10 @@ class StorageSleeper:
         if kind in self._asleep:
             return 0
         groups = list(_grouped(_storages(tensors)))
-        sleeping = _dropped(groups) if kind is MemoryKind.GRAD else self._copied(groups)
+        if kind is MemoryKind.GRAD:  # without a host copy: they come back as zeros
+            sleeping = Sleeping([Part(group, [storage.nbytes() for storage in group]) for group in groups])
+        else:
+            sleeping = self._copied(groups)
         # All copies are done before the first storage is freed: running out of host memory changes nothing.
         _empty(sleeping.parts)
         self._asleep[kind] = sleeping
@@ -212,11 +215,6 @@ def _grouped(storages: Iterable[torch.UntypedStorage]) -> Iterator[list[torch.Un
             pack.append(storage)
             nbytes += storage.nbytes()
         yield pack
-
-
-def _dropped(groups: Iterable[Sequence[torch.UntypedStorage]]) -> Sleeping:
-    """Storages without a host copy, which come back as zeros."""
-    return Sleeping([Part(group, [storage.nbytes() for storage in group]) for group in groups])
 
 
 def _empty(parts: Iterable[Part]) -> None:

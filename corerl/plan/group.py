@@ -6,7 +6,6 @@ from pathlib import Path
 
 from attrs import evolve
 
-from corerl.cluster.arrangement import arrange
 from corerl.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -22,10 +21,9 @@ from corerl.plan.check import Problems, contradictions_of_a_group
 from corerl.plan.make import resolve_config
 from corerl.plan.models import build_models, check_files, load_configs, longest_sample, notices_of, unpacked
 from corerl.plan.plan import GroupPlan
-from corerl.plan.processes import ProcessPlan, plan_processes
+from corerl.plan.processes import plan_processes
 from corerl.plan.residency import has_bfloat16, resolve_device
 from corerl.plan.resolve import ROLES, ignored_tables
-from corerl.plan.roles import plan_role, process_environment
 from corerl.plan.settle import notices_of_choices, with_absolute_paths, with_choices
 
 
@@ -48,42 +46,20 @@ def plan_group(config: Config, role: str, *, resume: str, engines_in: Path | Non
     problems = Problems()
     about_files = list(check_files(models[role], checkpoint, setting="resume", refers=False, problems=problems))
     problems.raise_all()
-    objective = plan_algorithm(config, plugins).objectives.get(role)
-    processes: ProcessPlan | None = None
     context = longest_sample(config, configs[role])
-    if engines_in is not None:
-        processes = plan_processes(
-            evolve(config, roles=RolesConfig(actor=config.roles.actor)),
-            plugins,
-            device=device,
-            models=models,
-            run_dir=engines_in,
-            resume={role: resume},
-            context_length=context,
-        )
-        plan, placement = evolve(processes.roles[role], objective=objective), processes.placement
-        processes = evolve(processes, roles={role: plan})
-    else:
-        plan = plan_role(
-            role,
-            config,
-            plugins,
-            device=device,
-            resume=resume,
-            model=models[role],
-            common=process_environment(config.cluster, device=device, transport=plugins.transport),
-        )
-        plan = evolve(plan, objective=objective)
-        placement = arrange(
-            {role: len(plan.assignments)},
-            cpus=plan.resources.cpus,
-            gpus=plan.resources.gpus,
-            resources=config.cluster.resources,
-        )
+    processes = plan_processes(
+        config if engines_in is None else evolve(config, roles=RolesConfig(actor=config.roles.actor)),
+        plugins,
+        device=device,
+        models=models,
+        run_dir="" if engines_in is None else str(engines_in),
+        resume={role: resume},
+        context_length=context,
+    )
+    plan = evolve(processes.roles[role], objective=plan_algorithm(config, plugins).objectives.get(role))
     return GroupPlan(
         role=plan,
-        placement=placement,
-        processes=processes,
+        processes=evolve(processes, roles={role: plan}),
         cluster=config.cluster,
         weights=config.weights,
         rollout=config.rollout,

@@ -172,7 +172,7 @@ def _plan_run(
         plugins,
         device=device,
         models=models,
-        run_dir=start.run_dir,
+        run_dir=str(start.run_dir),
         resume={role: str(start.resume / role) for role in final.chosen_roles} if start.resume else {},
         context_length=context,
         algorithm=algorithm,

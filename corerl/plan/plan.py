@@ -9,7 +9,6 @@ from typing import Any
 from attrs import frozen
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from corerl.cluster.arrangement import Placement
 from corerl.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -64,8 +63,7 @@ class GroupPlan:
     """The ranks of one role, alone or with engines."""
 
     role: RolePlan
-    placement: Placement
-    processes: ProcessPlan | None  # of the role and its engines; None without these
+    processes: ProcessPlan  # of the role and its engines, if it has some
     cluster: ClusterConfig
     weights: WeightsConfig
     rollout: RolloutConfig

@@ -4,7 +4,6 @@ reach engines."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -50,7 +49,7 @@ class ProcessPlan:
     separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
-    transport: str  # for weight updates; AUTO where there are none
+    transport: str  # for weight updates; as configured, where there are none
     transport_options: Mapping[str, Any]  # its own table, as plain data
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
@@ -63,62 +62,54 @@ def plan_processes(
     *,
     device: str,
     models: Mapping[str, RoleModel],
-    run_dir: Path,
+    run_dir: str,
     resume: Mapping[str, str],
     context_length: int,
     algorithm: AlgorithmPlan | None = None,
 ) -> ProcessPlan:
-    """Plan the processes of a resolved config. `resume`: role -> its directory in a checkpoint; `context_length`: most
-    tokens of a sample, or 0. Raises all problems."""
+    """Plan the processes of a resolved config for the roles of `models`, the actor first unless a role is alone.
+    `resume`: role -> its directory in a checkpoint; `context_length`: most tokens of a sample, or 0. Raises all
+    problems."""
     problems = Problems()
-    engine = plugins.engine
-    actor = cluster_of(ACTOR, config, plugins, device=device, model=models[ACTOR])
-    engines = evolve(actor, ranks=config.rollout.replicas, weights=config.weights)
-    groups = {role: choice.ranks for role, choice in config.chosen_roles.items()}
-    own, widths = list(config.own_devices), dict[str, int]()
+    first = next(iter(models))
+    cluster = cluster_of(first, config, plugins, device=device, model=models[first])
+    groups = {role: config.chosen_roles[role].ranks for role in models}
+    own, widths, senders = list(config.own_devices), dict[str, int](), tuple[int, ...]()
     if config.run.has_engines:
+        engine, engines = plugins.engine, evolve(cluster, ranks=config.rollout.replicas, weights=config.weights)
         groups[ENGINES] = config.rollout.replicas
         widths[ENGINES] = engine.spec.bundles(config.engines[engine.name], engines)
         if config.cluster.placement == "disaggregated":
             own.append(ENGINES)
-    senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
-    if config.run.has_engines:
+        senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
         name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
         with problems.stage("weights.transport"):
             plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
         problems.raise_all()
         config = evolve(config, weights=evolve(config.weights, transport=name))
-    if (transport := plugins.transport) is not None:
-        with problems.stage():
-            check_transport(config, transport, senders, actor)
-    with problems.stage():
-        check_spec(engine, config.engines[engine.name], engines, config=config)
-    with problems.stage():
-        require_form(config, engine)
-    with problems.stage():
-        require_sight(config, engine)
-    check_extensions(config, plugins, actor, problems)
+        check_engines(config, plugins, engines, cluster, senders, problems)
+    check_extensions(config, plugins, cluster, problems)
+    transport = plugins.transport
     common = process_environment(config.cluster, device=device, transport=transport)
     roles: dict[str, RolePlan] = {}
-    for role in config.chosen_roles:
+    for role, model in models.items():
         with problems.stage(f"roles.{role}"):
             roles[role] = plan_role(
                 role,
                 config,
                 plugins,
                 device=device,
-                run_dir=str(run_dir),
+                run_dir=run_dir,
                 resume=resume.get(role, ""),
-                model=models[role],
+                model=model,
                 algorithm=algorithm,
                 common=common,
             )
     problems.raise_all()
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]
-    if config.run.has_engines and transport is not None:
-        context = _engine_context(config, device, context_length, widths[ENGINES], run_dir)
-        engine_plan = plan_engines(config, engine, transport, engines, context, common)
+    if config.run.has_engines:
+        engine_plan = plan_engines(config, plugins, engines, common, context_length=context_length, run_dir=run_dir)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
     return ProcessPlan(
         device=device,
@@ -150,36 +141,22 @@ def plan_processes(
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
-def _engine_context(config: Config, device: str, context_length: int, bundles: int, run_dir: Path) -> EngineContext:
-    """That of the first replica."""
-    return EngineContext(
-        name="engine",
-        index=0,
-        device=device,
-        precision=config.train_of(ACTOR).precision,
-        context_length=context_length,
-        bundles=bundles,
-        run_dir=str(run_dir),
-        weights=config.weights,
-        lora=config.lora if separate_adapters(config) else None,
-    )
-
-
 def plan_engines(
     config: Config,
-    engine: Loaded,
-    transport: Loaded,
+    plugins: Plugins,
     cluster: ClusterInfo,
-    context: EngineContext,
     common: Mapping[str, str],
+    *,
+    context_length: int,
+    run_dir: str,
 ) -> EnginePlan:
-    """Plan the replicas; `context` is the first's. Raises ConfigError if the engine wants
-    an environment that it cannot have."""
+    """Plan the replicas. Raises ConfigError if the engine wants an environment that it cannot have."""
+    engine, transport = plugins.engine, plugins.transport
+    assert transport is not None  # chosen
     options = config.engines[engine.name]
-    wanted = engine.spec.environment(options, cluster)
     used = [(Kind.ENGINES, engine), (Kind.TRANSPORTS, transport)]
-    if reader := config.model.pictures:
-        used.append((Kind.PICTURES, load(Kind.PICTURES, reader)))
+    if plugins.pictures is not None:
+        used.append((Kind.PICTURES, plugins.pictures))
     return EnginePlan(
         name=engine.name,
         assignments=tuple(
@@ -189,19 +166,49 @@ def plan_engines(
                 origins=origins_of(*used),
                 model=config.model,
                 options=to_plain(options),
-                context=evolve(context, name=f"engine-{index}", index=index),
+                context=EngineContext(
+                    name=f"engine-{index}",
+                    index=index,
+                    device=cluster.device,
+                    precision=config.train_of(ACTOR).precision,
+                    context_length=context_length,
+                    bundles=engine.spec.bundles(options, cluster),
+                    run_dir=run_dir,
+                    weights=config.weights,
+                    lora=config.lora if separate_adapters(config) else None,
+                ),
             )
             for index in range(config.rollout.replicas)
         ),
-        environment=environment_of(engine.name, wanted, cluster=config.cluster, common=common),
+        environment=environment_of(
+            engine.name, engine.spec.environment(options, cluster), cluster=config.cluster, common=common
+        ),
         calls=engine.spec.calls(options, cluster),
     )
 
 
+def check_engines(
+    config: Config,
+    plugins: Plugins,
+    engines: ClusterInfo,
+    cluster: ClusterInfo,
+    senders: Sequence[int],
+    problems: Problems,
+) -> None:
+    """What the engine, and the transport of its updates, cannot do."""
+    assert plugins.transport is not None  # chosen
+    with problems.stage():
+        check_transport(config, plugins.transport, senders, cluster)
+    with problems.stage():
+        check_spec(plugins.engine, config.engines[plugins.engine.name], engines, config=config)
+    with problems.stage():
+        require_form(config, plugins.engine)
+    with problems.stage():
+        require_sight(config, plugins.engine)
+
+
 def require_form(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if weights would be sent in a form that the engine does not take."""
-    if not config.run.has_engines:
-        return
     sent, taken = config.weights.quantize, engine.spec.quantized
     if sent not in taken:
         raise ConfigError(f"weights.quantize: {sent!r}, but the engine {engine.name!r} takes {' or '.join(taken)}")
@@ -214,7 +221,7 @@ def require_form(config: Config, engine: Loaded) -> None:
 
 def require_sight(config: Config, engine: Loaded) -> None:
     """Raise ConfigError if rows have pictures, and the engine would not show them to the model."""
-    if config.run.has_engines and config.model.pictures and not engine.spec.pictures:
+    if config.model.pictures and not engine.spec.pictures:
         can = [each.name for each in usable(Kind.ENGINES) if each.spec.pictures]
         raise ConfigError(
             f"model.pictures: {config.model.pictures!r}, but the engine {engine.name!r} shows the model no pictures; "
@@ -239,7 +246,14 @@ def check_extensions(config: Config, plugins: Plugins, cluster: ClusterInfo, pro
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
 
 
-def senders(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
+def senders_of(config: Config, placement: Placement, device: str) -> tuple[int, ...]:
+    """For each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
+    places = placement.places
+    receivers = [bundle for place in places[ENGINES] for bundle in placement.taken(ENGINES, place)]
+    return senders_on(receivers, places[ACTOR], one_machine=device == "cpu" and not config.cluster.address)
+
+
+def senders_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool) -> tuple[int, ...]:
     """For each receiver, the actor's rank that can share memory with it: the one on its bundle. `receivers` and `ranks`
     are bundle indices. On the CPUs of `one_machine` it is rank 0 for all. Empty if any receiver has none.
     """
@@ -247,13 +261,6 @@ def senders(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: bool
         return (0,) * len(receivers)
     at = {bundle: rank for rank, bundle in enumerate(ranks)}
     return tuple(at[bundle] for bundle in receivers) if all(bundle in at for bundle in receivers) else ()
-
-
-def senders_of(config: Config, placement: Placement, device: str) -> tuple[int, ...]:
-    """For each receiver the actor's rank on its device (see `ProcessPlan.senders`)."""
-    places = placement.places
-    receivers = [bundle for place in places.get(ENGINES, ()) for bundle in placement.taken(ENGINES, place)]
-    return senders(receivers, places[ACTOR], one_machine=device == "cpu" and not config.cluster.address)
 
 
 def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool) -> str:
@@ -267,7 +274,7 @@ def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool)
 def check_transport(config: Config, loaded: Loaded, senders: Sequence[int], cluster: ClusterInfo) -> None:
     """Raise ConfigError if the chosen transport works within a device, as 'ipc' does, and an engine is on a device
     without a rank, or for what its spec finds."""
-    if loaded.spec.one_device and config.run.has_engines and not senders:
+    if loaded.spec.one_device and not senders:
         raise ConfigError(
             f"weights.transport: {config.weights.transport!r} shares memory within one device, but an engine is on a "
             f"device without {ACTOR} ranks; use 'auto', or colocated engines, at most one per rank"

@@ -51,34 +51,27 @@ def selected(config: Config) -> list[Selection]:
     """The selected backends, engine, sampler, algorithm, extensions, transport and reader of pictures, in that order;
     one entry for each setting that names a plugin. Extensions that join by themselves are among them once
     `with_extensions` has listed them."""
+    found: list[Selection] = []
+
+    def add(kind: Kind, path: str, name: str, *, used: bool = True) -> None:
+        found.append(Selection(kind=kind, path=path, name=name, used=used))
+
     roles = config.chosen_roles.items()
     backends = {f"roles.{role}.backend": choice.backend for role, choice in roles if choice.backend}
-    common = len(backends) < len(roles)
-    return [
-        Selection(kind=Kind.BACKENDS, path="backend.name", name=config.backend.name, used=common),
-        *(Selection(kind=Kind.BACKENDS, path=path, name=name, used=True) for path, name in backends.items()),
-        Selection(kind=Kind.ENGINES, path="rollout.engine", name=config.rollout.engine, used=config.run.has_engines),
-        Selection(kind=Kind.SAMPLERS, path="rollout.sampler", name=config.rollout.sampler, used=config.run.has_engines),
-        *(
-            [Selection(kind=Kind.ALGORITHMS, path="algorithm.name", name=config.algorithm.name, used=config.run.trains)]
-            if config.run.mode != "eval"  # which nothing learns from
-            else []
-        ),
-        *(
-            Selection(kind=Kind.EXTENSIONS, path=f"extensions[{index}].name", name=each.name, used=True)
-            for index, each in enumerate(config.chosen_extensions)
-        ),
-        *(
-            [Selection(kind=Kind.TRANSPORTS, path="weights.transport", name=transport, used=config.run.has_engines)]
-            if (transport := config.weights.transport) != AUTO
-            else []
-        ),
-        *(
-            [Selection(kind=Kind.PICTURES, path="model.pictures", name=reader, used=True)]
-            if (reader := config.model.pictures)
-            else []
-        ),
-    ]
+    add(Kind.BACKENDS, "backend.name", config.backend.name, used=len(backends) < len(roles))
+    for path, name in backends.items():
+        add(Kind.BACKENDS, path, name)
+    add(Kind.ENGINES, "rollout.engine", config.rollout.engine, used=config.run.has_engines)
+    add(Kind.SAMPLERS, "rollout.sampler", config.rollout.sampler, used=config.run.has_engines)
+    if config.run.mode != "eval":  # from which nothing learns
+        add(Kind.ALGORITHMS, "algorithm.name", config.algorithm.name, used=config.run.trains)
+    for index, each in enumerate(config.chosen_extensions):
+        add(Kind.EXTENSIONS, f"extensions[{index}].name", each.name)
+    if config.weights.transport != AUTO:
+        add(Kind.TRANSPORTS, "weights.transport", config.weights.transport, used=config.run.has_engines)
+    if config.model.pictures:
+        add(Kind.PICTURES, "model.pictures", config.model.pictures)
+    return found
 
 
 def distributions_of(config: Config) -> list[str]:

@@ -206,7 +206,12 @@ def needed(
     if cluster.train is not None and cluster.train.layout == "whole":
         needs.setdefault(Capability.WHOLE, "a model that cannot be packed")
     if model is not None:
-        needs |= _needed_by(model)
+        from corerl.models.build import stored_buffers  # a worker imports this module, and does not need it
+
+        if (count := experts_of(model.hf.to_dict())) > 1:
+            needs[Capability.MOE] = f"a model with {count} experts"
+        if buffer := next(iter(stored_buffers(model.built)), ""):
+            needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
     if role == ACTOR and config.algorithm.routing_replay != "none" and config.run.trains:
         needs[Capability.ROUTING_REPLAY] = f"algorithm.routing_replay = '{config.algorithm.routing_replay}'"
     if saved_ranks and saved_ranks != cluster.ranks:
@@ -222,17 +227,6 @@ def needed(
         needs[Capability.SAVE_BACKGROUND] = f"checkpoint.{name} = true"
     if role == ACTOR and plugins.transport is not None:
         needs[plugins.transport.spec.capability] = f"weights.transport = '{config.weights.transport}'"
-    return needs
-
-
-def _needed_by(model: RoleModel) -> dict[Capability, str]:
-    from corerl.models.build import stored_buffers  # a worker imports this module, and does not need it
-
-    needs = {}
-    if (count := experts_of(model.hf.to_dict())) > 1:
-        needs[Capability.MOE] = f"a model with {count} experts"
-    if buffer := next(iter(stored_buffers(model.built)), ""):
-        needs[Capability.BUFFERS] = f"a model with weights in buffers ({buffer})"
     return needs
 
 

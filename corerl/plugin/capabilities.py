@@ -68,8 +68,6 @@ ABSENT = dict.fromkeys(
     (Capability.AUX_LOSS, Capability.PICTURES, Capability.ADAM, Capability.TARGETS, Capability.SHARED_PREFIXES),
     Support(Grade.NOT_IMPLEMENTED, "its spec does not declare it"),
 )
-# The precisions that need a capability. Every backend has float32.
-PRECISIONS = {"bfloat16": Capability.BFLOAT16, "float16": Capability.FLOAT16}
 
 
 def support_in(declared: Mapping[Capability, Support], capability: Capability) -> Support:
@@ -90,30 +88,22 @@ def asked_by_role(
 ) -> dict[Capability, str]:
     """The capabilities that a role's own settings need, whatever the run does: capability -> the setting. `lora`
     is the table that asks for adapters, `pictures` the plugin that reads them."""
-    asked = {}
-    if frozen:
-        asked[Capability.FROZEN] = f"roles.{role}"
-    if lora:
-        asked[Capability.LORA] = lora
-    if pictures:
-        asked[Capability.PICTURES] = f"model.pictures = '{pictures}'"
-    if value_head:
-        asked[Capability.CRITIC] = "roles.critic"
-    if device == "cpu":
-        asked[Capability.CPU] = "cluster.device = 'cpu'"
-    if ranks > 1:
-        asked[Capability.MULTI_RANK] = f"roles.{role}.ranks = {ranks}"
-    if train.precision in PRECISIONS:
-        asked[PRECISIONS[train.precision]] = f"train.precision = '{train.precision}'"
-    if train.recompute == "full":
-        asked[Capability.RECOMPUTE] = f"train.recompute = '{train.recompute}'"
-    if train.layout == "whole":
-        asked[Capability.WHOLE] = "train.layout = 'whole'"
-    if train.share_prefixes:
-        asked[Capability.SHARED_PREFIXES] = "train.share_prefixes = true"
-    if train.aux_loss_coef and not frozen:
-        asked[Capability.AUX_LOSS] = f"train.aux_loss_coef = {train.aux_loss_coef:g}"
-    return asked
+    settings = {
+        Capability.FROZEN: frozen and f"roles.{role}",
+        Capability.LORA: lora,
+        Capability.PICTURES: pictures and f"model.pictures = '{pictures}'",
+        Capability.CRITIC: value_head and "roles.critic",
+        Capability.CPU: device == "cpu" and "cluster.device = 'cpu'",
+        Capability.MULTI_RANK: ranks > 1 and f"roles.{role}.ranks = {ranks}",
+        # Every backend has float32.
+        Capability.BFLOAT16: train.precision == "bfloat16" and "train.precision = 'bfloat16'",
+        Capability.FLOAT16: train.precision == "float16" and "train.precision = 'float16'",
+        Capability.RECOMPUTE: train.recompute == "full" and "train.recompute = 'full'",
+        Capability.WHOLE: train.layout == "whole" and "train.layout = 'whole'",
+        Capability.SHARED_PREFIXES: train.share_prefixes and "train.share_prefixes = true",
+        Capability.AUX_LOSS: not frozen and train.aux_loss_coef and f"train.aux_loss_coef = {train.aux_loss_coef:g}",
+    }
+    return {capability: str(setting) for capability, setting in settings.items() if setting}
 
 
 def unsupported(reason: str) -> Support:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from corerl.config.schema import ExtensionChoice
@@ -21,15 +21,22 @@ ON_DRIVER = (*DRIVER_HOOKS, "shutdown")
 
 class Observers:
     """The driver's extensions, (name, instance) pairs in the config's order. No error in `observe` ends the run; one in
-    a hook that decides does. Notices are printed to stderr if none of the extensions named in `showing` is there to
-    show them.
+    a hook that decides does. Notices go to `notify`, by default to stderr, if none of the extensions named in `showing`
+    is there to show them.
 
     Raises ContractError if one does not keep the contract.
     """
 
-    def __init__(self, extensions: Sequence[tuple[str, object]], *, showing: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        extensions: Sequence[tuple[str, object]],
+        *,
+        showing: Collection[str] = (),
+        notify: Callable[[str], None] = note,
+    ) -> None:
         self._extensions = Extensions(extensions, hooks=ON_DRIVER)
         self._silenced: set[str] = set()  # extensions that have raised
+        self._notify = notify
         self._showing = {f"extension:{name}" for name in showing}
         self._closed = False
         self._emitting = threading.RLock()
@@ -47,7 +54,7 @@ class Observers:
                     f"warning: {name} is disabled because {what} raised {printable(one_line(error))}", file=sys.stderr
                 )
             if isinstance(event, Notice) and self._showing <= self._silenced:
-                note(event.text)
+                self._notify(event.text)
 
     def ask(self, hook: str, **arguments: Any) -> None:
         """Call a hook that decides something, in the config's order. Raises the first error, with the extension's

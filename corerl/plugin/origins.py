@@ -53,20 +53,16 @@ def origins_of(*plugins: tuple[Kind, Loaded]) -> tuple[Origin, ...]:
     )
 
 
-def origins_here(named: Sequence[tuple[Kind, str]]) -> list[Origin]:
-    """The origins of CoreRL itself, then of each plugin, as this process finds them."""
+def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The origins of CoreRL itself, then of each plugin (value of Kind, name), as this process finds them, as plain
+    data; runs on nodes of a cluster, which need core alone."""
     found = list(origins_of())
-    for kind, name in named:
+    for kind, name in ((Kind(value), name) for value, name in named):
         try:
             found += origins_of((kind, load(kind, name)))[1:]
         except PluginError as error:
             found.append(Origin(what=f"{kind.noun} {name!r}", problem=error.message))
-    return found
-
-
-def plugins_here(named: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """`origins_here` of each (value of Kind, name) as plain data; runs on nodes of a cluster, which need core alone."""
-    return [asdict(each) for each in origins_here([(Kind(kind), name) for kind, name in named])]
+    return [asdict(each) for each in found]
 
 
 def require_same(driver: Sequence[Origin], *plugins: tuple[Kind, Loaded]) -> None:

@@ -12,9 +12,9 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from attrs import asdict, frozen
@@ -35,9 +35,6 @@ from corerl.plugin.spec import (
     Spec,
     TransportSpec,
 )
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution
 
 
 class Kind(Enum):
@@ -196,29 +193,20 @@ def locate(kind: Kind, name: str) -> Entry:
 @functools.lru_cache(maxsize=32)
 def _scanned(kind: Kind, where: Where) -> Sequence[Entry]:
     """What is installed there: each worker and each command asks several times."""
+    found = [
+        Entry(name=each.name, distribution=each.dist.name, version=each.dist.version, value=each.value)
+        for each in _entry_points(where).select(group=kind.group)
+        if each.dist is not None
+    ]
+    return tuple(sorted(found, key=lambda entry: (entry.name, entry.distribution)))
+
+
+@functools.lru_cache(maxsize=4)
+def _entry_points(where: Where) -> Any:  # EntryPoints; in Python 3.11 another class that also has `select`
     # importlib.metadata costs more to import than all of `import corerl`, so it is imported when first needed.
-    from importlib.metadata import distributions
+    from importlib.metadata import entry_points
 
-    # `entry_points()` keeps one distribution per name, which can be a stale egg-info: read all of them, and drop
-    # plain duplicates (lib64 links, editable installs).
-    entries: dict[tuple[str, str, str], Entry] = {}
-    for distribution in distributions():
-        for entry in _read(distribution, kind):
-            entries.setdefault((entry.name, entry.value, _normalized(entry.distribution)), entry)
-    return tuple(sorted(entries.values(), key=lambda entry: (entry.name, entry.distribution)))
-
-
-def _read(distribution: Distribution, kind: Kind) -> Iterator[Entry]:
-    try:
-        # Most distributions are not ours. A substring test is quick; parsing them all would dominate the scan.
-        if kind.group not in (distribution.read_text("entry_points.txt") or ""):
-            return
-        points = [point for point in distribution.entry_points if point.group == kind.group]
-        name, version = distribution.metadata["Name"], distribution.version
-    except Exception:  # someone else's damaged metadata, which raises all sorts of errors
-        return
-    if name and version:  # a missing value is None in some Pythons and raises in others
-        yield from (Entry(name=each.name, distribution=name, version=version, value=each.value) for each in points)
+    return entry_points()
 
 
 # ---- load ------------------------------------------------------------------------------------------------------------
@@ -337,13 +325,6 @@ def _not_found(kind: Kind, name: str, entries: Sequence[Entry]) -> PluginNotFoun
 
 
 def _conflict(rivals: Sequence[Entry]) -> str:
-    names = dict.fromkeys(_normalized(each.distribution) for each in rivals)
-    if len(names) == 1:  # two copies of one distribution's metadata: no name can tell them apart
-        distribution = rivals[0].distribution
-        return (
-            f"provided twice by {distribution}, as {' and '.join(each.value for each in rivals)}; uninstall "
-            f"{distribution} until no copy is left, then install it once"
-        )
     return (
         f"provided by {' and '.join(f'{each.distribution} {each.version}' for each in rivals)}; choose one by "
         "writing " + " or ".join(f"'{each.distribution}:{each.name}'" for each in rivals)

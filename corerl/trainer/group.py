@@ -130,10 +130,11 @@ class TrainGroup:
         plan = plan_group(config, role, resume=resume)
         for line in plan.notices:
             notify(line)
-        cpus = max(plan.placement.cpus, CPUS)
+        placement = plan.processes.placement
+        cpus = max(placement.cpus, CPUS)
         with (
             ray_session(address=plan.cluster.address, cpus=cpus) as owns_ray,
-            reserved(plan.placement, release=not owns_ray) as pool,
+            reserved(placement, release=not owns_ray) as pool,
         ):
             starting = plan.role if moments else _loading(plan.role, resume_moments=False)
             group = cls.launch(starting, pool[role], watching=Watching.of(plan.cluster, notify))
@@ -193,7 +194,7 @@ class TrainGroup:
         if not self.processes.ended:  # a save in the background ends with the ranks
             self.saved(wait=True, memory=in_memory(resume)).result()
         try:
-            slots = self._pool.arrange(plan.placement)
+            slots = self._pool.arrange(plan.processes.placement)
             result = self.restart(None, plan.role, slots[self.role]).result()
         except BaseException:
             self._pool.take({})  # gives back what was reserved for ranks that did not start

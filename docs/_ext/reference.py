@@ -35,7 +35,6 @@ import corerl
 import corerl_testing
 from corerl import errors, types
 from corerl.config.schema import Config, RoleConfig
-from corerl.config.toml_text import FieldHelp, describe
 from corerl.plan.plan import PlanReady
 from corerl.plan.resolve import TABLES
 from corerl.plugin import events, hooks
@@ -50,6 +49,8 @@ from corerl_testing.algorithm_suite import CHECKS as ALGORITHM_CHECKS
 from corerl_testing.marks import check_of
 from corerl_testing.matrix import Status
 from corerl_testing.suite import CHECKS
+
+settings: Any = importlib.import_module("settings")  # of this directory
 
 MODULES = re.compile(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])")  # in what Python prints of types
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in what Python prints of objects
@@ -68,17 +69,17 @@ REPEATED = tuple(
 )
 
 
-def table_of(entry: FieldHelp) -> str:
+def table_of(entry: Any) -> str:
     return entry.path.rpartition(".")[0]
 
 
 def config_reference() -> str:
-    entries = [entry for entry in describe(Config) if not entry.path.startswith(REPEATED)]
+    entries = [entry for entry in settings.describe(Config) if not entry.path.startswith(REPEATED)]
     lines: list[str] = []
-    for table, settings in groupby(sorted(entries, key=table_of), key=table_of):
+    for table, found in groupby(sorted(entries, key=table_of), key=table_of):
         heading = f"`[[{table[:-2]}]]`" if table.endswith("[]") else f"`[{table}]`" if table else "Top level"
         lines += [f"## {heading}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for setting in settings:
+        for setting in found:
             key = setting.path.removeprefix(f"{table}.")
             default = setting.default if setting.default in WORDS else f"`{setting.default}`"
             lines.append(f"| `{key}` | {setting.type} | {default} | {setting.help} |")
@@ -88,7 +89,7 @@ def config_reference() -> str:
 
 def options_table(config: type) -> list[str]:
     """Of a plugin's own options; nothing where it has none."""
-    options = list(describe(config))
+    options = list(settings.describe(config))
     if not options:
         return []
     rows = [f"| `{each.path}` | {each.type} | `{each.default}` | {each.help} |" for each in options]

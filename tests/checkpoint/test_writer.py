@@ -188,7 +188,7 @@ def test_a_background_failure_is_raised_once_by_the_next_call(look: str) -> None
         raise OSError("disk full")
 
     writer.submit(fails)
-    while writer._thread is not None and writer._thread.is_alive():
+    while writer._last is None or not writer._last.done():
         pass
     with pytest.raises(SaveFailed, match="the background save failed: OSError: disk full"):
         writer.submit(lambda: done.append(1)) if look == "submit" else getattr(writer, look)()

@@ -12,10 +12,9 @@ import pytest
 import ray
 
 from corerl.cluster.arrangement import arrange
-from corerl.cluster.group import RayGroup
-from corerl.cluster.nodes import gone, interface_of, living_nodes
+from corerl.cluster.group import RayGroup, RemoteObject
+from corerl.cluster.nodes import gone, interface_of, living_nodes, own_address
 from corerl.cluster.placement import reserved
-from corerl.cluster.remote import RemoteObject, own_address
 from corerl.cluster.runtime import put, ray_session
 from corerl.errors import CorerlError, WorkerDied, WrongState
 from tests.cluster.nodes import cluster

@@ -142,8 +142,8 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
         ("[train]\nlr = 1e-3", "train.lr: unknown key; did you mean 'optimizer.lr'?"),
         ("temperature = 0.7", "temperature: unknown key; did you mean 'rollout.temperature'?"),
         ("[run]\nsteps = '10'", "run.steps: expected integer, got string '10'; remove the quotes"),
-        ("[run]\nseed = -1", "run.seed: must be between 0 and 9223372036854775807, got -1"),
-        ("[run]\ndir = ''", "run.dir: must not be empty"),
+        ("[run]\nseed = -1", "run.seed: 'seed' must be >= 0: -1"),
+        ("[run]\ndir = ''", "run.dir: Length of 'dir' must be >= 1: 0"),
         (
             "[model]\npath = 'a\\u0000b'".replace("'", '"'),
             "model.path: expected string without NUL characters, got 'a\\x00b'",
@@ -154,14 +154,14 @@ def test_an_override_sets_one_value(tmp_path: Path, override: str, path: tuple[s
             "train.optimizer.betas: each must be at least 0 and below 1, got [0.9, 1.0]",
         ),
         ("[rollout]\ntop_k = 1", "rollout.top_k: must be 0 or at least 2, got 1"),
-        ("[rollout]\ntop_p = 0.0", "rollout.top_p: must be above 0 and at most 1, got 0.0"),
+        ("[rollout]\ntop_p = 0.0", "rollout.top_p: 'top_p' must be > 0: 0.0"),
         ("[cluster]\ntimeout = inf", "cluster.timeout: must be finite, got inf"),
         (
             "[cluster]\nenvironment = {'A=B' = 'c'}",
             "cluster.environment: must be valid environment variables, got the name 'A=B'",
         ),
-        ("[cluster]\ntimeout = 0", "cluster.timeout: must be above 0, got 0.0"),
-        ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: must be at least 0, got -0.1"),
+        ("[cluster]\ntimeout = 0", "cluster.timeout: 'timeout' must be > 0: 0.0"),
+        ("[algorithm]\nkl_coef = -0.1", "algorithm.kl_coef: 'kl_coef' must be >= 0: -0.1"),
         (
             "[algorithm]\nkl_estimator = 'k4'",
             "algorithm.kl_estimator: expected one of 'k1', 'k2', 'k3', 'k3-differentiated', got string 'k4'",
@@ -197,8 +197,8 @@ def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path)
             "'package.module:SPEC'"
         ),
         "backend.nmae: unknown key; did you mean 'name'?",
-        "train.mini_batches: must be at least 1, got 0",
-        "train.epochs: must be at least 1, got 0",
+        "train.mini_batches: 'mini_batches' must be >= 1: 0",
+        "train.epochs: 'epochs' must be >= 1: 0",
         "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof)",
     ]
 

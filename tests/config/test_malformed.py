@@ -9,8 +9,8 @@ import pytest
 
 from corerl.config.load import config_of
 from corerl.config.schema import Config
-from corerl.config.toml_text import describe
 from corerl.errors import ConfigError
+from docs._ext.settings import describe
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PLAIN = {"backend": {"name": "plain"}}

@@ -14,7 +14,6 @@ from attrs import define, evolve, field
 from corerl.calls import Future
 from corerl.cluster.arrangement import Placement
 from corerl.cluster.placement import Bundle, Gpu, Slot
-from corerl.driver.control import Control
 from corerl.driver.groups import Groups
 from corerl.driver.progress import Progress
 from corerl.errors import (
@@ -188,7 +187,7 @@ class Memory:
 
 @define(eq=False)
 class Case:
-    control: Control
+    groups: Groups
     ears: Ears
     log: list[str]
     ranks: dict[str, Ranks]
@@ -198,8 +197,8 @@ class Case:
     def change(self, *overrides: str) -> list[str]:
         """What is told of each group, without the seconds that it took."""
         self.log.clear()
-        self.groups.changed, self.control._save = set(), self.save
-        return [line.rpartition(",")[0] for line in self.control.apply(self.control.replan(overrides))]
+        self.groups._changed, self.groups._save = set(), self.save
+        return [line.rpartition(",")[0] for line in self.groups.apply(self.groups.replan(overrides))]
 
     def save(self) -> Path:
         self.log.append("save")
@@ -209,10 +208,6 @@ class Case:
         with pytest.raises(error) as caught:
             self.change(*overrides)
         return str(caught.value)
-
-    @property
-    def groups(self) -> Groups:
-        return self.control.groups
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -261,27 +256,27 @@ def make(
     ears = Ears()
     now = Progress(Observers([("ears", ears), *extensions]), 3)
     where: Any = pool
-    groups = Groups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now)
     stop: Any = SimpleNamespace(requested=False)
-    return Case(Control(groups=groups, progress=now, stop=stop), ears, log, ranks, engines, pool)
+    groups = Groups(plan=plan, pool=where, roles=roles_now, fleet=fleet, residency=memory, progress=now, stop=stop)
+    return Case(groups, ears, log, ranks, engines, pool)
 
 
 def test_a_resize_restarts_all_ranks_from_a_checkpoint(tmp_path: Path) -> None:
     case = make(tmp_path)
-    assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    assert case.groups.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.change("roles.actor.ranks=2") == ["actor: 1 rank of fsdp (dp 1) -> 2 ranks of fsdp (dp 2)"]
     assert case.log == [
         *("save", "end actor", "end critic", "engines sleep", "take actor critic"),
         *("start actor", "start critic", "changed actor critic", "take"),
     ]
-    assert case.groups.changed == {"actor", "critic"}
+    assert case.groups._changed == {"actor", "critic"}
     ((placement, staying),) = case.pool.arranged
     assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (0, 1)}
     assert staying == {"engines": 2}
     for name, ranks in case.ranks.items():
         plan = case.groups.plan.processes.roles[name]
         assert ranks.restarted == (f"checkpoint/{name}", plan, case.pool.slots[name])
-    assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    assert case.groups.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
     assert case.starts() == {"actor": 2, "critic": 1}
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert written["roles"]["actor"]["ranks"] == case.groups.plan.record["roles"]["actor"]["ranks"] == 2
@@ -315,7 +310,7 @@ def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     case.pool.slots = slots_of(case.groups.plan.processes.placement, moved=4)
     assert case.change("rollout.replicas=3") == ["engines: 2 -> 3"]
     assert case.log == ["enter rest", "resize engines", "take engines", "changed engines", "take"]
-    assert case.groups.changed == {"engines"}
+    assert case.groups._changed == {"engines"}
     assert case.pool.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
     resized = case.engines.resized_to
     assert resized is not None
@@ -356,7 +351,7 @@ class Deciding:
     overrides: Sequence[str] = ()
     heard: list[ProcessFailure] = field(factory=list)
 
-    def ranks_failed(self, run: Control, failure: ProcessFailure) -> None:
+    def ranks_failed(self, run: Groups, failure: ProcessFailure) -> None:
         self.heard.append(failure)
         if self.overrides:
             run.apply(run.replan(self.overrides))
@@ -367,7 +362,7 @@ def test_ranks_start_by_the_plan_of_an_extension(tmp_path: Path) -> None:
     roles = {"actor": {"ranks": 2}, "critic": {"ranks": 1}}
     case = make(tmp_path, roles=roles, extensions=[("fewer", fewer)])
     case.pool.gone = {0}
-    case.control.failed("actor rank 0 has died", ranks=True)
+    case.groups.failed("actor rank 0 has died", ranks=True)
     lost = {"actor": 1, "critic": 1, "engines": 1}
     assert fewer.heard == [ProcessFailure(message="actor rank 0 has died", ranks=True, lost=lost)]
     assert told(case.ears) == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
@@ -380,11 +375,11 @@ def test_ranks_start_by_the_plan_of_an_extension(tmp_path: Path) -> None:
 def test_a_lost_machine_without_replacement_ends_the_run(tmp_path: Path) -> None:
     silent = Deciding()
     case = make(tmp_path, extensions=[("silent", silent)])
-    case.control.failed("a rank has died", ranks=True)  # on a machine that is there
+    case.groups.failed("a rank has died", ranks=True)  # on a machine that is there
     assert [failure.lost for failure in silent.heard] == [{}] and told(case.ears) == []
     case.pool.gone = {0}
     with pytest.raises(InsufficientResources) as caught:
-        case.control.failed("a rank has died", ranks=True)
+        case.groups.failed("a rank has died", ranks=True)
     assert caught.value.message == (
         "processes without a place: 1 of actor, 1 of critic, 1 of engines; to go on with spare machines, or in smaller "
         "groups: pip install 'corerl[elastic]'"
@@ -397,10 +392,10 @@ def test_before_engines_are_replaced_ranks_whose_machine_is_gone_are_ended(tmp_p
     for name, ranks in case.ranks.items():
         nodes = [slot.node for slot in case.pool.slots[name]]
         ranks.processes = SimpleNamespace(nodes=nodes, kill=lambda name=name: ends.append(name))
-    case.control.failed("engine-0 has died", ranks=False)
+    case.groups.failed("engine-0 has died", ranks=False)
     case.pool.gone = {1}
     with pytest.raises(WorkerDied, match="^actor rank 1: its machine is gone$"):
-        case.control.failed("engine-0 has died", ranks=False)
+        case.groups.failed("engine-0 has died", ranks=False)
     assert ends == ["actor"] and case.starts() == {"actor": 2, "critic": 1}
 
 
@@ -436,7 +431,7 @@ def test_if_new_ranks_fail_old_ones_restart_from_the_checkpoint(error: CorerlErr
     assert case.fails(kind, "roles.actor.ranks=2", "rollout.replicas=1") == expected
     assert case.groups.plan is plan and case.pool.slots == slots
     assert case.engines.names == ("engine-0", "engine-1")
-    assert case.log.count("save") == 1 and case.groups.changed == {"actor", "critic", "engines"}
+    assert case.log.count("save") == 1 and case.groups._changed == {"actor", "critic", "engines"}
     assert [each.restarted for each in case.ranks.values()] == [
         (f"checkpoint/{name}", plan.processes.roles[name], slots[name]) for name in case.ranks
     ]

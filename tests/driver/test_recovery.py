@@ -26,7 +26,15 @@ class Groups:
     ended: bool = True
     fails: int = 0
     elsewhere: bool = False
+    step: int = 5
+    stop: Any = field(factory=lambda: SimpleNamespace(requested=False))
+    progress: Any = None
+    asked: Callable[[Groups, str], object] = lambda groups, message: None
     log: list[str] = field(factory=list)
+
+    def failed(self, message: str, *, ranks: bool) -> None:
+        assert ranks
+        self.asked(self, message)
 
     @property
     def roles(self) -> dict[str, Any]:
@@ -84,27 +92,16 @@ class Case:
         assert deaths
 
 
-def make(
-    *, requested: bool = False, done: int = 5, failed: Callable[[Groups, str], object] | None = None, **parts: Any
-) -> Case:
-    """`failed` is called where extensions are asked for places."""
+def make(**parts: Any) -> Case:
+    """`asked` is called where extensions are asked for places."""
     saves: Any = SimpleNamespace(disk=parts.pop("checkpoints", Saves()), memory=parts.pop("memory", None))
-    start = parts.pop("start", SimpleNamespace(resume=None, state={}))
-    groups, ears = Groups(**parts), Ears()
-
-    def asked(message: str, *, ranks: bool) -> None:
-        assert ranks
-        if failed is not None:
-            failed(groups, message)
-
-    control: Any = SimpleNamespace(
-        groups=groups, failed=asked, progress=progress(ears), step=done, stop=SimpleNamespace(requested=requested)
-    )
-    return Case(Recovery(control=control, engines=groups, start=start, saves=saves), groups, ears)
+    start, ears = parts.pop("start", SimpleNamespace(resume=None, state={})), Ears()
+    groups: Any = Groups(progress=progress(ears), **parts)
+    return Case(Recovery(groups=groups, engines=groups, start=start, saves=saves), groups, ears)
 
 
 def test_restarts_without_a_new_step_are_limited() -> None:
-    case = make(done=3)
+    case = make(step=3)
     case.dies("one")
     assert case.groups.log == ["given up", "end", "start from None"]
     assert case.points == [RestartPoint(checkpoint=None, state={}, version=4)]
@@ -116,7 +113,7 @@ def test_restarts_without_a_new_step_are_limited() -> None:
     ]
     case.recovery.step_done()  # a step that was not done before
     case.dies("four")
-    case.recovery.control.step = 2  # type: ignore[misc]
+    case.groups.step = 2
     case.recovery.step_done()  # one that was
     case.dies("five")
     with pytest.raises(WorkerDied, match="six"):
@@ -128,7 +125,7 @@ def test_where_extensions_find_no_places_the_death_is_the_error() -> None:
         assert message == "one"
         raise InsufficientResources("roles.actor.ranks: devices are left for 0 of 2")
 
-    case = make(failed=refuse)
+    case = make(asked=refuse)
     with pytest.raises(WorkerDied) as caught:
         case.dies("one", "the traceback")
     assert caught.value.details == "the traceback"
@@ -181,7 +178,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
 
     saves = Saves(old)
     kept = Saves(newer, in_memory=True)
-    case = make(checkpoints=saves, memory=kept, failed=failed, elsewhere=when == "before")
+    case = make(checkpoints=saves, memory=kept, asked=failed, elsewhere=when == "before")
     case.dies("it")
     assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
     assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
@@ -191,7 +188,7 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
 def test_a_resumed_run_restarts_where_it_began(tmp_path: Path) -> None:
     begun = saved(tmp_path, 3)
     state = {"rollout_step": 3, "as": "the run has read it"}
-    case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), done=4)
+    case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), step=4)
     case.dies("it")
     assert case.points == [RestartPoint(checkpoint=begun, state=state, version=4)]
     assert told(case.ears) == ["it; restarting all ranks from checkpoint step 3; replaying step 4"]
@@ -201,7 +198,7 @@ def test_a_resumed_run_restarts_where_it_began(tmp_path: Path) -> None:
     ("ended", "requested", "allowed"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
 )
 def test_nothing_restarts_if_not_allowed(ended: bool, requested: bool, allowed: int) -> None:
-    case = make(ended=ended, requested=requested, allowed=allowed)
+    case = make(ended=ended, stop=SimpleNamespace(requested=requested), allowed=allowed)
     with pytest.raises(WorkerDied, match="^an engine, perhaps$"):
         case.dies("an engine, perhaps")
     assert case.points == []

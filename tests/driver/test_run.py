@@ -21,8 +21,7 @@ from corerl.driver import sampling as of_driver
 from corerl.driver.advantages import TrainBatch
 from corerl.driver.checkpoints import DriverPart, Saves
 from corerl.driver.progress import Progress
-from corerl.driver.reference_policy import ReferencePolicy
-from corerl.driver.roles import Role
+from corerl.driver.roles import ReferencePolicy, Role
 from corerl.driver.run import Run
 from corerl.driver.sampling import Evaluations, answers_in
 from corerl.driver.step_reports import StepNotices, StepReports
@@ -118,7 +117,7 @@ def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
                 "saves": Saves(disk=disk, memory=memory, residency=residency),
                 "roles": roles,
                 "residency": residency,
-                "control": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
+                "groups": SimpleNamespace(plan=plan, failed=lambda message, ranks: None, stop=stop),
                 "recovery": SimpleNamespace(step_done=lambda: None, around=lambda rewind: nullcontext([])),
                 **parts,
             }
@@ -301,7 +300,7 @@ def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., 
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
     assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
-    run.control.stop = Stop(False)  # type: ignore[assignment]
+    run.groups.stop = Stop(False)  # type: ignore[assignment]
     assert not run.stopping
     follows = {"kl_coef": 0.1, "reference_every": 2}
     run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
@@ -734,7 +733,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     asking = Asking(set(changed))
     every = {"algorithm": {"reference_every": 2, "kl_coef": 0.1}, "run": {"steps": 9}}
     engines = SimpleNamespace(new_rendezvous=lambda: done.append(("rendezvous", run.progress.steps_done)))
-    run = make_run(make_config(**every), control=asking, checkpoints=Files(-1), source=Source(), engines=engines)
+    run = make_run(make_config(**every), groups=asking, checkpoints=Files(-1), source=Source(), engines=engines)
     for step in (1, 2, 4, 9):  # at 1 the reference policy is one that no checkpoint has
         run.progress.steps_done = step
         run.between_steps()
@@ -742,7 +741,7 @@ def test_extensions_are_asked_after_each_step_but_the_last(
     after = {0: [], 1: ["rendezvous", "push"], 2: ["snapshots", "rendezvous", "push"]}[len(changed)]
     assert done == [(what, step if what != "snapshots" else True) for step in (2, 4) for what in after]
     asking.stop = Stop(True)
-    run = make_run(make_config(run={"steps": 9}), control=asking, rollout_step=3)
+    run = make_run(make_config(run={"steps": 9}), groups=asking, rollout_step=3)
     run.between_steps()
     assert len(asking.saved) == 2
 

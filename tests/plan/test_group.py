@@ -32,7 +32,7 @@ def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
     (assignment,) = plan.role.assignments
     assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), (), 5)
     assert (plan.role.objective.loss.name, plan.role.objective.aggregation) == ("clipped", "token-mean")
-    assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.placement.places == {"actor": (0,)}
+    assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.processes.placement.places == {"actor": (0,)}
     assert plan.notices == ()
 
 

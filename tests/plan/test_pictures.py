@@ -10,7 +10,6 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import Config, DataConfig, LoraConfig
-from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineService
 from corerl.errors import ConfigError, DataError, PluginError
 from corerl.models.config import hf_config
@@ -146,10 +145,9 @@ def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:
 
 def test_processes_are_asked_for_the_drivers_reader(tmp_path: Path) -> None:
     config = resolve_tables(config_of(tmp_path, ROWS))
-    engine, transport = load(Kind.ENGINES, "fake"), load(Kind.TRANSPORTS, "ipc")
-    cluster = cluster_of(ACTOR, config, plugins_of(config), device="cpu")
-    context = EngineContext(name="engine", index=0, device="cpu", precision="float32")
-    plan = plan_engines(config, engine, transport, cluster, context, {})
+    plugins = evolve(plugins_of(config), transport=load(Kind.TRANSPORTS, "ipc"))
+    cluster = cluster_of(ACTOR, config, plugins, device="cpu")
+    plan = plan_engines(config, plugins, cluster, {}, context_length=0, run_dir="")
     assert [origin.what for origin in plan.assignments[0].origins][-1] == f"reader {SPEC!r}"
     EngineService(plan.assignments[0])  # finds the same
     *others, reader = plan.assignments[0].origins

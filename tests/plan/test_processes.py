@@ -10,7 +10,7 @@ from corerl.config.schema import ClusterConfig, ClusterInfo, Config, WeightsConf
 from corerl.errors import ConfigError
 from corerl.plan import resolve
 from corerl.plan.make import make_plan
-from corerl.plan.processes import choose_transport, require_form, senders
+from corerl.plan.processes import choose_transport, require_form, senders_on
 from corerl.plugin.registry import Kind, load
 from tests.driver.saved import CRITIC, config_in, make_config, make_model
 
@@ -123,8 +123,8 @@ def test_an_engine_takes_from_the_rank_on_its_bundle(
     ranks: int, engines: int, own_devices: list[str], sending: tuple[int, ...]
 ) -> None:
     found = places(ranks, engines, *own_devices)
-    assert senders(found["engines"], found["actor"], one_machine=False) == sending
-    assert senders(found["engines"], found["actor"], one_machine=True) == (0,) * engines
+    assert senders_on(found["engines"], found["actor"], one_machine=False) == sending
+    assert senders_on(found["engines"], found["actor"], one_machine=True) == (0,) * engines
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from attrs import asdict, evolve
 
 import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.origins import Origin, Unmet, origins_here, origins_of, require_met, require_same, unmet
+from corerl.plugin.origins import Origin, Unmet, origins_of, plugins_here, require_met, require_same, unmet
 from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]
@@ -34,11 +34,11 @@ def test_the_origins_of_a_process_are_plain_data(plugins: list[tuple[Kind, Loade
     own = origins_of(*plugins)
     assert own == (CORE, MINE, WRAP)
     assert pickle.loads(pickle.dumps(own)) == own
-    assert origins_here([(Kind.BACKENDS, "mine")]) == [CORE, MINE]
+    assert plugins_here([("backends", "mine")]) == [asdict(CORE), asdict(MINE)]
 
 
 def test_a_plugin_that_is_not_there_is_listed_with_why() -> None:
-    core, missing = origins_here([(Kind.BACKENDS, "nowhere")])
+    core, missing = (Origin(**each) for each in plugins_here([("backends", "nowhere")]))
     assert core == CORE and (missing.what, missing.distribution) == ("backend 'nowhere'", "")
     assert MINE.against(missing) == missing.problem
     assert missing.problem.startswith("unknown backend 'nowhere'; installed: ")

@@ -52,12 +52,6 @@ def test_a_backend_is_found_by_name_with_its_distribution(install: Install, back
     ]
 
 
-def test_stale_metadata_without_entry_points_does_not_hide_the_plugin(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_d:SPEC"}}, mine_d=backend_spec)
-    install("corerl-mine", {}, site="stale")  # later on disk, earlier on sys.path
-    assert load(Kind.BACKENDS, "mine").value == "mine_d:SPEC"
-
-
 def test_an_unknown_name_is_answered_with_installed_ones(install: Install, backend_spec: str) -> None:
     install("corerl-mine", {"backends": {"sharded": "mine_e:SPEC"}}, mine_e=backend_spec)
     with pytest.raises(PluginNotFound) as caught:
@@ -87,17 +81,6 @@ def test_a_name_of_two_distributions_is_a_conflict(install: Install, backend_spe
     assert load(Kind.BACKENDS, "other:mine").distribution == "other"
     assert load(Kind.BACKENDS, "CoreRL_mine:mine").name == "mine"
     assert [each.status for each in listed("mine")] == [Status.CONFLICT, Status.CONFLICT]
-
-
-def test_two_plugins_of_one_name_are_a_conflict(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "old_g:SPEC"}}, site="old", old_g=backend_spec)
-    install("corerl-mine", {"backends": {"mine": "new_g:SPEC"}}, site="new", new_g=backend_spec)
-    with pytest.raises(PluginConflict) as caught:
-        load(Kind.BACKENDS, "mine")
-    assert caught.value.message == (
-        "backend 'mine' is provided twice by corerl-mine, as new_g:SPEC and old_g:SPEC; uninstall corerl-mine until no "
-        "copy is left, then install it once"
-    )
 
 
 def test_a_broken_backend_has_its_cause_and_spoils_none(install: Install, backend_spec: str) -> None:
@@ -192,17 +175,6 @@ def test_the_implementation_is_imported_only_when_asked_for(install: Install, ba
     )
     install("corerl-mine-code", {}, mine_m_code="class Code: pass")
     assert load_implementation(Kind.BACKENDS, loaded).__name__ == "Code"
-
-
-def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: Install, backend_spec: str) -> None:
-    site = install("corerl-mine", {"backends": {"mine": "mine_n:SPEC"}}, mine_n=backend_spec)
-    (site / "damaged-1.dist-info").mkdir()
-    (site / "damaged-1.dist-info" / "entry_points.txt").write_bytes(b"\xff\xfe[corerl.backends]\nno equals sign")
-    (site / "nameless-1.dist-info").mkdir()
-    (site / "nameless-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\n")
-    (site / "nameless-1.dist-info" / "entry_points.txt").write_text("[corerl.backends]\nno-name = mine_n:SPEC\n")
-    assert load(Kind.BACKENDS, "mine").name == "mine"
-    assert "no-name" not in installed_names(Kind.BACKENDS)
 
 
 def test_a_reinstalled_distribution_is_read_again(install: Install, backend_spec: str) -> None:

@@ -13,9 +13,9 @@ from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import DataError, EngineFailed
-from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OneStepOffRollouts, OrderedRollouts
 from corerl.rollout.rewards import Reward
+from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
 from tests.engines.services import serve

@@ -675,7 +675,8 @@ def test_a_resize_plans_before_it_ends_a_rank(
         assert not started[0][2].killed  # what cannot be resumed from is refused before
         [assignment, *_] = AFTER.assignments
         others = [evolve(assignment, config=evolve(assignment.config, resume=resume))] * 2
-        return SimpleNamespace(placement="a placement", role=evolve(AFTER, assignments=tuple(others)))
+        processes = SimpleNamespace(placement="a placement")
+        return SimpleNamespace(processes=processes, role=evolve(AFTER, assignments=tuple(others)))
 
     monkeypatch.setattr("corerl.plan.group.plan_group", plan_group)
     found = {"actor": SLOTS}

@@ -32,7 +32,7 @@ class Case(test_groups.Case):
     def replace_lost(self, *, ranks: bool = True) -> list[str]:
         """What is told where processes have ended: all ranks, or engines alone."""
         before = len(told(self.ears))
-        self.control.failed("it has died", ranks=ranks)
+        self.groups.failed("it has died", ranks=ranks)
         return told(self.ears)[before:]
 
 
@@ -202,14 +202,14 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     has_free(monkeypatch, CPU=2.0)
     case = of_engines(tmp_path, 2, 2)
     pool = in_room(case, 2, ["node 0", "node 0", "node 1", "node 1", "node 2", "node 2"], monkeypatch, engines=4)
-    assert devices_of(case.control) == Devices(reserved=6, unused=2, free=2)
-    assert case.control.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
+    assert devices_of(case.groups) == Devices(reserved=6, unused=2, free=2)
+    assert case.groups.sizes == {"roles.actor.ranks": 2, "roles.critic.ranks": 1, "rollout.replicas": 2}
     pool.moves = {("reservation 0", index): "" for index in range(2, 6)}
     are_left(monkeypatch, "node 0")
-    assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
+    assert devices_of(case.groups) == Devices(reserved=2, unused=0, free=2)
     assert case.replace_lost() == ["actor: 2 ranks of fsdp (dp 2) -> 1 rank of fsdp (dp 1)", "engines: 2 -> 1"]
-    assert case.control.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
-    assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
+    assert case.groups.sizes == {"roles.actor.ranks": 1, "roles.critic.ranks": 1, "rollout.replicas": 1}
+    assert devices_of(case.groups) == Devices(reserved=2, unused=0, free=2)
     assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
 
@@ -257,7 +257,7 @@ class Changing:
         self.elastic = Elastic(options=ElasticOptions(), run_dir=str(run_dir))
         if scaler is not None:
             self.elastic._scaling = scaling.Scaling(name="mine:decide", scaler=scaler)
-        self.groups = SimpleNamespace(pool=SimpleNamespace(count=self._count))
+        self.pool = SimpleNamespace(count=self._count)
 
     def _count(self, bundle: object) -> tuple[int, int, int]:
         if self.step == self.silent_at:

@@ -38,18 +38,16 @@ def interpreter() -> Iterator[Finding]:
 
 def duplicates(entries: Sequence[tuple[Kind, Entry]]) -> Iterator[Finding]:
     """Warn of plugin distributions that are found several times, and names that several distributions offer."""
-    seen = set()
-    for _, entry in entries:
-        if entry.distribution in seen:
-            continue
-        seen.add(entry.distribution)
-        if len(found := _copies(entry.distribution)) > 1:
+    # Not of `entries`: of several copies of a distribution Python reads the first on sys.path, which may be stale.
+    ours = [each for each in distributions() if "[corerl." in (each.read_text("entry_points.txt") or "")]
+    for name in sorted({each.metadata["Name"] for each in ours}):
+        if len(found := _copies(name)) > 1:
             yield Finding(
                 level=Level.WARNING,
-                what=f"{entry.distribution} is installed {len(found)} times: {', '.join(found)}",
+                what=f"{name} is installed {len(found)} times: {', '.join(found)}",
                 why="version, entry points and code may come from different ones",
-                fix=f"{PIP} uninstall -y {entry.distribution}, until nothing is left of it (delete what pip does not); "
-                "then install it once",
+                fix=f"{PIP} uninstall -y {name}, until nothing is left of it (delete what pip does not); then install "
+                "it once",
             )
     offers: dict[tuple[Kind, str], dict[str, Entry]] = {}
     for kind, entry in entries:
@@ -69,7 +67,7 @@ def _copies(name: str) -> list[str]:
     """The copies of a distribution's metadata with different contents. Copies that say the same do not count: an
     editable install by setuptools has one from the install and one from the source tree."""
     found: dict[tuple[str, str], str] = {}
-    for each in distributions(name=name) if name else ():
+    for each in distributions(name=name):
         version = each.metadata["Version"] or "damaged"
         where = getattr(each, "_path", each.locate_file(""))
         found.setdefault((version, (each.read_text("entry_points.txt") or "").strip()), f"{version} in {where}")

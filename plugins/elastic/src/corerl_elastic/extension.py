@@ -7,7 +7,7 @@ from pathlib import Path
 
 from corerl.algorithms import ACTOR
 from corerl.config import imported
-from corerl.driver import Control
+from corerl.driver import Groups
 from corerl.errors import ConfigError, CorerlError, InsufficientResources, ResizeFailed, UserError, WorkerDied
 from corerl.messages import message_of
 from corerl.plan import ENGINES, PlanReady
@@ -50,7 +50,7 @@ class Elastic:
 
     # ---- between steps ----------------------------------------------------------------------------------------------
 
-    def between_steps(self, run: Control) -> None:
+    def between_steps(self, run: Groups) -> None:
         """Resize the groups if `corerl scale` or the scaler asks for it. A rejected resize is a notice."""
         self._count_steps(run)
         try:
@@ -74,7 +74,7 @@ class Elastic:
         if self._scaling is not None:
             self._ask(run, self._scaling)
 
-    def _ask(self, run: Control, scaling: Scaling) -> None:
+    def _ask(self, run: Groups, scaling: Scaling) -> None:
         try:
             devices = devices_of(run)
         except CorerlError as error:
@@ -89,7 +89,7 @@ class Elastic:
         if wanted and resize(run, wanted, []):
             scaling.refused(wanted, devices)
 
-    def _count_steps(self, run: Control) -> None:
+    def _count_steps(self, run: Groups) -> None:
         """Let the scaler's statistics have the steps since the last call, at whose end the sizes were these."""
         metrics, self._metrics = self._metrics, []
         if self._scaling is not None:
@@ -98,30 +98,29 @@ class Elastic:
 
     # ---- machines that are gone -------------------------------------------------------------------------------------
 
-    def ranks_failed(self, run: Control, failure: ProcessFailure) -> None:
+    def ranks_failed(self, run: Groups, failure: ProcessFailure) -> None:
         """Find places for the processes of machines that are gone: where the cluster has put their bundles, or else, in
         smaller groups, on the devices that are left. Ranks that live stay; they are ended, and WorkerDied says so, if
         they are to make room for engines. Raises InsufficientResources if a group cannot be
         so small, or has no place."""
         self._count_steps(run)
-        groups = run.groups
-        if self._places is None or self._places.pool is not groups.pool:
-            self._places = Places(groups.pool)
+        if self._places is None or self._places.pool is not run.pool:
+            self._places = Places(run.pool)
         places = self._places
         places.settle(within=self._spare_timeout)
         if not failure.ranks:
-            groups.require_ranks()  # a machine of theirs may be gone by now
+            run.require_ranks()  # a machine of theirs may be gone by now
             placement = run.plan.processes.placement
             if places.left(ENGINES, separate=placement.separate) + places.unused < placement.widths.get(ENGINES, 1):
-                groups.roles[ACTOR].group.processes.kill()
+                run.roles[ACTOR].group.processes.kill()
                 raise WorkerDied(
                     f"{ACTOR}: its ranks were ended to make room for engines, as no device of theirs is left"
                 )
-        if not groups.lost:
+        if not run.lost:
             return
-        silent = groups.pool.silent
+        silent = run.pool.silent
         try:
-            plan = fewer(run.plan, places, [*groups.roles, *([ENGINES] if groups.fleet is not None else [])])
+            plan = fewer(run.plan, places, [*run.roles, *([ENGINES] if run.fleet is not None else [])])
             for line in silent:
                 run.notice(line)
             run.apply(plan)
@@ -129,9 +128,9 @@ class Elastic:
             raise InsufficientResources("; ".join([error.message, *silent])) from error
 
 
-def devices_of(run: Control) -> Devices:
+def devices_of(run: Groups) -> Devices:
     """Raises CorerlError if Ray does not tell."""
-    reserved, unused, free = run.groups.pool.count(run.plan.processes.placement.bundle)
+    reserved, unused, free = run.pool.count(run.plan.processes.placement.bundle)
     return Devices(reserved=reserved, unused=unused, free=free)
 
 

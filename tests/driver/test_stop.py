@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from corerl.driver.control import StopRequest
+from corerl.driver.stop import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
