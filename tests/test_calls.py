@@ -6,29 +6,10 @@ from typing import Any
 
 import pytest
 
-from corerl.calls import Calls, Future, wait_all
+from corerl.calls import Calls, Future
 from corerl.errors import SaveFailed, WorkerDied
 
 WITHIN = 60.0  # seconds for what takes none
-
-
-class Looks:
-    """A call that is ready after it was looked at `looks` times; never, where that is negative."""
-
-    def __init__(self, looks: int = 0, answer: Any = None) -> None:
-        self.looks, self.answer = looks, answer
-
-    def ready(self, timeout: float) -> bool:
-        self.looks -= 1
-        return self.looks == -1
-
-    def fetch(self) -> Any:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-    def future(self, group: object = None) -> Future[Any]:
-        return Future(group or self, self.ready, self.fetch)
 
 
 class Ranks:
@@ -237,31 +218,3 @@ def test_an_unread_error_is_raised_once_at_the_end() -> None:
 
 def died() -> WorkerDied:
     return WorkerDied("its process died")
-
-
-def named(**looks: int) -> dict[str, Future[str]]:
-    return {name: Looks(after, name.upper()).future() for name, after in looks.items()}
-
-
-def test_results_come_in_the_order_of_calls() -> None:
-    assert list(wait_all(named(a=3, b=0)).items()) == [("a", "A"), ("b", "B")]
-
-
-def test_the_first_error_is_raised_while_others_hang() -> None:
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        wait_all({**named(hangs=-5), "dies": Looks(1, died()).future()})
-
-
-def test_calls_of_one_group_are_polled_in_order() -> None:
-    group, later = object(), Looks(-5, "late")
-    futures = {"dies": Looks(3, died()).future(group), "waits": later.future(group), **named(other=0)}
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        wait_all(futures)
-    assert later.looks == -5
-
-
-def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
-    alone = Looks(-5, 1)
-    assert wait_all({"one": alone.future()}) == {"one": 1}
-    assert alone.looks == -5
-    assert wait_all({}) == {}

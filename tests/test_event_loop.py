@@ -80,16 +80,6 @@ def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
     assert loop.run(name()) == "tested"  # what was left behind does not disturb
 
 
-def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
-    async def exits() -> None:
-        raise SystemExit("bad argument")
-
-    other = loop.begin(asyncio.sleep(0.05, result=8))
-    with pytest.raises(SystemExit, match="^bad argument$"):
-        loop.begin(exits()).result(LIMIT)
-    assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
-
-
 @pytest.mark.parametrize("turns", range(6))
 def test_an_exit_while_closing_still_cancels_other_tasks(turns: int, recwarn: pytest.WarningsRecorder) -> None:
     loop, ended = EventLoop("exits"), list[str]()

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import zlib
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.changes import flip
 from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
@@ -37,21 +35,6 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     assert path == tmp_path / "checkpoints" / "step-00000050" == latest(tmp_path)
     assert not partial.exists()
     assert read_state(path) == STATE
-
-
-def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    save(tmp_path, 100)
-    nine = save(tmp_path, 9)
-    assert newest_intact(tmp_path) == (tmp_path / "checkpoints" / "step-00000100", {})
-    begin(tmp_path, 150)
-    file = tmp_path / "checkpoints" / "step-00000100" / "actor" / "rank-00001.safetensors"
-    whole_size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-1])
-    assert latest(tmp_path) == nine
-    hundred = file.parents[1]
-    fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}; the checkpoint is damaged"
-    assert {path: text.split(",")[0] for path, text in newest_intact(tmp_path)[1].items()} == {hundred: fault}
 
 
 def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
@@ -95,12 +78,6 @@ def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> Non
     read = CheckpointSource(path / "actor", "master").read("embed", (0, 0), (6, 4))
     assert torch.equal(read, whole(1)["master"]["embed"])
     assert [p.name for p in path.parent.iterdir()] == ["step-00000005"]
-
-
-def test_a_checkpoint_whose_replacement_was_interrupted_still_counts(tmp_path: Path) -> None:
-    path = save(tmp_path, 5)
-    set_aside = path.rename(path.with_suffix(".replaced"))
-    assert latest(tmp_path) == set_aside
 
 
 def broken(run_dir: Path, change: str) -> Path:
@@ -248,23 +225,6 @@ def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path)
     assert left(tmp_path) == ["0003", "0004", "0005.partial"]
 
 
-def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
-    good = save(tmp_path, 1)
-    damaged = save(tmp_path, 2)
-    (damaged / "checkpoint.json").unlink()
-    retain(tmp_path, 1, committed=good)
-    assert latest(tmp_path) == good
-    assert retain(tmp_path, 2, committed=save(tmp_path, 3)) == []
-    assert left(tmp_path) == ["0001", "0002", "0003"]
-
-
-def test_retention_never_removes_what_was_just_completed(tmp_path: Path) -> None:
-    for step in (90, 100):  # of a disk that came back
-        save(tmp_path, step)
-    assert retain(tmp_path, 2, committed=save(tmp_path, 50)) == []
-    assert left(tmp_path) == ["0050", "0100"]
-
-
 def test_a_commit_that_is_tried_again_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = begin(tmp_path, 2)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
@@ -294,14 +254,6 @@ def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) ->
     )
 
 
-def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    shutil.copytree(path, path.with_suffix(".replaced"))
-    assert retain(tmp_path, 2, committed=path) == []
-    assert left(tmp_path) == ["0001", "0002"]
-
-
 def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, newest = (save(tmp_path, step) for step in (1, 2, 3))
     replace = os.replace
@@ -314,14 +266,6 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", refusing)
     assert retain(tmp_path, 1, committed=newest) == [f"{second} could not be removed: Directory not empty"]
     assert not first.exists() and latest(tmp_path) == newest
-
-
-def test_a_checkpoint_that_was_found_to_be_damaged_is_passed_over(tmp_path: Path) -> None:
-    older, newest = save(tmp_path, 5), save(tmp_path, 9)
-    flip(newest / "actor/rank-00001.safetensors")
-    assert newest_intact(tmp_path) == (newest, {})  # tensors are verified by who reads them
-    damaged = {newest: "a rank said so"}
-    assert newest_intact(tmp_path, damaged=damaged) == (older, damaged)
 
 
 SUMMED = {"checkpoint.json": b"something", "step-00000009.npz": b"batch"}  # file -> what is changed in it

@@ -141,11 +141,6 @@ def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixtur
     assert "corerl-many:both greets 100% of you corerl-other:both greets 100% of you" in shown
 
 
-def test_only_the_chosen_commands_code_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage: corerl hello [-h] whom [overrides ...]" in shown_help(capsys, "hello")
-    assert imported() == {"commands_hello", "commands_hello_code"}
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

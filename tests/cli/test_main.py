@@ -17,31 +17,13 @@ import pytest
 import corerl
 from corerl.cli import commands
 from corerl.cli import main as command
-from corerl.errors import ConfigError, HookFailed, NothingLeft, PluginNotFound, SaveFailed
+from corerl.errors import ConfigError, HookFailed, PluginNotFound, SaveFailed
 from corerl.plugin import CommandSpec
 from corerl.types import SampleBatch
 from tests.machine import paced
 
 outcome: BaseException | Callable[[], int] | int = 0
 seen: list[argparse.Namespace] = []
-
-
-def add_failing(parser: argparse.ArgumentParser) -> None:
-    """A command `failing` that raises `outcome`, returns it, or what it returns."""
-    parser.set_defaults(run=run)
-
-
-def add_keeping(parser: argparse.ArgumentParser) -> None:
-    """A command `keeping FILE [KEY=VALUE ...] [--flag]` that keeps its arguments."""
-    parser.add_argument("file")
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--flag", action="store_true")
-    parser.set_defaults(run=keep)
-
-
-def keep(args: argparse.Namespace) -> int:
-    seen.append(args)
-    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,11 +46,6 @@ def run_failing(given: BaseException | Callable[[], int] | int, *argv: str) -> i
     return command.main(argv or ["failing"])
 
 
-def test_nothing_left_to_do_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(NothingLeft("run.steps: 4, which runs/x has already done")) == 0
-    assert capsys.readouterr() == ("", "corerl: run.steps: 4, which runs/x has already done\n")
-
-
 def hook_failed() -> HookFailed:
     error = HookFailed("rank 1: train raised ValueError: boom")
     error.details = "Traceback of rank 1"
@@ -83,16 +60,6 @@ def test_an_error_is_one_line_with_its_status(
 ) -> None:
     assert run_failing(error) == status
     assert capsys.readouterr() == ("", "corerl: error: a: b\n")
-
-
-def test_what_is_noted_of_an_error_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("a: b")
-    error.add_note("raised in between_steps of extension:c")
-    assert run_failing(error) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "corerl: error: a: b",
-        "corerl: error: raised in between_steps of extension:c",
-    ]
 
 
 def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
@@ -125,15 +92,6 @@ def test_what_is_neither_option_nor_override_is_refused(line: str, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         command.main(["keeping", *line.split()])
     assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_settings_written_as_options_are_answered_with_the_form(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["keeping", "F", "--cluster.environment.KEY=secret"])
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.partition(": error: ")[2] == (
-        "unrecognized arguments: --cluster.environment.KEY; settings are written KEY=VALUE, without dashes"
-    )
 
 
 def test_python_m_runs_the_command_and_an_import_does_not(
@@ -251,11 +209,6 @@ def test_a_full_disk_hides_no_error_and_no_status(
             assert run_failing(partial(answer, error)) == status
             full.flush()  # as Python does at exit
     assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: interrupted\n"
-
-
-def test_control_characters_in_messages_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(ConfigError("a: \x1b[31mred\x0bb\u2028c\rd\ne: f")) == 2
-    assert capsys.readouterr().err == "corerl: error: a: \\x1b[31mred\\x0bb\\u2028c\\rd\ncorerl: error: e: f\n"
 
 
 def test_an_exception_of_users_code_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

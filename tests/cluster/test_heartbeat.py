@@ -182,11 +182,6 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Member], Watching],
     return ended
 
 
-def test_the_shortest_limit_says_how_often_processes_are_asked() -> None:
-    assert WATCHING.period == Watching().period == 2.0
-    assert Watching(health_timeout=4.0, start_timeout=800.0).period == Watching(watchdog=4.0).period == 0.5
-
-
 def test_a_process_without_heartbeats_for_the_limit_is_hung(ended: Any) -> None:
     members = [Member("engine-0", started=True, missed=7), Member("engine-1", started=True, missed=8)]
     assert ended(members, Watching(start_timeout=48.0)) == {}

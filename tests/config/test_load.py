@@ -33,28 +33,6 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     return caught.value.message.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("backend=fsdp", "backend: expected table, got string 'fsdp'; did you mean backend.name?"),
-        ("model=models/mine", "model: expected table, got string 'models/mine'; did you mean model.path?"),
-        ("roles.actor=2", "roles.actor: expected table, got integer 2; did you mean roles.actor.ranks?"),
-        ("lora=16", "lora: expected table, got integer 16; did you mean lora.rank?"),
-        ('extensions=["jsonl"]', "extensions[0]: expected table, got string 'jsonl'; did you mean extensions[0].name?"),
-        ("backend=2", "backend: expected table, got integer 2"),
-        ("train=2.5", "train: expected table, got number 2.5"),
-    ],
-)
-def test_a_value_for_a_table_suggests_its_first_setting(tmp_path: Path, override: str, line: str) -> None:
-    assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override.partition('=')[0]})"]
-
-
-def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
-    data = {"backend": {"name": "plain"}, "run": {"steps": 5}}
-    assert config_of(data, ["run.steps=7", "run.seed=3"]).run.steps == 7
-    assert data == {"backend": {"name": "plain"}, "run": {"steps": 5}}
-
-
 def test_as_config_takes_a_path_a_mapping_or_a_config(tmp_path: Path) -> None:
     data = {"backend": {"name": "plain"}, "run": {"steps": 7}}
     file = tmp_path / "run.toml"
@@ -294,23 +272,6 @@ def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
 
 
 # ---- files that are made to hurt -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("run.steps=" + "[" * 5000, "run.steps: expected integer, got string '[[[["),
-        ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
-        ("a" * 5000, "override 'aaaa"),
-        ("run." + "a" * 5000 + "=1", "run.aaaa"),
-        ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),
-    ],
-)
-def test_an_override_is_quoted_no_longer_than_one_reads(override: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of({"backend": {"name": "plain"}}, [override])
-    assert caught.value.message.startswith(said) and len(caught.value.message) < 600
-    assert "\x1b" not in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\rb", "\u202egnp.exe", "\x9b2J", "z" * 100_000])

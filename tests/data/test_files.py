@@ -125,17 +125,6 @@ def test_values_of_a_parquet_file_are_those_of_python(tmp_path: Path) -> None:
     assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
 
 
-def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict(
-        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
-    )
-    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
-    source, saved = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
-    assert len(source) == 50
-    for index in (0, 17, 49):
-        assert source.prompt(index).fields == saved[index]
-
-
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [

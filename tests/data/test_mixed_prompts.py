@@ -73,15 +73,6 @@ def test_keys_of_a_source_override_the_common_ones(tmp_path: Path) -> None:
     assert found == [("a", "q", "s"), ("other", "t", "l"), ("sort-digits", "35018>", "01358")]
 
 
-def test_a_mix_has_chats_where_one_of_its_sources_has(tmp_path: Path) -> None:
-    texts = DataSource(source=str(numbered(tmp_path / "texts.jsonl", 3)))
-    line = json.dumps({"prompt": [{"role": "user", "content": "q"}], "answer": "a"})
-    chats = DataSource(source=str(write(tmp_path / "chats.jsonl", line, line)))
-    mixes = [load_prompts(DataConfig(sources=each, held_out=0), seed=0) for each in ((texts, chats), (texts,))]
-    assert [mix.chat for mix in mixes] == [True, False]
-    assert [bool(mixes[0].prompt(index).messages) for index in range(5)] == [False] * 3 + [True] * 2
-
-
 def test_contradictions_are_named(tmp_path: Path) -> None:
     path = str(numbered(tmp_path / "p.jsonl", 3))
     assert len(load_prompts(DataConfig(source="", sources=(DataSource(source=path),), held_out=1), seed=0)) == 3
@@ -99,16 +90,3 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     own = DataSource(source=path, name="own", system="Be brief.")
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only for chats, and no prompt is one"):
         load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
-
-
-def test_system_messages_of_a_source_override_the_common_one(tmp_path: Path) -> None:
-    path = str(numbered(tmp_path / "p.jsonl", 2, prefix="q"))
-    told = {"common": None, "own": "Write code.", "none": ""}
-    sources = tuple(DataSource(source=path, name=name, system=system) for name, system in told.items())
-    mix = load_prompts(DataConfig(sources=sources, chat=True, system="Be brief.", held_out=1), seed=0)
-    prompts = [mix.prompt(index) for index in range(6)]
-    system = {each.source: [message["content"] for message in each.messages[:-1]] for each in prompts}
-    assert system == {"common": ["Be brief."], "own": ["Write code."], "none": []}
-    assert [(each.index, each.text) for each in prompts] == [(n, f"q{n % 2}") for n in range(6)]
-    assert [each.messages[-1] for each in prompts] == [{"role": "user", "content": each.text} for each in prompts]
-    assert len(mix.held_out_prompts()) == 3

@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from corerl.data.packing import pack, plan_forward, plan_steps
-from corerl.data.prefixes import COPIES, groups_in_order, in_trees, shared_tokens
+from corerl.data.prefixes import groups_in_order, in_trees, shared_tokens
 from corerl.types import ParallelLayout, SampleBatch, offsets_of
-from corerl_testing.harness import make_branches, make_samples
+from corerl_testing.harness import make_branches
 
 
 def rows(*tokens: list[int], groups: list[int] | None = None) -> SampleBatch:
@@ -51,20 +50,6 @@ def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
     assert trees.sizes.tolist() == [nodes(batch, each) for each in trees.members]
 
 
-def test_a_tree_that_does_not_fit_is_cut() -> None:
-    batch = rows(*([1, 2, 3, 4, 10 + each] for each in range(5)))
-    trees = in_trees(*groups_in_order(batch, np.arange(5)), tokens=6, rows=99)
-    assert [each.tolist() for each in trees.members] == [[0, 1], [2, 3], [4]]
-    assert trees.sizes.tolist() == [6, 6, 5]
-    assert in_trees(*groups_in_order(batch, np.arange(5)), tokens=3, rows=99).sizes.tolist() == [5] * 5
-
-
-def test_copies_of_a_long_prefix_bound_its_tree() -> None:
-    batch = rows(*([*range(1000), 2000 + each] for each in range(40)))
-    trees = in_trees(*groups_in_order(batch, np.arange(40)), tokens=1100, rows=99)
-    assert max(len(each) for each in trees.members) * 1001 <= COPIES * 1100
-
-
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_every_row_is_packed_once_within_the_budget(dp_size: int) -> None:
     batch, budget = make_branches(3, groups=8), 60
@@ -93,11 +78,3 @@ def test_few_tokens_in_common_are_not_shared() -> None:
         batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share(0), sequence_multiple=1
     ).micro_batches
     assert micro.shared is not None and micro.shared.tolist() == [0, 0]
-
-
-def test_rows_are_packed_as_without_sharing_unless_the_layout_shares() -> None:
-    batch = make_branches(0)
-    apart = evolve(layout(), shares_prefixes=False)
-    first, second = (plan_forward(each, apart, tokens_per_micro_batch=50) for each in (batch, make_samples(0)))
-    assert not first.shares_prefixes and not second.shares_prefixes
-    assert all(micro.shared is None for micro in pack(batch, first.share(0), sequence_multiple=1).micro_batches)

@@ -3,17 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from corerl.config.schema import DataConfig, DataSource
 from corerl.data.prompts import PromptStream, SortDigits
-from corerl.data.rows import load_prompts
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered
-
-
-def test_sort_digits_asks_for_five_digits_in_order() -> None:
-    prompt = SortDigits(held_out=256, seed=0).prompt(35018)
-    assert (prompt.text, prompt.answer) == ("35018>", "01358")
-    assert SortDigits(held_out=256, seed=0).prompt(7).text == "00007>"
 
 
 def test_held_out_prompts_follow_from_the_seed() -> None:
@@ -28,15 +20,6 @@ def test_held_out_prompts_follow_from_the_seed() -> None:
     assert held_out != [prompt.index for prompt in other.held_out_prompts()]
     trained = {prompt.index for prompt in PromptStream(source, seed=1).take(100_000 - 256)}
     assert trained == set(range(100_000)) - set(held_out)
-
-
-def test_every_epoch_has_each_training_prompt_once(tmp_path: Path) -> None:
-    source = load(numbered(tmp_path / "p.jsonl", 21), held_out=1)
-    stream = PromptStream(source, seed=5)
-    taken = [prompt.index for prompt in stream.take(15) + stream.take(30) + stream.take(15)]
-    epochs = [taken[:20], taken[20:40], taken[40:]]
-    assert all(sorted(epoch) == source.train.tolist() for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> None:
@@ -73,31 +56,6 @@ def test_returned_prompts_come_first_also_after_a_resume() -> None:
 
 
 # ---- prompts that are left out ---------------------------------------------------------------------------------------
-
-
-def test_left_out_prompts_are_skipped_in_order(tmp_path: Path) -> None:
-    path = numbered(tmp_path / "p.jsonl", 21)
-    whole, less = load(path, held_out=5), load(path, held_out=5)
-    left_out = frozenset([*less.train[::3].tolist(), int(less.held_out[1])])
-    less.leave_out(left_out)
-    assert [prompt.index for prompt in less.held_out_prompts()] == whole.held_out[[0, 2, 3, 4]].tolist()
-    taken = [prompt.index for prompt in PromptStream(whole, seed=5).take(48)]  # three epochs
-    assert [prompt.index for prompt in PromptStream(less, seed=5).take(30)] == [
-        index for index in taken if index not in left_out
-    ]
-
-
-def test_a_mix_stays_exact_with_left_out_prompts(tmp_path: Path) -> None:
-    sources = tuple(
-        DataSource(source=str(numbered(tmp_path / f"{name}.jsonl", 40, prefix=name)), weight=weight)
-        for name, weight in (("a", 3.0), ("b", 1.0))
-    )
-    prompts = load_prompts(DataConfig(sources=sources, held_out=1), seed=0)
-    prompts.leave_out(frozenset(prompts.shares[0].train[5:].tolist()))  # most of a
-    taken = PromptStream(prompts, seed=1).take(400)
-    for stop in range(4, 401, 4):
-        assert [prompt.source for prompt in taken[stop - 4 : stop]].count("a") == 3
-    assert len({prompt.index for prompt in taken if prompt.source == "a"}) == 5
 
 
 def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> None:

@@ -54,11 +54,6 @@ def each(language: str) -> Callable[..., object]:
     return pytest.mark.parametrize("block", chosen, ids=str)
 
 
-def test_a_block_is_found_with_its_line_and_language() -> None:
-    page = "# T\n\n```toml\na = 1\n```\n\ntext\n\n```python\nx = 1\n```\n"
-    assert blocks_of("p.md", page) == [Block("p.md", 3, "toml", "a = 1\n"), Block("p.md", 9, "python", "x = 1\n")]
-
-
 START = "TrainGroup.start("  # of ranks, in the Ray of this process
 
 

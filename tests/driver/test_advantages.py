@@ -60,12 +60,6 @@ def test_a_group_is_compared_with_its_mean() -> None:
     assert found.metrics == {}
 
 
-def test_a_kl_in_the_loss_does_not_change_rewards() -> None:
-    found = computed(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
-    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert found.metrics == {"train/kl_reference": pytest.approx((1.0 + 0.0 - 0.25) / 3), "train/kl_coef": 0.5}
-
-
 def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
@@ -201,18 +195,6 @@ def test_rewards_of_turns_are_credited_or_summed() -> None:
     # One step and a value: the reward of a turn is seen by its last token alone.
     one_step = found("ppo", whiten=False, gae_lambda=0.0)
     np.testing.assert_allclose(one_step, [0.25 - 0.5, 1 + 0.125 - 0.25, 2 - 0.125, 2.0 - 1.0, 5 - 2.0], rtol=1e-6)
-
-
-def test_a_users_advantages_get_rewards_of_turns_as_a_column() -> None:
-    given = batch().with_columns(**{TURN_REWARDS: np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)})
-    seen: list[object] = []
-
-    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
-        seen.extend([rewards.tolist(), token_rewards.any(), samples.columns[TURN_REWARDS].tolist()])
-        return COMPARED(samples, rewards, token_rewards)
-
-    computed(given, estimate)
-    assert seen == [[1.0, 0.0], False, [0.0, 1.0, 0.0, 0.0, 0.0]]
 
 
 def two_roles(draw: np.random.Generator) -> tuple[SampleBatch, FloatArray]:

@@ -105,24 +105,6 @@ def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
     assert not any(checkpoints.due(step) for step in range(1, 7))
 
 
-def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
-    heard = Ears()
-    checkpoints = make(tmp_path, heard, actor=Group())
-    checkpoints.start(*at(2), background=False)
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    assert read_state(path(tmp_path, 2)) == {"rollout_step": 2}
-    assert heard.of(CheckpointSaved) == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
-
-
-def test_a_failed_role_is_reported_while_another_writes(tmp_path: Path) -> None:
-    actor, critic = Group(), Group()
-    checkpoints = make(tmp_path, Ears(), actor=actor, critic=critic)
-    checkpoints.start(*at(2), background=True)
-    critic.broken = True
-    with pytest.raises(SaveFailed, match="the disk is full"):
-        checkpoints.complete(wait=False)
-
-
 def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
     heard, actor, critic = Ears(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
@@ -189,18 +171,6 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
 
 
-def test_a_written_save_is_kept_after_ranks_have_ended(tmp_path: Path) -> None:
-    heard, actor = Ears(), Group()
-    checkpoints = make(tmp_path, heard, actor=actor)
-    checkpoints.start(*at(2), background=True)
-    actor.write()
-    actor.ended = True
-    checkpoints.rescue()
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    checkpoints.rescue()  # nothing is pending any more
-    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
-
-
 def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: Path) -> None:
     heard, actor = Ears(), Group()
     checkpoints = make(tmp_path, heard, actor=actor)
@@ -258,17 +228,6 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
     (directory / "checkpoints/step-00000003").mkdir(parents=True)
     with MemoryCheckpoints.of_run(saves):
         assert list(directory.iterdir()) == []
-
-
-def test_a_run_whose_directory_is_in_memory_waits_for_its_ranks(tmp_path: Path, memory: Path) -> None:
-    actor = Group(in_memory=True)
-    saves = make(memory / "run", Ears(), actor=actor)
-    saves.start(*at(2), background=True)
-    saves.complete(wait=False)
-    assert saves.newest is None
-    actor.write()
-    saves.complete(wait=False)
-    assert saves.newest == path(memory / "run", 2)
 
 
 def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:

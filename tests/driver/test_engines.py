@@ -41,23 +41,6 @@ def push(engines: Engines, source: Any = None) -> None:
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 
-def test_each_push_has_a_version_of_its_own() -> None:
-    actor, fleet = Group(), Group()
-    engines = make_engines(make_config(), actor, fleet, version=7)
-    push(engines)
-    push(engines)
-    assert (actor.log, fleet.log, engines.policies.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 8)
-
-
-def test_weights_that_are_sent_again_do_not_count_as_new() -> None:
-    engines, *_ = after_one({"engine-1": DEAD})  # version 0 arrived; 1 did not everywhere; 2 is the same
-    push(engines)
-    push(engines)
-    engines.update(Source(), new=False)  # 4, to an engine that was added
-    assert engines.policies.version == 4
-    assert engines.policies.of(np.arange(5)).tolist() == [0, 1, 1, 2, 2]
-
-
 def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
     whole, alone = (build_manifest([(name, (1,))], dtype="float32", bucket_bytes=8) for name in ("w", "a"))
     actor, fleet = Group(), Group()
@@ -130,12 +113,6 @@ def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | No
     assert actor.log == ["send 1", "send 2"]
     assert fleet.address.token == "meeting 2"  # what was built at the first is broken
     assert len(told(ears)) == len(replaced)
-
-
-def test_engines_have_as_long_as_a_sender_waits() -> None:  # over a disk they only begin to read after the ranks
-    address = Address(transport="disk", engines=Group().names, timeout=7.0)
-    push(make_engines(make_config(), Group(), fleet := Group(), address_of=lambda: address))
-    assert fleet.waited == 7.0
 
 
 def test_the_first_engine_to_fail_is_the_cause() -> None:
@@ -350,21 +327,6 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     ]
 
 
-def test_other_ranks_or_engines_meet_anew_with_their_manifest() -> None:
-    actor, fleet = Group(), Group()
-    actor.manifests = "of the start", None
-    engines = make_engines(make_config(), actor, fleet)
-    push(engines)
-    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
-    actor.manifests = "of now", None
-    push(engines)
-    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
-    fleet.names = ("engine-0",)
-    engines.new_rendezvous()
-    push(engines)
-    assert (fleet.offered, fleet.address.token, fleet.address.engines) == ("of now", "meeting 2", ("engine-0",))
-
-
 # ---- for a loop of one's own -----------------------------------------------------------------------------------------
 
 
@@ -423,15 +385,6 @@ def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
             found.append(samples.columns["rollout_logprobs"][mask].mean())
             step(engines, samples, number)
     assert found[0] < found[1] < found[2]
-
-
-def test_weights_that_have_not_changed_are_the_same_policy_when_they_are_pushed_again() -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        engines.push()
-        engines.push()
-        step(engines, answered(prompts([3]), engines.generate(prompts([3]))), 0)
-        engines.push()
-        assert engines.policies.of(np.arange(3)).tolist() == [0, 0, 1]
 
 
 def test_engines_go_on_from_the_version_of_ranks_that_were_resumed(tmp_path: Path) -> None:
@@ -514,14 +467,6 @@ def test_engines_that_slept_hold_the_newest_version_alone() -> None:
         assert engines.push() == 2 and engines.held == (2,)
         with pytest.raises(VersionGone, match="no engine holds weights version 1 any more, but 2"):
             engines.generate(evolve(prompts([3, 4]), version=1))
-
-
-def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        waiting = engines.begin(prompts([3, 4]))
-        assert not waiting.done()
-        engines.push()
-        assert set(waiting.result(60.0).versions) == {0}
 
 
 def test_engines_that_have_all_died_are_replaced_before_rows_are_generated(engines: Fleet) -> None:

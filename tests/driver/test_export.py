@@ -38,16 +38,6 @@ def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) ->
     assert [name for name in wanted if not torch.equal(found[name], wanted[name].to(dtype))] == []
 
 
-def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: Path) -> None:
-    config = make_config()
-    model = make_model(config, seed=1)
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    assert written == tmp_path / "model"
-    assert_holds(written, model, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
-    assert tokenizer("30>")["input_ids"] == [1, 7, 4, 14]
-
-
 def test_an_export_of_a_model_made_of_fields_ends_its_responses_as_the_run_did(tmp_path: Path) -> None:
     config = make_config()  # whose fields name no special tokens
     model = make_model(config, seed=1)
@@ -58,20 +48,6 @@ def test_an_export_of_a_model_made_of_fields_ends_its_responses_as_the_run_did(t
     loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id, loaded.config.pad_token_id) == (1, 2, 0)
     assert loaded.generate(prompt, do_sample=False, max_new_tokens=12)[0, 4:].tolist() == [2]
-
-
-def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    config = make_config()
-    model = make_model(config, seed=1)
-    model.config.save_pretrained(base)
-    (base / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
-    path = {"path": str(base), "tokenizer": "characters:0123456789>s"}
-    written = export(save(tmp_path / "run", make_config(model=path), model, step=2), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    # The run's samples ended at the tokenizer's end of sequence as well.
-    assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([2, 1, 7], 0.6)
 
 
 def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path: Path) -> None:
@@ -138,18 +114,6 @@ def test_an_export_has_the_dtype_of_the_model_or_its_training(
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     model, config = make_model(make_config(), seed=2), make_config(**tables)
     assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
-
-
-def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    character_tokenizer("0123456789>s").save_pretrained(base)
-    files = {"vocab.json": "{}", "merges.txt": "#version: 0.2", "tokenizer.model": "pieces", "notes.txt": "none of it"}
-    for name, text in files.items():
-        (base / name).write_text(text)
-    config = make_config(model={**DATA["model"], "tokenizer": str(base)})
-    written = export(save(tmp_path / "run", config, make_model(config, seed=1), step=2), tmp_path / "model")
-    found = {name: (written / name).read_text() for name in files if (written / name).exists()}
-    assert found == {name: text for name, text in files.items() if name != "notes.txt"}
 
 
 def with_vocabulary(size: int, **fields: Any) -> Config:
@@ -261,13 +225,6 @@ def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path:
 # ---- what is not a directory -----------------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_of_many_characters_is_taken_for_no_directory(tmp_path: Path) -> None:
-    tokenizer = "characters:" + "".join(map(chr, range(0x4E00, 0x4E00 + 90)))  # longer than a file's name may be
-    config = make_config(model={**DATA["model"], "tokenizer": tokenizer})
-    written = export(save(tmp_path, config, make_model(config, seed=1), step=2), tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(written)) == 4 + 90
-
-
 def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every HF tensor through one buffer that is used again, as a weight stream hands them out."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -351,18 +308,6 @@ def test_adapters_appear_whole_or_not_at_all(tmp_path: Path) -> None:
         write_adapters("/dev/null/adapters", tensors, {})
     write_adapters(path, {"a": torch.zeros(1)}, {"r": 1})
     assert load_file(path / PEFT_WEIGHTS).keys() == {"a"}
-
-
-def test_a_link_to_a_directory_stays_one_export_after_export(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "run/model"
-    for directory in ("run", "large/model"):
-        (tmp_path / directory).mkdir(parents=True)
-    path.symlink_to(tmp_path / "large/model")
-    for value in (1.0, 2.0, 3.0):
-        export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.full((2,), value))])
-        assert path.is_symlink()
-        assert torch.equal(load_file(tmp_path / "large/model" / SINGLE)["a"], torch.full((2,), value))
-    assert [entry.name for entry in (tmp_path / "large").iterdir()] == ["model"]
 
 
 def test_a_disk_that_is_full_amid_a_shard_is_told_and_nothing_half_written_stays(

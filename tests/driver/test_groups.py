@@ -302,14 +302,6 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     assert case.log == [] and case.state == before
 
 
-def test_updates_go_to_added_engines_too(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    case.change("rollout.replicas=3")
-    address = case.groups.update_address()
-    assert address.engines == case.engines.names == ("engine-0", "engine-1", "engine-2")
-    assert len(address.senders) == 3
-
-
 def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     case = make(tmp_path, disaggregated=True)
     case.pool.slots = slots_of(case.groups.plan.processes.placement, moved=4)
@@ -336,14 +328,6 @@ def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
     case = make(tmp_path, algorithm={"name": "distill"}, roles=roles)
     case.change("roles.teacher.ranks=2")
     assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
-
-
-def test_another_backend_or_layout_is_reported_by_role(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    lines = case.change("roles.critic.backend=deepspeed")
-    assert lines == ["critic: 1 rank of fsdp (dp 1) -> 1 rank of deepspeed (dp 1)"]
-    lines = case.change("backends.fsdp.reshard_after_forward=false")
-    assert lines == ["actor: 1 rank of fsdp (dp 1) -> 1 rank of fsdp (dp 1)"]
 
 
 # ---- where processes have ended --------------------------------------------------------------------------------------

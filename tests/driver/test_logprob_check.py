@@ -197,19 +197,6 @@ AGREES = np.array([0.0, -1.0, -1.0], np.float32)
 DIFFERS = np.array([0.0, -1.0, -1.5], np.float32)
 
 
-@pytest.mark.parametrize(("every", "checked"), [(3, [0, 1, 3, 6]), (0, [0, 1])])
-def test_it_is_due_at_the_start_and_after_every_nth_update(every: int, checked: list[int]) -> None:
-    check, found = make_check(every=every), []
-    for update in range(8):
-        check.pushed(2 * update, new=True)
-        check.pushed(2 * update + 1, new=False)  # to an engine in place of one that died
-        if check.due:
-            found.append(update)
-            assert check.choose(samples([2, 3], [2 * update - 1, 2 * update])).lengths.tolist() == [3]
-            check.judge(samples([3], [0]), AGREES)
-    assert found == checked
-
-
 def test_samples_without_loss_tokens_decide_nothing() -> None:
     check = make_check()
     check.pushed(5, new=True)

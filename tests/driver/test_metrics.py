@@ -12,7 +12,6 @@ from corerl.driver.metrics import (
     recomputed_mismatch,
     rollout_metrics,
     staleness_metrics,
-    time_metrics,
     train_metrics,
 )
 from corerl.rollout.sampler import Rollout
@@ -143,16 +142,6 @@ def test_extremes_stay_extremes() -> None:
     assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])
 
 
-def test_each_roles_metrics_stand_under_its_own_prefix() -> None:
-    names = train_metrics([result(1.0)], lr=0.01, prefix="critic")
-    assert {name.partition("/")[0] for name in names} == {"critic"}
-    assert names["critic/loss"] == 1.0
-
-
-def test_a_norm_that_is_not_finite_is_shown() -> None:
-    assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
-
-
 def test_the_mismatch_is_the_first_steps_without_recomputing() -> None:
     found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
     assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
@@ -190,15 +179,6 @@ def test_staleness_counts_updates_since_each_loss_token() -> None:
     assert staleness_metrics(second, Policies(version=5))["rollout/continued"] == 0.5  # the first has no version now
     none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
     assert staleness_metrics(none, Policies(version=5)) == {}
-
-
-def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:
-    assert time_metrics({"rollout": 1.5, "train": 2.0}, 4.0, 100.0) == {
-        "time/rollout": 1.5,
-        "time/train": 2.0,
-        "time/step": 4.0,
-        "perf/tokens_per_second": 25.0,
-    }
 
 
 def test_rows_that_end_at_a_sampled_placeholder_are_counted() -> None:

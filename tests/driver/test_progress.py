@@ -60,18 +60,6 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
     assert beat(progress, hears) == RunFinished(reason="finished", steps_done=2, seconds=4.0)
 
 
-def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Ears) -> None:
-    progress.begin("eval")
-    progress.count(GENERATED, 12, 50)
-    assert beat(progress, hears) == PhaseProgress(
-        name="eval", step=2, seconds=0.0, unit="answers sampled", done=12, of=50
-    )
-    progress.count(SCORED, 3, 50)
-    assert beat(progress, hears) == PhaseProgress(
-        name="eval", step=2, seconds=0.0, unit="answers scored", done=3, of=50
-    )
-
-
 def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("corerl.driver.progress.BEAT_SECONDS", 0.001)
     heard = threading.Event()

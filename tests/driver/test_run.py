@@ -193,15 +193,6 @@ def test_observers_get_the_columns_that_a_step_trained_on(make_run: Callable[...
     assert all(each.tokens.tolist() == [0, 1, 2, 3, 4] and "advantages" not in each.columns for each in others)
 
 
-def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
-    run.actor.next_optimizer_step = 3
-    steps = [TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5, compilations=count) for count in (1, 0, 2)]
-    run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
-    assert ears.steps[0].metrics["perf/compilations"] == 3.0
-
-
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
@@ -407,27 +398,6 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[..., Run]) -> None:
-    run = make_run(make_config(), engines=make_engines(make_config(), Group(), Group(), version=5))  # they hold 4
-    metrics = run.prepare(scored()).metrics
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
-    read = make_run(make_config())  # nothing is sampled: versions are another run's
-    assert not any("staleness" in name for name in read.prepare(scored()).metrics)
-
-
-def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
-    fleet = Group()
-    run = make_run(make_config(), engines=make_engines(make_config(), Group(), fleet, version=3))
-    run.push_weights()  # 3
-    fleet.dead = True
-    run.ensure_serving()  # 4 sends the same to the engine that replaces a dead one
-    fleet.hold_all = False
-    run.push_weights()  # 5 sends it to one that was added
-    assert fleet.log[-1] == "receive 5"
-    metrics = run.prepare(scored()).metrics  # tokens of 2 and 3
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
-
-
 def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
@@ -453,17 +423,6 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     fleet.dead = True
     run.ensure_serving()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
-
-
-def test_added_engines_get_the_current_weights(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
-    run.push_weights()
-    run.push_weights()
-    assert fleet.log == ["receive 0"]
-    fleet.hold_all = False
-    run.push_weights()
-    assert fleet.log == ["receive 0", "receive 1"]
 
 
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
@@ -622,15 +581,6 @@ def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Ru
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
 
 
-@pytest.mark.parametrize(("rollout_step", "reason"), [(4, "interrupted"), (5, "finished")])
-def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
-    make_run: Callable[..., Run], rollout_step: int, reason: str
-) -> None:
-    config = make_config(run={"steps": 5}, checkpoint={"export": False})
-    run = make_run(config, checkpoints=Files(rollout_step), rollout_step=rollout_step, stop=Stop(True), run_dir=Path())
-    assert run.finish().reason == reason
-
-
 @pytest.mark.parametrize("pictures", [(), (Picture(np.zeros((2, 3, 3), np.uint8)),)])
 def test_a_resumed_run_shows_the_answers_from_before_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictures: tuple[Picture, ...]
@@ -689,24 +639,6 @@ def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callabl
     run.save()
     assert run.saves.memory is None and full.log == [("give up", True)]
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
-
-
-def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
-    config = make_config(run={"steps": 4}, checkpoint={"every": 3})
-
-    class Due(Files):
-        def due(self, step: int) -> bool:
-            return step == 3
-
-    for step, requested, log in (
-        (2, False, []),
-        (3, False, [("start 3", True)]),
-        (4, False, [("start 4", False)]),
-        (2, True, [("start 2", False)]),  # by a signal, which makes it the last one
-    ):
-        saves = Due(0)
-        make_run(config, checkpoints=saves, source=Source(), rollout_step=step, stop=Stop(requested)).save()
-        assert saves.log == [("complete", False), *log]
 
 
 class Asking:

@@ -15,12 +15,11 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import ModelConfig
-from corerl.engines import fleet as fleet_module
 from corerl.engines.base import CacheUse, EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, VersionGone, WeightUpdateError, WorkerDied
-from corerl.event_loop import EventLoop, in_thread
+from corerl.event_loop import EventLoop
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from tests.engines.services import generation_of, serve
@@ -115,12 +114,6 @@ def test_later_calls_raise_the_failure_that_ended_all_engines(restarts: int, loo
         with pytest.raises(EngineFailed, match="^engine-0: its server refused$"):
             fleet.sleep()
         answers[0] = WorkerDied("engine-0: its process died during pause")
-
-
-def test_engines_that_hang_are_ended_with_the_run(loop: EventLoop) -> None:
-    hanging = Group({})
-    fleet_of(hanging, loop, 0).close()
-    assert hanging.log == ["pause", "close", "kill"]
 
 
 def test_a_hanging_engine_gets_no_calls_until_replaced(loop: EventLoop) -> None:
@@ -334,15 +327,6 @@ def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
     assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
 
 
-def test_every_token_has_the_engine_that_sampled_it(loop: EventLoop) -> None:
-    scripted = Scripted()
-    fleet = fleet_of(scripted, loop, 2)
-    found = sample(fleet, REQUEST)
-    asked = {key: replica for replica, keys, _ in scripted.asked for key in keys}
-    assert set(asked.values()) == {0, 1}
-    assert found.engines.tolist() == [asked[key] for key in found.tokens.tolist()]  # a token says its row's key
-
-
 def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> None:
     sampling = threading.Event()
 
@@ -390,14 +374,6 @@ def test_rows_that_come_as_the_last_engine_dies_wait_for_another(loop: EventLoop
     fleet.replace({"engine-0": died})
     fleet.updated(fleet.names)
     assert work.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
-
-
-def test_rows_of_a_version_do_not_wait_once_no_engine_serves(loop: EventLoop) -> None:
-    fleet = fleet_of(Scripted(), loop, 1)
-    fleet.updated(fleet.names, {"engine-0": (4, 5)})
-    fleet.updated([])  # it sleeps
-    with pytest.raises(VersionGone, match="no engine holds weights version 5 any more, but none"):
-        loop.begin(fleet.generate(evolve(REQUEST, version=5))).result(1.0)
 
 
 def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
@@ -647,29 +623,6 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     assert fleet.sleep() == 0
 
 
-def test_late_calls_to_an_ended_engine_reach_none(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_its_way, go = threading.Event(), threading.Event()
-
-    async def late(call: Callable[[], Any], *, name: str) -> Any:
-        def waits() -> Any:
-            on_its_way.set()
-            assert go.wait(60.0)
-            return call()
-
-        return await in_thread(waits if name == "call of engine-1" else call, name=name)
-
-    sized = Sized(2)
-    fleet = fleet_of(sized, loop, 2)
-    monkeypatch.setattr(fleet_module, "in_thread", late)
-    sampled = loop.begin(fleet.generate(REQUEST))
-    assert on_its_way.wait(60.0)
-    resize(fleet, 1)
-    resize(fleet, 2)  # another one, which has no weights
-    go.set()
-    assert sampled.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
-    assert {replica for replica, _, _ in sized.asked} == {0}
-
-
 def test_engines_that_do_not_start_leave_the_others_serving(loop: EventLoop) -> None:
     sized = Sized(2)
     fleet = fleet_of(sized, loop, 2)
@@ -697,33 +650,6 @@ def test_resizing_raises_the_failure_that_ended_all_engines(loop: EventLoop) -> 
     sized.error = WorkerDied("engine-0 and its group have ended; grow can no longer be called")
     with pytest.raises(EngineFailed, match="^engine-0: generate: out of memory$"):
         resize(fleet, 2)
-
-
-def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop) -> None:
-    sized = Sized(3)
-    fleet = fleet_of(sized, loop, 3, restarts=1)
-    died = {"engine-2": WorkerDied("engine-2: its process died")}
-    fleet.replace(died)
-    fleet.leave_out(died)
-    fleet.updated(["engine-0", "engine-1"])
-    resize(fleet, 1)
-    assert sized.log == ["replace 2", "pause [1]", "close [1]", "shrink 2"] and not fleet.dead
-    resize(fleet, 3)
-    fleet.replace(died)  # the new one may die as often as any other
-    assert sized.log[-1] == "replace 2"
-
-
-def test_samples_wait_until_dead_engines_are_replaced(loop: EventLoop) -> None:
-    sized = Sized(2, lambda request: WorkerDied("engine-0: its process died"))
-    fleet = fleet_of(sized, loop, 2, restarts=1)
-    assert sample(fleet, REQUEST.row_range(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
-    resize(fleet, 1)
-
-    def ensure() -> None:
-        fleet.replace(fleet.died)
-        updated(fleet)
-
-    assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def same(a: Generation, b: Generation) -> bool:

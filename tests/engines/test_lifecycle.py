@@ -66,27 +66,6 @@ def test_weights_do_not_change_while_calls_generate(tmp_path: Path) -> None:
         raise AssertionError("it must not come to this")
 
 
-def test_a_pause_waits_until_nothing_is_generated(tmp_path: Path) -> None:
-    serving = served(EngineLifecycle("engine-0", 0), tmp_path)
-    begun = threading.Event()
-
-    def generate() -> None:
-        with serving.generating():
-            begun.set()
-            while not serving.paused:  # a token after the other
-                pass
-
-    generating = threading.Thread(target=generate)
-    generating.start()
-    assert begun.wait(LIMIT)
-    serving.pause()
-    with serving.generating():  # so nobody else is inside
-        assert serving.paused
-    generating.join(LIMIT)
-    serving.resume()
-    assert not serving.paused
-
-
 def test_a_stale_version_and_a_refused_manifest_load_nothing(tmp_path: Path) -> None:
     serving = served(EngineLifecycle("engine-0", 0), tmp_path)
     manifest = build_manifest([("w", (2,))], dtype="float32", bucket_bytes=8)

@@ -2,15 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from corerl.config.schema import ModelConfig
 from corerl.engines import prefix_router
-from corerl.engines.base import EngineContext, Generation
-from corerl.engines.prefix_router import PrefixRouter, in_order
-from corerl_testing.fake_engine import FakeEngine
-from corerl_testing.fake_spec import FakeConfig
+from corerl.engines.base import Generation
+from corerl.engines.prefix_router import PrefixRouter
 from tests.engines.services import generation_of, request_of
 from tests.pictured import PICTURES
 from tests.pictured import request_of as pictured_request
@@ -38,19 +34,6 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
     if samples <= len(rows) // 3:
         parts = [{rows[row][1] for row in each} for each in found.values()]
         assert sum(map(len, parts)) == prompts  # none is in two
-
-
-def test_a_row_goes_to_the_replica_with_least_work() -> None:
-    shares = PrefixRouter()
-    with shares.in_progress({0: 3, 1: 1}) as ended:
-        assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
-        assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
-        with shares.in_progress({2: 4}):
-            assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
-        ended(1)
-        assert shared(shares, [[1], [2], [3]], [0, 1]) == {1: [0, 1, 2]}
-    ended(0)  # too late, as where another one's share has failed
-    assert {len(rows) for rows in shared(shares, [[1], [2], [3]], [0, 1, 2]).values()} == {1}
 
 
 def test_turns_stay_on_a_replica_until_weights_change() -> None:
@@ -87,19 +70,6 @@ def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.
     shares.remember(0, request_of([[3, 3]]), generation_of([[7]]))
     with shares.in_progress({1: 1}):
         assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
-
-
-def test_parts_are_put_back_in_the_order_of_the_request() -> None:
-    engine = FakeEngine(
-        ModelConfig(), FakeConfig(), EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
-    )
-    engine._serving._reason = ""
-    asked = request_of([[1], [2, 2], [3], [4, 4, 4], [5]])
-    whole = engine.generate(asked)
-    named = [np.array([1, 3]), np.array([0, 2, 4])]
-    found = in_order(asked, [(rows, engine.generate(asked.take_rows(rows))) for rows in named])
-    for name in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
-        assert np.array_equal(getattr(found, name), getattr(whole, name))
 
 
 def test_rows_of_one_picture_go_where_it_was_read() -> None:

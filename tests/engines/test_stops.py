@@ -59,18 +59,6 @@ def test_a_stop_text_ends_with_its_completing_token(pieces: list[str], stop: str
     assert stops.text(tokens[:kept], special_tokens=False) == text
 
 
-def test_the_first_complete_stop_text_ends_a_response() -> None:
-    tokens = CHARACTERS.encode("12345", add_special_tokens=False)
-    assert Stops(CHARACTERS, ["2345", "34"]).end(tokens) == 4
-    assert Stops(CHARACTERS, ["2345", "34"]).text(tokens[:4], special_tokens=False) == "12"
-
-
-def test_multibyte_stop_texts_are_complete_with_their_last_byte() -> None:
-    ours = byte_level()
-    tokens = ours.encode("a\u65e5\u672cb")
-    assert (len(tokens), Stops(ours, ["\u65e5\u672c"]).end(tokens)) == (8, 7)
-
-
 def test_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     think = ours.convert_tokens_to_ids("<think>")
@@ -93,20 +81,6 @@ def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
         stops = Stops(ours, stop)
         assert (stops.end(tokens), stops.text(tokens[:end], special_tokens=False)) == (end, text)
     assert stops_of([">"], ours) == ([ours.convert_tokens_to_ids(">")], [])  # those with a > in their names say none
-
-
-@pytest.mark.parametrize("between", [0, 1, 24, 25, 400])
-def test_any_number_of_special_tokens_may_interrupt_a_stop_text(between: int) -> None:
-    ours = byte_level()
-    silent = [ours.convert_tokens_to_ids("<think>")] * between
-    tokens = [*ours.encode("xa"), *silent, *ours.encode("bc")]
-    assert Stops(ours, ["ab"]).end(tokens, 2 + between) == Stops(ours, ["ab"]).end(tokens) == 3 + between
-
-
-@pytest.mark.parametrize("known", range(9))
-def test_searched_text_may_hold_the_start_of_a_stop_text(known: int) -> None:
-    tokens = CHARACTERS.encode("0" * 400 + "123456789" + "000", add_special_tokens=False)
-    assert Stops(CHARACTERS, ["123456789"]).end(tokens, 400 + known) == 409
 
 
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:
@@ -186,22 +160,6 @@ def test_a_stop_text_is_found_across_a_pause(
     assert_cut_at(stop, append(asked, first, more), whole, CHARACTERS)
 
 
-def test_long_responses_are_sampled_in_eighths() -> None:
-    asked: list[int] = []
-
-    def generate(request: GenerateRequest) -> Generation:
-        size, _ = request.left
-        asked.append(int(size))
-        return generation_of([[4] * int(size)] * 2, truncated=True)
-
-    wanted = request(2, max_tokens=16_384)
-    found = until_stop(generate, wanted, Stops(CHARACTERS, ["12"]))
-    assert (len(found.tokens), sum(asked), found.truncated.tolist()) == (2 * 16_384, 16_384, [True, True])
-    assert asked[:10] == [*[64] * 9, 72]  # 72 of 576
-    assert len(asked) == 38  # not 256
-    assert all(size <= max(64, sum(asked[:part]) // 8) for part, size in enumerate(asked))
-
-
 def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> None:
     ours = byte_level("ab", ":x", "r:", "xr:", "a:", "er", "User:y")
 
@@ -214,14 +172,6 @@ def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> N
     assert found("<think>") == {">", "<think>"}
     last = "\u65e5".encode()[-1:]
     assert set(Stops(ours, ["\u65e5"]).completing) >= {ours.encode(last.decode("latin-1"))[-1]}
-
-
-def test_stop_texts_that_too_many_tokens_complete_have_none_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    stops = [Stops(byte_level("ab", ":x"), ["User:"]) for _ in range(2)]
-    monkeypatch.setattr(module, "MOST_COMPLETING", 2)
-    assert len(stops[0].completing) == 2
-    monkeypatch.setattr(module, "MOST_COMPLETING", 1)
-    assert stops[1].completing == ()
 
 
 @pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])

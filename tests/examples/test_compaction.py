@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corerl.config.load import load_config
 from corerl.data.prompts import Prompt
-from corerl.plan.make import make_plan
 from corerl_agents.script import Scripted, scripted
 from corerl_testing import make_samples
 from examples.compaction import remember, without_summaries
@@ -42,25 +40,6 @@ def test_what_a_summary_leaves_out_is_gone(summary: str, begins: str, answer: st
     with scripted(NEW, [summary, answer]) as script:
         assert asyncio.run(remember(script.episode)) == pytest.approx(reward)
     assert texts(script) == ["013>5>s", f"{begins}8>!"]
-
-
-def test_every_other_prompt_begins_with_a_summary() -> None:
-    for memory in ("summary", "newest"):
-        with scripted(SUMMED_UP, ["01358"]) as script:
-            assert asyncio.run(remember(script.episode, memory=memory)) == 1.0
-        assert texts(script) == ["0135>8>!"]
-
-
-def test_the_oldest_part_is_left_out_without_summaries() -> None:
-    with scripted(NEW, ["58"]) as script:
-        assert asyncio.run(remember(script.episode, memory="newest")) == 0.0
-    assert texts(script) == ["5>8>!"]
-
-
-def test_three_parts_do_not_fit_the_context() -> None:
-    plan = make_plan(load_config(ROOT / "examples" / "compaction.toml"))
-    lengths = [len(plan.rollout.tokenizer.encode(text)) for text in ("013>5>s", "0135>8>!", "013>5>8>!")]
-    assert lengths[0] <= lengths[1] == plan.rollout.context_length - plan.rollout.params.max_tokens < lengths[2]
 
 
 def test_summaries_alone_get_no_advantage() -> None:

@@ -10,13 +10,6 @@ import torch
 from corerl.memory.device import GIB, DeviceMeter, Held, Nvml
 from corerl.types import MemoryKind
 
-CPU = torch.device("cpu")
-
-
-def test_a_cpu_is_said_to_hold_the_storages_each_counted_once() -> None:
-    base = torch.zeros(10)
-    assert DeviceMeter(CPU).held([base, base[3:]]) == Held(used=40, own=40, live=40, cached=0)
-
 
 def test_a_machine_without_the_drivers_library_has_nothing_to_say_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", absent)

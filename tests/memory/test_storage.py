@@ -72,18 +72,6 @@ def test_kinds_sleep_independently_and_a_shared_storage_belongs_to_the_first() -
     assert moments.tolist() == [2.0] * 3
 
 
-def test_step_counters_without_dims_stay() -> None:
-    step, moments = torch.tensor(3.0), torch.ones(2)
-    sleeper = StorageSleeper(CPU)
-    assert sleeper.release(MemoryKind.OPTIMIZER, [step, moments]) == 8
-    assert step.item() == 3.0
-
-
-def test_what_is_resident_is_counted_by_storage() -> None:
-    base = torch.zeros(10)
-    assert resident_bytes([base, base[3:], base.view(2, 5), torch.tensor(1.0)]) == 44
-
-
 def mixed() -> list[torch.Tensor]:
     """Large storages and many small ones, of odd sizes and several dtypes."""
     generator = torch.Generator().manual_seed(0)
@@ -263,16 +251,6 @@ def test_a_snapshot_that_is_made_again_holds_the_current_weights() -> None:
     storage += 1
     with weights.swapped("old", chunks):
         assert storage.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_loading_reads_this_ranks_boxes_alone_and_leaves_the_weights() -> None:
-    storage, chunks = rank_of_two()
-    weights, source = HostWeights(), Counting()
-    assert weights.load("reference", chunks, source) == 6 * 4
-    assert source.read_boxes == [("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
-    assert storage.tolist() == [0, 1, 2, 3, 4, 5]
-    with weights.swapped("reference", chunks):
-        assert storage.tolist() == [1.0] * 6
 
 
 def test_a_source_that_does_not_fit_leaves_the_earlier_snapshot() -> None:

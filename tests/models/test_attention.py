@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.masking_utils import (
     create_causal_mask,
     create_chunked_causal_mask,
@@ -36,14 +35,6 @@ from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
-
-Load = Callable[[Path, str], PreTrainedModel]
-
-
-def test_a_forward_without_packing_fails_instead_of_mixing_sequences(tiny_models: dict[str, Path], load: Load) -> None:
-    model, ones = load(tiny_models["qwen3"], PACKED), torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ModelError, match="Qwen3Attention calls its attention without the bounds"):
-        model(ones, attention_mask=ones, use_cache=False)
 
 
 def test_what_packed_attention_cannot_do_is_refused() -> None:

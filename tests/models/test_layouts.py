@@ -256,26 +256,6 @@ def test_only_models_with_a_table_of_positions_end_with_it(
         assert position_limit(meta_model(config), wanted=positions) is None
 
 
-WHOLE_KINDS = [
-    "qwen3",  # could be packed
-    "gemma2",  # caps in attention and on logits, alternating windows
-    "gpt_oss",  # sinks, windows, experts
-    "llama4_text",  # chunks; is its own decoder by `get_decoder`
-    "mamba",  # a state space
-    "recurrent_gemma",
-    "bloom",  # an attention of its own, which adds distances
-    "roberta",  # layers between decoder and head, positions that do not begin with 0
-]
-
-
-@pytest.mark.parametrize("model_type", WHOLE_KINDS)
-def test_a_models_own_code_on_padded_rows_gives_what_it_gives_each_sequence_alone(model_type: str) -> None:
-    model = drawn_model(smallest_config(model_type))
-    policy, sequences = policy_of(model, "whole"), drawn(*LENGTHS)
-    got = passed(policy, sequences)
-    assert_same(policy, got, dict(model.named_parameters()), by_the_book(model, sequences))
-
-
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_next", "mamba2"])
 def test_no_sequence_changes_with_its_padding_or_with_the_others(
     model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -295,15 +275,6 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
 
     monkeypatch.setattr(packing, "rectangles", padded_with_the_first_token)
     torch.testing.assert_close(passed(policy, [short, longer])[Output.LOGPROBS][:9], together, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["packed", "whole"])
-def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(layout: str) -> None:
-    policy = policy_of(drawn_model(smallest_config("gemma2")), layout)
-    got = passed(policy, drawn(1, 1, 1))[Output.LOGPROBS]
-    got.sum().backward()
-    assert torch.equal(got, torch.zeros(3))
-    assert all(param.grad is not None and not param.grad.any() for param in policy.parameters())
 
 
 # ---- experts, critics ------------------------------------------------------------------------------------------------

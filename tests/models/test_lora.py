@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -70,12 +70,6 @@ def in_layers(*names: str) -> set[str]:
 )
 def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...], wanted: set[str]) -> None:
     assert targets_in(meta_model(tiny_config(kind)), of(*targets)).keys() == wanted
-
-
-def test_no_router_of_a_layer_that_has_several_gets_one_either() -> None:
-    """Attention chooses experts too in a JetMoE, and what transformers tells of is all of the attention."""
-    wanted = in_layers("self_attention.kv_proj")
-    assert targets_in(meta_model(smallest_config("jetmoe", num_hidden_layers=2)), of("all-linear")).keys() == wanted
 
 
 def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
@@ -146,21 +140,6 @@ def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> No
         found, wanted = model(tokens).logits, merged(tokens).logits
     assert (wanted - before).abs().max() > 0.1
     assert (found - wanted).abs().max() < 1e-5
-
-
-def test_all_parameters_but_adapters_are_frozen_and_get_no_gradient() -> None:
-    model = with_adapters("qwen3-tied", of("v_proj"))
-    assert model.lm_head.weight is model.get_input_embeddings().weight  # tied as before
-    model(torch.arange(3, 9)[None]).logits.square().sum().backward()
-    named = dict(model.named_parameters())
-    wanted = {f"model.layers.{layer}.self_attn.v_proj.lora_{part}.weight" for layer in (0, 1) for part in "AB"}
-    assert {name for name in named if named[name].requires_grad} == wanted == set(trained_parameters(model))
-    assert {name for name in named if named[name].grad is not None} == wanted
-
-
-def test_a_model_without_adapters_trains_all_its_parameters() -> None:
-    model = drawn_model(tiny_config("qwen3"))
-    assert trained_parameters(model) == dict(model.named_parameters())
 
 
 def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> None:
@@ -371,18 +350,6 @@ def test_the_settings_of_a_directory_are_read(tmp_path: Path) -> None:
     assert saved_settings(config_at(tmp_path, lora_alpha=0.5, r=1)) == {**read, "rank": 1, "alpha": 0.5}
 
 
-def test_what_does_not_change_what_adapters_compute_may_stand_in_their_config(tmp_path: Path) -> None:
-    for harmless in (
-        {"lora_dropout": 0.1},  # of PEFT's own training
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": False},
-        {"task_type": None, "revision": "main", "peft_version": "9.9", "inference_mode": False},
-        {"use_dora": None, "rank_pattern": None, "modules_to_save": [], "loftq_config": {}, "eva_config": None},
-        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0, "tau": 0.99}},  # which PEFT always writes with "eva"
-    ):
-        assert saved_settings(config_at(tmp_path, **harmless))["rank"] == 4
-
-
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
@@ -431,12 +398,3 @@ def test_weights_that_are_missing_or_damaged_are_told(tmp_path: Path) -> None:
         PeftFiles(tmp_path)
     with pytest.raises(ModelError, match="'/nowhere' is not a directory, expected a directory of PEFT"):
         PeftFiles("/nowhere")
-
-
-def test_any_box_of_an_adapter_can_be_read(tmp_path: Path) -> None:
-    name, tensor = f"{PREFIX}model.layers.0.mlp.up_proj{A}", torch.arange(12.0).view(3, 4)
-    save_file({name: tensor}, tmp_path / PEFT_WEIGHTS)
-    files = PeftFiles(tmp_path)
-    assert files.names == {name} and files.shape(name) == (3, 4) and files.shape("other") is None
-    assert torch.equal(files.read(name, (1, 2), (2, 2)), tensor[1:, 2:])
-    assert files.where(name) == files.where("other") == tmp_path / PEFT_WEIGHTS

@@ -20,7 +20,7 @@ from corerl.models.parts import Head, parts_of, size_of
 from corerl.ops.logprobs import LOGITS
 from corerl.types import Output
 from corerl_testing import smallest_config
-from corerl_testing.models import drawn_model, tiny_config, tiny_fields
+from corerl_testing.models import drawn_model, tiny_fields
 from tests.models.passes import LENGTHS, drawn, passed, policy_of
 
 
@@ -38,11 +38,6 @@ def test_the_decoder_is_found_whatever_the_model_takes_for_it() -> None:
     assert parts_of(misnamed).decoder is misnamed.model
     llama4 = meta_model(smallest_config("llama4_text"))
     assert llama4.get_decoder() is llama4 and parts_of(llama4).decoder is llama4.model
-
-
-def test_a_critic_has_no_head() -> None:
-    parts = parts_of(meta_model(smallest_config("gemma2"), value_head=True))
-    assert parts.head is None and type(parts.decoder).__name__ == "Gemma2Model"
 
 
 @pytest.mark.parametrize(
@@ -91,21 +86,6 @@ class Embedding(LlamaForCausalLM):
         embedded = 2 * self.model.embed_tokens(input_ids)
         output = self.model(inputs_embeds=embedded, use_cache=False)
         return SimpleNamespace(logits=self.lm_head(output.last_hidden_state))
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "phi", "gpt2"])
-def test_one_matrix_and_its_bias_are_found(kind: str) -> None:
-    config = tiny_config(kind) if kind.startswith("qwen3") else smallest_config(kind)
-    model = meta_model(config)
-    head = parts_of(model).head
-    assert head is not None and head.linear is model.get_output_embeddings()
-    assert len(head.reads) == (2 if kind == "phi" else 1) and head.vocab_size == config.vocab_size
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "cohere", "granite", "bert", "electra", "moshi"])
-def test_what_else_a_model_does_is_left_to_it_but_for_what_changes_no_number(model_type: str) -> None:
-    head = parts_of(meta_model(smallest_config(model_type))).head
-    assert head is not None and (head.linear is not None) == (model_type == "moshi")
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -38,18 +38,6 @@ def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer
     assert plain(tokenizer, []) == []
 
 
-def test_a_saved_character_tokenizer_loads_from_its_directory_and_encodes_alike(tmp_path: Path):
-    made = load_tokenizer(tokenizer=DIGITS, path="")
-    made.save_pretrained(tmp_path)
-    for loaded in (
-        load_tokenizer(tokenizer="", path=str(tmp_path)),
-        load_tokenizer(tokenizer=str(tmp_path), path="/nowhere"),
-    ):
-        assert loaded("35018>")["input_ids"] == made("35018>")["input_ids"]
-        assert loaded.decode([1, 4, 5, 2], skip_special_tokens=True) == "01"
-        assert loaded.eos_token_id == 2 and loaded.pad_token_id == 0
-
-
 def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found(tmp_path: Path):
     with pytest.raises(ModelError, match="no tokenizer: set model.tokenizer"):
         load_tokenizer(tokenizer="", path="")

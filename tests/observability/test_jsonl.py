@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-import attrs
 import pytest
 from attrs import evolve
 
-from corerl.observability.jsonl import JSONL, Jsonl, JsonlOptions, NoticeFile, read_notices
+from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices
 from corerl.plugin.events import Evaluated, Notice, RunRewound, SampleShown, StepFinished
-from corerl.plugin.spec import Process
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -81,16 +78,6 @@ def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path
     }
 
 
-def test_a_run_that_resumes_another_directorys_keeps_this_ones_file(tmp_path: Path) -> None:
-    for first, last in ((0, 3), (2, 4)):
-        jsonl = extension(tmp_path)
-        for event in [evolve(started(str(tmp_path), first_step=first), same_run=False), *steps(first, last)]:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    found = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics*")}
-    assert found == {"metrics-1.jsonl": 5, "metrics.jsonl": 3}
-
-
 def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path) -> None:
     for last in (1, 2, 3):
         jsonl = extension(tmp_path)
@@ -103,16 +90,6 @@ def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path
     }
     assert steps_in == {"metrics-1.jsonl": [0, 0], "metrics-2.jsonl": [0, 0, 1], "metrics.jsonl": [0, 0, 1, 2, 2]}
     assert len(list(tmp_path.glob("samples*.jsonl"))) == 3
-
-
-def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:
-    for step in (4, 2, 4):
-        jsonl = extension(tmp_path)
-        for event in [started(str(tmp_path), first_step=step, mode="eval"), evaluated(step), finished(str(tmp_path))]:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [4, 2, 4]
 
 
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
@@ -168,16 +145,3 @@ def test_a_new_run_keeps_the_earlier_file(tmp_path: Path) -> None:
     told(tmp_path, EARLY)
     assert told(tmp_path, LATE) == [LATE]
     assert json.loads((tmp_path / "notices-1.jsonl").read_text()) == {"text": "no answer", "step": 0}
-
-
-@pytest.mark.parametrize("text", ["two\nlines", 'quote " and \u2028', "x" * 5000])
-def test_any_text_is_read_as_it_was(tmp_path: Path, text: str) -> None:
-    assert told(tmp_path, Notice(text=text)) == [Notice(text=text)]
-
-
-def test_the_spec_names_a_class_that_its_default_options_construct(tmp_path: Path) -> None:
-    module, name = JSONL.implementation.split(":")
-    extension = getattr(import_module(module), name)(options=JSONL.config(), run_dir=str(tmp_path))
-    assert callable(extension.observe)
-    assert (JSONL.process, JSONL.joins) == (Process.DRIVER, "default")
-    assert all(field.metadata["help"] for field in attrs.fields(JSONL.config))

@@ -31,13 +31,6 @@ def test_seconds_of_one_name_add_up_and_are_taken_once() -> None:
     assert phases.take() == {}
 
 
-def test_a_phase_that_raises_is_counted() -> None:
-    phases = Phases(Ticks())
-    with pytest.raises(KeyError), phases("reward"):
-        raise KeyError("reward")
-    assert phases.take() == {"reward": 1.0}
-
-
 # ---- idle devices ----
 
 
@@ -100,15 +93,6 @@ def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
     assert idle_seconds(found, engines=2) == pytest.approx(
         {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
     )
-
-
-def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
-    found = idle([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=())
-    assert found == [waited("ranks", "driver", 0.0, 1.0), waited("ranks", "driver", 3.0, 4.0)]
-    assert idle_seconds(found, engines=0) == {
-        "idle/ranks/total": 2.0,
-        "idle/ranks/driver": 2.0,
-    }
 
 
 def test_spans_of_all_threads_are_taken_once() -> None:

@@ -167,13 +167,6 @@ def test_heads_may_have_any_size_and_values_another_one(head: int, value: int, d
         assert float((mine.float() - theirs).norm() / theirs.norm()) < 2 * close
 
 
-def test_continuations_are_all_tokens_but_the_first_of_each_sequence() -> None:
-    packing = PackedSequences.of(torch.tensor([0, 3, 3, 4, 6]), "cpu")
-    assert packing.continuations.tolist() == [1, 2, 5]
-    assert (packing.tokens, packing.longest) == (6, 3)
-    assert packing.cu_seqlens.dtype == torch.int32
-
-
 @pytest.mark.parametrize("bounds", [[1, 3], [0, 4, 2], []])
 def test_bounds_that_are_none_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens must begin with 0 and never decrease"):

@@ -87,16 +87,6 @@ def test_of_several_targets_gradients_are_those_of_log_softmax(with_entropy: boo
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
 
 
-def test_several_targets_are_each_as_one_alone() -> None:
-    hidden, weight, _ = inputs(10, 33, torch.float32, False)
-    assert hidden is not None and weight is not None
-    y = repeated(33)
-    together, _ = token_logprobs(hidden, weight, y, temperature=0.7)
-    for each in range(4):
-        alone, _ = token_logprobs(hidden, weight, y[:, each], temperature=0.7)
-        assert torch.equal(together[:, each], alone)
-
-
 @pytest.mark.parametrize(
     ("dtype", "temperature"), [(torch.float32, 1.7), (torch.float32, 1.0), (torch.bfloat16, 1.7), (torch.float64, 1.0)]
 )
@@ -217,14 +207,6 @@ def test_the_weights_gradient_is_summed_in_float32_over_chunks() -> None:
     token_logprobs(hidden, weight, y, temperature=1.0, chunk_tokens=1)[0].sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
-
-
-def test_no_token_gives_nothing_and_zero_gradients() -> None:
-    hidden, weight, _ = inputs(0, 5, torch.float32, False)
-    assert hidden is not None and weight is not None
-    logprobs, _ = token_logprobs(hidden, weight, targets(0, 5), temperature=1.0)
-    logprobs.sum().backward()
-    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
 # ---- padding, and rows that ranks share ------------------------------------------------------------------------------

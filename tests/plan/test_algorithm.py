@@ -152,14 +152,6 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
     )
 
 
-def test_a_kl_penalty_is_in_loss_or_reward() -> None:
-    for place, expected in (("loss", 0.25), ("reward", 0.0)):
-        algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
-        plan = planned(resolve_tables(evolve(GRPO, algorithm=algorithm)))
-        assert plan.objectives["actor"].loss.params["kl_coef"] == expected
-        assert plan.compares == (place == "loss")
-
-
 def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
     def passes(config: Config) -> list[tuple[Any, ...]]:
         found = planned(resolve_tables(config)).passes
@@ -256,14 +248,6 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
         ConfigError, match="^algorithm.name: loss 'clipped' takes .* unexpected keyword argument 'clip_hihg'$"
     ):
         planned(config)
-
-
-def test_a_run_that_only_scores_asks_no_algorithm() -> None:
-    config = evolve(GRPO, run=RunConfig(mode="eval"), algorithm=AlgorithmConfig(name="no.such:SPEC"))
-    settled = settle_algorithm(config)
-    assert settled.algorithm.aggregation == "token-mean"
-    plan = planned(resolve_tables(settled))
-    assert (plan.passes, list(plan.objectives)) == ((), ["actor"])
 
 
 @pytest.mark.parametrize(

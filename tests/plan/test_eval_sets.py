@@ -61,12 +61,6 @@ def test_a_set_falls_back_to_eval_and_then_to_rollout(tmp_path: Path) -> None:
     assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts of ") for line in plan.notices)
 
 
-def test_a_set_has_no_weight_since_sets_are_not_mixed(tmp_path: Path) -> None:
-    weighted = {"source": write(tmp_path / "set.jsonl", {"prompt": "1>"}), "weight": 2.0}
-    with pytest.raises(UserError, match=r"^eval\.sets\[0\]\.weight: unknown key"):
-        planned(tmp_path, weighted)
-
-
 def test_prompts_too_long_for_a_set_stay_in_others(tmp_path: Path) -> None:
     longer = {"source": write(tmp_path / "set.jsonl", {"prompt": "1" * 19}, {"prompt": "1" * 3}), "max_tokens": 20}
     plan = planned(tmp_path, longer, held_out=9, max_tokens=15)
@@ -88,12 +82,6 @@ def test_skipped_and_trained_prompts_of_a_set_are_noted(tmp_path: Path) -> None:
     told = [line for line in plan.notices if line.startswith("eval.sets")]
     assert "eval.sets[0]: data: 1 of 3 rows of " in {line.partition(source)[0] for line in told}
     assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
-
-
-def test_held_out_prompts_of_training_rows_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n % 3}>", "level": n} for n in range(12)]
-    plan = planned(tmp_path, held_out=5, data={"source": write(tmp_path / "again.jsonl", *rows)})
-    assert "data.held_out: 5 of 5 held-out prompts are prompts of training rows too" in plan.notices
 
 
 def test_a_resumed_run_keeps_its_held_out_prompts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
 from corerl.plan.resume import require_same_source
-from tests.driver.saved import DATA, config_in, make_config, make_model, save
+from tests.driver.saved import DATA, config_in, make_config, make_model
 
 Install = Callable[..., Path]
 
@@ -91,16 +91,6 @@ def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
 
 
 # ---- checkpoints and devices -----------------------------------------------------------------------------------------
-
-
-def test_sampling_with_another_runs_weights_starts_at_step_zero(tmp_path: Path) -> None:
-    config = make_config()
-    checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
-    steps = {}
-    for mode in ("train", "rollout-only", "eval"):
-        config = config_in(tmp_path / mode, str(checkpoint))
-        steps[mode] = make_plan(evolve(config, run=evolve(config.run, mode=mode))).first_step
-    assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

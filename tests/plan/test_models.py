@@ -91,19 +91,6 @@ def test_a_coefficient_that_only_transformers_reads_is_said(
     assert [list(notices_of(other)) for other in others] == [[], []]
 
 
-@pytest.mark.parametrize(
-    "hf",
-    [
-        smallest_config("qwen3_moe", router_aux_loss_coef=0.125),
-        router_loss("qwen3_moe", router_aux_loss_coef=0.0),
-        router_loss("llama4_text", router_aux_loss_coef=0.125),  # which transformers' loss of it leaves out
-        smallest_config("gpt2"),  # has dropout by default
-    ],
-)
-def test_a_coefficient_that_nobody_reads_is_not_said(config: Config, hf: PreTrainedConfig) -> None:
-    assert lines(config, hf) == []
-
-
 def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     (line,) = lines(config, smallest_config("bamba", z_loss_coefficient=0.5))
     assert line.startswith("model.config: z_loss_coefficient=0.5 changes transformers' loss, not CoreRL's, which has")
@@ -114,18 +101,6 @@ def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
     (line,) = lines(stored, hf)
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
-
-
-def test_untrained_parts_have_no_line_of_their_own(config: Config) -> None:
-    stored = evolve(config, model=evolve(config.model, path="models/pictures", config={}))
-    hf = pictures_config("qwen3_5")
-    hf.get_text_config().mtp_num_hidden_layers = 1  # an export has these layers, and the tower
-    hf.projector_dropout = 0.125
-    hf.architectures = ["Qwen3_5ForCausalLM"]
-    (line,) = lines(stored, hf)
-    assert "mtp_num_hidden_layers=1" in line
-    hf.architectures = ["Qwen3_5ForConditionalGeneration"]
-    assert lines(stored, hf) == []
 
 
 @pytest.mark.parametrize(

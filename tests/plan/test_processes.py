@@ -6,20 +6,11 @@ import pytest
 from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.schema import ClusterConfig, ClusterInfo, Config, WeightsConfig
+from corerl.config.schema import ClusterConfig, Config
 from corerl.errors import ConfigError
-from corerl.plan import resolve
 from corerl.plan.make import make_plan
-from corerl.plan.processes import choose_transport, require_form, senders
-from corerl.plugin.registry import Kind, load
+from corerl.plan.processes import choose_transport, senders
 from tests.driver.saved import CRITIC, config_in, make_config, make_model
-
-
-def test_weights_in_a_form_that_the_engine_takes(tmp_path: Path) -> None:
-    config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
-    engine = load(Kind.ENGINES, config.rollout.engine)
-    quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
-    require_form(evolve(config, engines={engine.name: None}), quantized)
 
 
 def test_a_samplers_processes_have_the_users_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,25 +71,6 @@ def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) 
             )
         )
     assert caught.value.message == "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
-
-
-def test_engines_are_asked_with_the_actors_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[ClusterInfo] = []
-    fake = load(Kind.ENGINES, "fake")
-
-    def calls(options: object, cluster: ClusterInfo) -> int:
-        asked.append(cluster)
-        return 3
-
-    known = evolve(fake, spec=evolve(fake.spec, calls=calls, bundles=lambda *_: 2))
-    monkeypatch.setattr(resolve, "load", lambda kind, name: known if kind is Kind.ENGINES else load(kind, name))
-    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "replicas": 3})
-    plan = make_plan(config)
-    (cluster,) = asked
-    assert (cluster.device, cluster.ranks, cluster.model["num_key_value_heads"]) == ("cpu", 3, 2)
-    assert cluster.train == evolve(config.train, precision="float32", recompute="none", layout="packed")
-    assert plan.processes.engine is not None and plan.processes.engine.calls == 3
-    assert [each.context.bundles for each in plan.processes.engine.assignments] == [2, 2, 2]
 
 
 # ---- how weights reach engines ---------------------------------------------------------------------------------------

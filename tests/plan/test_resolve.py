@@ -25,14 +25,12 @@ from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.resolve import (
     absent_extensions,
     check_spec,
-    ignored_tables,
     resolve_tables,
     role_options,
     selected,
     settle_extensions,
-    with_extensions,
 )
-from corerl.plugin.registry import INSTALL_HINTS, Kind, load
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
 
 Install = Callable[..., Path]
@@ -134,15 +132,6 @@ def test_what_is_wrong_in_all_tables_is_told_together() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_a_table_of_a_missing_plugin_is_noted_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = config(backends={"mine": {}, "other": {}, "elsewhere": {}})
-    line = "backends.elsewhere is ignored: no backend 'elsewhere' is installed"
-    assert ignored_tables(given) == [line]
-    monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "elsewhere", "pip install it")
-    assert ignored_tables(given) == [f"{line}; pip install it"]
-
-
-@pytest.mark.usefixtures("plugins")
 def test_a_spec_whose_check_fails_is_broken_by_name() -> None:
     loaded = load(Kind.BACKENDS, "mine")
     broken = evolve(loaded, spec=evolve(loaded.spec, check=lambda options, cluster: {}["missing"]))
@@ -204,18 +193,6 @@ def test_defaults_join_a_config_that_says_nothing_by_their_place(install: Instal
     assert settle_extensions(config(extensions=())).extensions == ()
     given = config(extensions=(ExtensionChoice(name="other"),))
     assert settle_extensions(given) == given
-
-
-def test_who_joins_always_comes_behind_the_listed_once(install: Install, extension_spec: str) -> None:
-    before = [each.name for each in with_extensions(config(extensions=())).chosen_extensions]
-    install("corerl-all", {"extensions": {"all": "all_j:SPEC"}}, all_j=joining(extension_spec, "always", 999))
-    jsonl = ExtensionChoice(name="jsonl")
-    names = [each.name for each in with_extensions(config(extensions=(jsonl,))).chosen_extensions]
-    assert names == ["jsonl", *before, "all"]
-    for name in ("all", "corerl-all:all", "all_j:SPEC"):
-        given = config(extensions=(ExtensionChoice(name=name, options={"every": 5}), jsonl))
-        found = with_extensions(given).chosen_extensions
-        assert (found[:2], [each.name for each in found[2:]]) == (given.extensions, before)
 
 
 def test_a_broken_extension_that_may_join_is_noted(install: Install) -> None:

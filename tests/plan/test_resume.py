@@ -137,13 +137,6 @@ def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path
             make_plan(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
 
 
-def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    config = evolve(make_config(rollout={"save": True}), run=RunConfig(dir=str(tmp_path)))
-    save(tmp_path, config, make_model(config, seed=1), step=4)
-    assert make_plan(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
-
-
 def test_a_resumed_run_continues_intact_metrics_of_its_directory(tmp_path: Path) -> None:
     config = make_config()
     own, other = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("own", "other"))
@@ -304,16 +297,6 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
     )
 
 
-def test_restarted_data_begin_at_their_first_prompt(checkpoint: Path) -> None:
-    plan = plan_with(checkpoint, held_out=20, restart=True)
-    assert f"data: not the checkpoint's: {HELD_OUT}; they begin at their first prompt" in plan.notices
-    prompts, fresh = plan.rollout.prompts, SortDigits(held_out=16, seed=0)
-    assert prompts.held_out[:16].tolist() == fresh.held_out.tolist()
-    stream = PromptStream(prompts, seed=0)
-    assert not stream.restore(plan.start.state["source"]["prompts"])
-    assert stream.position["sources"] == [{"epoch": 1, "offset": 0, "prompts": 10**5 - 20, "taken": 0}]
-
-
 def test_unchanged_data_continue_with_or_without_restart(checkpoint: Path) -> None:
     for restart in (False, True):
         plan = plan_with(checkpoint, restart=restart)
@@ -379,13 +362,6 @@ def resumed(tmp_path: Path, first: Drawing) -> Any:
     return resume
 
 
-def test_the_same_rows_go_on_without_a_line(first: Drawing, resumed: Any) -> None:
-    again = resumed(OLD)
-    assert (again.lines, again.differs) == ([], "")
-    assert again.source.record == first.source.record
-    assert again.draw(50) == first.draw(50)
-
-
 def test_the_same_rows_in_another_order_are_drawn_as_before(first: Drawing, resumed: Any) -> None:
     turned = resumed(OLD[::-1])
     assert turned.lines == ["data: the rows are in another order than in the checkpoint, whose order is kept"]
@@ -424,14 +400,6 @@ def test_a_run_with_added_rows_is_resumed_where_it_stood(
     assert sorted(following[rest : rest + 2]) == last
 
 
-def test_an_added_copy_of_a_held_out_row_is_skipped(first: Drawing, resumed: Any) -> None:
-    trained = next(text for text in OLD if text not in first.held_out)
-    more = resumed([*OLD, *first.held_out, trained])
-    assert more.lines == ["data: new rows: 1; they come at the end of this epoch"]
-    assert not {*more.draw(60)} & {*first.held_out}
-    assert more.source.copies == 4
-
-
 def test_further_rows_are_held_out_of_untrained_ones(first: Drawing, resumed: Any) -> None:
     more = resumed(OLD + NEW, held_out=9)
     assert not more.differs and "data: new rows that are held out: 5" in more.lines
@@ -465,32 +433,6 @@ def test_other_rows_are_told_and_begin_at_their_first_prompt(
     epochs = [other.draw(len(train)) for _ in range(2)]
     assert {*epochs[0]} == {*epochs[1]} == train
     assert epochs[0] != epochs[1]
-
-
-def test_begun_anew_the_checkpoints_positions_mean_the_beginning_again(first: Drawing, resumed: Any) -> None:
-    """As for ranks that are restarted from the checkpoint that the run itself resumed from."""
-    other = resumed(NEW)
-    drawn = other.draw(30)
-    other.stream.restore(first.state["source"]["prompts"])
-    assert other.draw(30) == drawn
-    # Its own checkpoints are of these data, and go on.
-    later = begun(load(rows_of(other), held_out=4), other.state)
-    assert (later.lines, later.differs) == ([], "")
-    assert later.draw(30) == other.draw(30)
-
-
-def rows_of(run: Drawing) -> str:
-    where: str = run.source.where(0)
-    return where.rpartition(":")[0]
-
-
-def test_copies_of_one_row_go_on_and_grow(tmp_path: Path) -> None:
-    one = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 6), held_out=2))
-    one.draw(3)
-    again = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 6), held_out=2), one.state)
-    assert (again.lines, again.differs) == ([], "")
-    more = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 9), held_out=2), one.state)
-    assert more.lines == ["data: new rows: 3; they come at the end of this epoch"]
 
 
 def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
@@ -553,12 +495,3 @@ def test_another_mix_is_told(tmp_path: Path, changed: dict[str, Any], said: str)
     other = begun(mixed(tmp_path / "now", **changed), one.state)
     assert other.differs.startswith(said)
     assert not {*other.draw(60)} & {*one.held_out}
-
-
-def test_a_source_of_another_name_goes_on_by_its_rows(tmp_path: Path) -> None:
-    one = begun(mixed(tmp_path, a=A, b=B))
-    one.draw(14)
-    (tmp_path / "now").mkdir()
-    other = begun(mixed(tmp_path / "now", a=A, c=B[::-1]), one.state)
-    assert not other.differs and other.held_out == one.held_out
-    assert other.draw(60) == one.draw(60)

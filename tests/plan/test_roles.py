@@ -13,21 +13,18 @@ from transformers import PreTrainedConfig
 from corerl.checkpoint.format import index_file
 from corerl.config.schema import (
     AlgorithmConfig,
-    BackendChoice,
     CheckpointConfig,
     ClusterConfig,
     ClusterInfo,
     Config,
     ModelConfig,
     RolesConfig,
-    RolloutConfig,
     RunConfig,
     SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
 from corerl.errors import Unsupported
-from corerl.kinds import MemoryKind
 from corerl.models.files import meta_model
 from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
@@ -40,7 +37,6 @@ from corerl_testing.models import tiny_config
 from tests.driver.saved import make_config
 from tests.trainer.configs import FAKE, config_for
 
-CHOOSY = "tests.trainer.fakes:CHOOSY"
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
@@ -206,12 +202,6 @@ def with_critic(**choice: Any) -> Config:
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
 
 
-def test_a_critic_needs_a_value_head_and_no_reference() -> None:
-    assert needs(with_critic(), CPU, "critic") == {Capability.CPU, Capability.CRITIC, Capability.SAVE_BACKGROUND}
-    assert Capability.SNAPSHOTS in needs(with_critic(), CPU, "actor")
-    assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
-
-
 def test_a_teacher_needs_frozen_roles_and_no_optimizer(
     tmp_path: Path,
 ) -> None:
@@ -249,22 +239,6 @@ def test_memory_is_given_back_only_where_it_is_shared(
     assert offloaded(config_for(cluster=cluster), device) == (("actor",) if expected else ())
 
 
-def test_a_role_knows_what_of_its_memory_will_sleep() -> None:
-    for offload, sleeps in (("always", tuple(MemoryKind)), ("never", ())):
-        cluster = ClusterConfig(offload=offload)  # type: ignore[arg-type]
-        role = planned(config_for(cluster=cluster)).assignments[0].config
-        assert role.sleeps == sleeps
-
-
 def test_a_critic_with_its_own_devices_never_sleeps() -> None:
     assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
-
-
-def test_a_spec_is_told_that_the_actors_steps_are_streamed() -> None:
-    roles = RolesConfig(critic=SideRoleChoice())
-    config = Config(backend=BackendChoice(name="plain"), roles=roles, algorithm=AlgorithmConfig(name="ppo"))
-    streamed = evolve(config, rollout=RolloutConfig(source="streamed"))
-    for each, of_actor in ((config, False), (streamed, True)):
-        told = {role: cluster_of(role, each, plugins_of(each), device="cpu").streamed for role in ("actor", "critic")}
-        assert told == {"actor": of_actor, "critic": False}

@@ -65,13 +65,6 @@ def rows_of(name: str, **options: Any) -> Rows | None:
     return _rows_of(sampler, resolve_tables(config(rollout={"sampler": name}, samplers={sampler.name: options})))
 
 
-def test_a_sampler_may_bring_prompts() -> None:
-    rows = rows_of(OWN, count=2)
-    assert rows is not None and rows.where(1) == f"row 1 of sampler {OWN!r}"
-    assert [row for _, row in rows.scan()] == [{"prompt": "0>", "answer": "0"}, {"prompt": "1>", "answer": "1"}]
-    assert rows_of("prompts") is None
-
-
 def digits(prompt: Prompt, response: str) -> float:
     return float(response.isdigit())
 

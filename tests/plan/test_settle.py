@@ -2,12 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from attrs import evolve
 
-from corerl.plan import make
 from corerl.plan.algorithm import against_algorithm
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
@@ -32,11 +30,6 @@ def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
     return given.precision, given.recompute
 
 
-def test_a_cpu_computes_in_float32_and_recomputes_nothing(tmp_path: Path) -> None:
-    plan = make_plan(config_in(tmp_path / "run"))
-    assert settings(plan) == ("float32", "none") and plan.notices == ()
-
-
 def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Path) -> None:
     plan = on_gpus(tmp_path)
     assert settings(plan) == ("bfloat16", "none")
@@ -49,11 +42,6 @@ def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Pat
     asked = on_gpus(tmp_path, train={"recompute": "none"})
     cannot = on_gpus(tmp_path, backend="plain")
     assert asked.notices == plan.notices[:1] and cannot.notices[-1].endswith("'auto' is 'none' for the actor")
-
-
-def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
-    with mock.patch.object(make, "has_bfloat16", return_value=False):
-        assert settings(on_gpus(tmp_path)) == ("float32", "none")
 
 
 def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:

@@ -255,17 +255,6 @@ NO_GRADIENTS = (
 )
 
 
-def test_a_step_takes_any_number_of_calls() -> None:
-    for calls in ([True], [False], [False, False, True], [False] * 4):
-        host, backend = ready()
-        for number in range(2):
-            for last in calls:
-                assert host.forward_backward(BATCH, LOSS, (), last) is ADDED
-            assert host.optimizer_step(evolve(STEP, optimizer_step=number), 1.0) is STEPPED
-        step = [("forward_backward", 1, (), last) for last in calls]
-        assert backend.calls == [*step, ("optimizer_step", 0, 1.0), *step, ("optimizer_step", 1, 1.0)]
-
-
 @pytest.mark.parametrize("batch", [BATCH, NOTHING])
 def test_a_call_after_the_last_is_refused(batch: PackedBatch) -> None:
     host, backend = added(False, True)
@@ -305,23 +294,6 @@ def test_pending_gradients_refuse_save_and_sleep() -> None:
     host.save("somewhere", STEP, False)
     host.sleep(EVERY)
     assert backend.calls == [("optimizer_step", 12, 1.0), ("save", "somewhere"), ("sleep", EVERY)]
-
-
-def test_between_calls_of_a_step_all_but_gradients_sleep() -> None:
-    others = EVERY - {MemoryKind.GRAD}
-    host, backend = added(False)
-    host.forward(BATCH, (), "ref")
-    host.update_weights(None, 1)
-    host.sleep(others)
-    with pytest.raises(NotResident):
-        host.forward_backward(BATCH, LOSS, (), True)
-    host.wake_up(others)
-    host.forward_backward(BATCH, LOSS, (), True)
-    host.forward(BATCH, (), "")
-    host.optimizer_step(STEP, 1.0)
-    assert [call[0] for call in backend.calls] == [
-        "forward", "update_weights", "sleep", "wake_up", "forward_backward", "forward", "optimizer_step",
-    ]  # fmt: skip
 
 
 def test_an_empty_batch_does_not_reach_the_backend() -> None:

@@ -12,7 +12,7 @@ from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken,
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.hooks import RunControl
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers, traced
+from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers
 from corerl.plugin.spec import Process
 from tests.plugin.test_host import CONTEXT, Fake
 
@@ -75,12 +75,6 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
         load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
 
 
-def test_a_run_is_traced_if_an_extension_asks() -> None:
-    assert not traced([])
-    assert not traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="console")])
-    assert traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="trace")])
-
-
 def test_an_observer_that_raises_is_disabled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -107,15 +101,6 @@ def test_notices_go_to_stderr_only_while_no_extension_shows_them(capsys: pytest.
     observers.emit(Notice(text="lost by a"))
     observers.emit(Notice(text="after it"))
     assert capsys.readouterr().err.splitlines()[1:] == ["corerl: note: lost by a", "corerl: note: after it"]
-
-
-@pytest.mark.parametrize(("names", "printed"), [(["jsonl"], 1), (["jsonl", "console"], 0)])
-def test_a_list_without_the_console_still_tells(
-    names: list[str], printed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    observers = load_observers([ExtensionChoice(name=name) for name in names], str(tmp_path))
-    observers.emit(Notice(text="hello"))
-    assert capsys.readouterr().err.count("corerl: note: hello") == printed
 
 
 class Decides:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 
 import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.origins import Origin, Unmet, origins_here, origins_of, require_met, require_same, unmet
+from corerl.plugin.origins import Origin, Unmet, origins_here, origins_of, require_met, unmet
 from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]
@@ -44,20 +43,6 @@ def test_a_plugin_that_is_not_there_is_listed_with_why() -> None:
     assert missing.problem.startswith("unknown backend 'nowhere'; installed: ")
 
 
-def test_a_difference_is_named_with_both_sides(plugins: list[tuple[Kind, Loaded]]) -> None:
-    driver = origins_of(*plugins)
-    require_same(driver, *plugins)
-    other = (evolve(CORE, version="0.0.9"), evolve(MINE, version="0.3"), evolve(WRAP, value="wrap_two:SPEC"))
-    with pytest.raises(PluginIncompatible) as caught:
-        require_same(other, *plugins)
-    assert caught.value.message == (
-        f"corerl is corerl {corerl.__version__}, but the driver's is corerl 0.0.9; "
-        "backend 'mine' is corerl-mine 0.2, but the driver's is corerl-mine 0.3; "
-        "extension 'wrap' is wrap_fp:SPEC, but the driver's is wrap_two:SPEC; "
-        "install the same corerl and the same plugins on every node"
-    )
-
-
 # ---- requirements, with pip's own answers as the reference -----------------------------------------------------------
 
 
@@ -75,10 +60,6 @@ def wants(install: Install) -> Callable[..., list[str]]:
 
 
 Wants = Callable[..., list[tuple[str, str]]]
-
-
-def test_this_environment_has_what_core_and_its_plugins_require() -> None:
-    assert unmet(["corerl", "corerl-fsdp", "corerl-megatron", "corerl-deepspeed", "corerl-sglang"]) == []
 
 
 def test_unmet_requirements_are_one_line(wants: Wants) -> None:

@@ -166,15 +166,6 @@ def test_no_token_is_staler_than_allowed(
     assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
 
 
-def test_progress_counts_the_ready_samples_of_the_next_step(engines: Engines) -> None:
-    told: list[tuple[int, int]] = []
-    source = asynchronous(engines, on_progress=lambda done, of: told.append((done, of)))
-    engines.next(source)
-    source.close()
-    assert told and all(of == PROMPTS * SAMPLES and done in (0, 2, 4, 6) for done, of in told)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-
 def test_fast_engines_are_given_one_step_ahead(engines: Engines) -> None:
     source = asynchronous(engines, max_staleness=4, steps=9)
     ahead = []
@@ -263,19 +254,6 @@ def test_groups_may_become_stale_while_they_are_scored(
     assert versions(second) == {2}
     assert second.counts["stale_samples"] == PROMPTS * SAMPLES
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
-
-
-def test_an_update_of_the_same_weights_makes_no_sample_staler(use: Use[Engines]) -> None:
-    engines = use(OneBatchAtFirst())
-    source = asynchronous(engines, steps=2)
-    engines.next(source)
-    engines.handed_out.set()
-    engines.settle()
-    engines.update(source, 1)
-    engines.update(source, 2, repeats=(2,))
-    second = engines.next(source)
-    source.close()
-    assert (versions(second), second.counts["stale_samples"]) == ({0}, 0)
 
 
 def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
@@ -429,14 +407,3 @@ def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
         assert source.position["begun"] == begun
     assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(18))
     assert sorted(line for line in engines.log if line.startswith("replace")) == ["replace 0"] * 2 + ["replace 1"] * 2
-
-
-def test_closing_cancels_all_tasks(use: Use[Engines]) -> None:
-    engines = use(Slow(until=9, max_staleness=1))
-    source = asynchronous(engines)
-    engines.next(source)
-    assert len(source._sampling) > 0
-    source.close()
-    engines.die()
-    engines.settle()
-    assert {task.cancelled() for task in source._sampling.values()} == {True}

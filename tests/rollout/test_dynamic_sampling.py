@@ -14,9 +14,8 @@ from corerl.errors import RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampler import PromptSampler, Rollout
+from corerl.rollout.sampler import Rollout
 from corerl.rollout.scoring import Scorer, Scores
-from corerl.types import ROLE
 from tests.rollout.engines import Engines, at_once
 from tests.rollout.sampling import (
     KINDS,
@@ -81,29 +80,3 @@ def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
     wrong = DynamicSampling(useful=spread, max_replacements=1, part="rigth")
     with pytest.raises(RewardError, match=r"dynamic_sampling_on: 'rigth' .* 'right', 'length'; did you mean 'right'"):
         engines.next(refilled(engines, 0, reward, refill=wrong))
-
-
-class ByRole:
-    """Two roles of opposed rewards, which differ between the samples of prompts of odd numbers alone."""
-
-    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
-        rows = rollout.batch.row_columns
-        odd = np.array([rollout.prompts[group].index % 2 for group in rows["group"]])
-        won = np.where(odd, rows["sample"] // 2, 1.0)
-        return Scores(rewards=np.where(rows[ROLE] == "white", won, -won).astype(np.float32))
-
-
-def test_roles_that_differ_from_each_other_alone_teach_nothing(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = PromptSampler.rollout
-
-    def with_roles(self: PromptSampler, *args: Any) -> Rollout:
-        found = plain(self, *args)
-        roles = np.array(["white", "black"])[found.batch.row_columns["sample"] % 2]
-        return evolve(found, batch=found.batch.with_row_columns(**{ROLE: roles}))
-
-    monkeypatch.setattr(PromptSampler, "rollout", with_roles)
-    scored = engines.next(refilled(engines, 40, ByRole(), samples=4))
-    assert [prompt.index % 2 for prompt in scored.rollout.prompts] == [1] * 4
-    assert scored.counts["groups_missing"] == 0 < scored.counts["groups_set_aside"]

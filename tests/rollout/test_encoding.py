@@ -272,25 +272,6 @@ def test_first_and_held_out_prompts_are_checked_before_a_run() -> None:
         check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
 
 
-def test_a_run_takes_the_prompts_that_were_checked_for_it() -> None:
-    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
-    check_first(source, check, seed=SEED)
-    checked = list(source.checked.values())
-    assert len(checked) == 64
-    taken = PromptStream(source, SEED, check=check).take(70)
-    assert {id(each) for each in taken[:64]} == {id(each) for each in checked} and not source.checked
-    assert [each.index for each in taken] == [each.index for each in PromptStream(Numbered(200, set()), SEED).take(70)]
-
-
-def test_a_resumed_run_keeps_none_of_the_first_prompts() -> None:
-    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
-    position = (begun := PromptStream(source, SEED)).take(100) and begun.position
-    check_first(source, check, seed=SEED)
-    resumed = PromptStream(source, SEED, check=check)
-    resumed.restore(position)
-    assert not source.checked and [each.index for each in resumed.take(3)] == [each.index for each in begun.take(3)]
-
-
 def test_a_prompt_is_checked_when_it_is_drawn() -> None:
     bad, lines = {80, 150, 151}, list[str]()
     source = Numbered(200, bad)
@@ -343,25 +324,11 @@ def test_a_template_s_placeholders_become_whole_pictures() -> None:
     assert "".join(map(str, column)) == "00011111022200000"
 
 
-def test_equal_pictures_that_adjoin_keep_an_end_between_them() -> None:
-    prompt, reader = pictured("<image><image>", "1x2:9", "1x2:9")
-    (ids,) = encode(PICTURED, [prompt])
-    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
-    assert (PICTURED.decode(tokens), "".join(map(str, column))) == ("u:*|*!*|*!;a:", "0011102220000")
-    assert reader.decoded == {"1x2:9": 1}
-
-
 def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:
     reader = TinyReader(TinyOptions(), None, PICTURED)
     reader.mark = 9
     with pytest.raises(files.Refused, match="a text that spells the token where a picture's"):
         expand([4, reader.placeholder], [], reader)
-
-
-def test_texts_without_pictures_are_not_changed_by_a_reader() -> None:
-    reader = TinyReader(TinyOptions(), None, PICTURED)
-    tokens, column = expand([4, 8, 9], [], reader)
-    assert (tokens.tolist(), column.tolist()) == ([4, 8, 9], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -378,10 +345,3 @@ def test_prompts_whose_pictures_cannot_be_shown_are_refused(text: str, reference
     with pytest.raises(DataError, match=why + ".*; correct the row, or set data.refused='skip'"):
         PromptCheck(tokenizer=PICTURED, pictures=reader)(prompt)
     assert re.match(why, PromptCheck(tokenizer=PICTURED, pictures=reader, skip=True)(prompt))
-
-
-def test_lengths_of_prompts_count_the_tokens_of_pictures() -> None:
-    prompt, reader = pictured("1<image>", "3x3:1")
-    ours = PromptCheck(tokenizer=PICTURED, pictures=reader, longest=18, limit="LIMIT")
-    assert ours(prompt) == ""  # u:1 and ;a: beside 9 placeholders, 2 breaks and an end
-    assert evolve(ours, longest=17)(prompt) == "it has 18 tokens, but at most 17 fit with LIMIT"

@@ -20,14 +20,13 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.rollout.encoding import encode
-from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at, pass_and_majority
+from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, pass_and_majority
 from corerl.rollout.rewards import Reward, find_reward
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler
 from corerl.types import ROLE
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import TIED, context, hf_tensors, random_model, update
-from tests.pictured import PICTURES
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 from tests.rollout.samplers import prompt_sampler
@@ -86,22 +85,6 @@ def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     assert "eval/exact_match" not in free.metrics
 
 
-def test_only_the_pictures_of_shown_prompts_are_kept() -> None:
-    first, second, third = list(PICTURES.values())[:3]
-    shows = zip(PROMPTS, [(first, second), (), (third,)], strict=True)
-    prompts = [evolve(prompt, pictures=pictures) for prompt, pictures in shows]
-    assert [each.id for each in evaluated(prompts, show=2).pictures] == [first.id, second.id]
-    assert evaluated(PROMPTS).pictures == ()
-
-
-def test_the_parts_of_rewards_are_told_as_means() -> None:
-    weights = {"size": 0.0, "one": 2.0}
-    sizes = Reward(name="sizes", function=lambda prompt, text: {"size": len(text), "one": 1}, weights=weights)
-    metrics = evaluated(PROMPTS, sizes).metrics
-    assert (metrics["eval/reward/one"], metrics["eval/reward/size"]) == (1.0, pytest.approx((2 + 1 + 1) / 3))
-    assert metrics["eval/reward"] == 2.0
-
-
 def test_failed_rewards_are_counted_unless_all_fail() -> None:
     def odd(prompt: Prompt, response: str) -> float:
         if prompt.index == 1:
@@ -128,21 +111,6 @@ def test_pass_at_k_counts_choices_with_a_right_sample() -> None:
         chosen = [row[list(some)].any() for row in right for some in itertools.combinations(range(6), k)]
         assert found[f"pass@{k}"] == pytest.approx(np.mean(chosen))
     assert found["pass@6"] == right.any(1).mean() and found["pass@1"] == pytest.approx(right.mean())
-
-
-def test_majority_ties_are_shared() -> None:
-    votes = np.array([["a", "a", "b", "c"], ["a", "b", "b", "a"], ["c", None, None, "d"], [None] * 4], object)
-    right = votes == "a"
-    # a wins; a and b tie; c and d tie, both wrong; nobody votes
-    assert majority_at(4, right, votes) == pytest.approx((1 + 0.5 + 0 + 0) / 4)
-    # Blocks of two: a | b, c tie; a, b tie | b, a tie; c | d; none.
-    assert majority_at(2, right, votes) == pytest.approx((1 + 0 + 0.5 + 0.5 + 0 + 0 + 0 + 0) / 8)
-    assert "majority@2" not in pass_and_majority(right, votes)
-    odd = np.array([["a", "a", "b", "b", "b"]], object)
-    assert pass_and_majority(odd == "b", odd)["majority@4"] == 0.5  # of the first four; the fifth is in no block
-    assert pass_and_majority(odd == "b", odd)["majority@5"] == 1.0
-    # Answers that are the same and still worth more or less, as by their length, count by their share.
-    assert majority_at(3, np.array([[True, False, False]]), np.array([["a", "a", "b"]], object)) == 0.5
 
 
 def test_pass_at_k_is_within_three_standard_errors(tmp_path: Path) -> None:
@@ -194,21 +162,6 @@ class ByNoise:
             versions=np.ones(rows, np.int64),
             truncated=np.zeros(rows, np.bool_),
         )
-
-
-def test_evaluation_noise_is_that_of_no_training_step() -> None:
-    draws = ByNoise()
-    sampled = [evaluated(PROMPTS, generate=draws, samples=samples) for samples in (4, 8, 8)]
-    keys = [asked.noise_keys.reshape(len(PROMPTS), -1) for asked in draws.asked]
-    assert len(set(keys[1].ravel().tolist())) == 24
-    np.testing.assert_array_equal(keys[0], keys[1][:, :4])
-    assert sampled[1].metrics == sampled[2].metrics and sampled[1].samples == sampled[2].samples
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=draws, seed=0)
-    trained = [sampler.request(PROMPTS, rollout_step=step, samples=8, params=PARAMS).noise_keys for step in range(50)]
-    assert not set(np.concatenate(trained).tolist()) & set(keys[1].ravel().tolist())
-    shown = sampled[1].samples
-    assert [(each.prompt, each.sample) for each in shown] == [(each.text, n) for each in PROMPTS for n in range(8)]
-    assert [each.sample for each in sampled[1].shown] == [0, 0, 0]
 
 
 def test_named_sets_and_mixed_sources_have_own_metrics() -> None:

@@ -45,18 +45,6 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> None:
-    mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
-    reward = evolve(find_reward("my_rewards:parse", {}), failed_value=-0.5)
-    scores = RewardScorer(reward).score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
-    assert scores.rewards.tolist() == [2.0, -0.5, -0.5, 3.0, -0.5]
-    assert scores.failures == {"no-number": 1, "raised": 2}
-    assert scores.first == (
-        "reward 'my_rewards:parse' returned nan, wanted a finite number, on prompt 35018 ('35018>') with the response "
-        "'nan'"
-    )
-
-
 def in_a_library(prompt: Prompt, response: str) -> float:
     return float(json.loads(response))
 
@@ -182,23 +170,6 @@ def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], reward
     )
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
-
-
-def test_parts_that_are_none_do_not_count() -> None:
-    def of_task(prompt: Prompt, response: str) -> dict[str, float | None]:
-        right = None if response == "y" else float(response == "x")
-        return {"right": right, "short": None if response == "z" else 0.5}
-
-    for weights, rewards in [({}, [1.5, 0.5, 0.0]), ({"right": 3.0, "short": -1.0}, [2.5, -0.5, 0.0])]:
-        reward = Reward(name="mine:f", function=of_task, weights=weights)
-        scores = RewardScorer(reward).score(rollout(["x", "y", "z"], [0, 0, 0], (SORT,)))
-        assert scores.rewards.tolist() == rewards and not scores.failed.any()
-        assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
-    for value in (None, {"right": None}, {}):
-        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcomes(
-            [(SORT, "x", ())]
-        )[0]
-        assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
 
 
 def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:

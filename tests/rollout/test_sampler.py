@@ -197,14 +197,6 @@ def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> li
     return engine.requests[0].noise_keys.tolist()
 
 
-def test_noise_does_not_depend_on_a_prompts_place() -> None:
-    here = keys()
-    assert len(set(here)) == 4
-    swapped = keys(prompts=PROMPTS[::-1])
-    assert swapped == here[2:] + here[:2]
-    assert not set(here) & set(keys(seed=1)) and not set(here) & set(keys(step=1))
-
-
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:
     config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
@@ -271,12 +263,6 @@ def test_rows_show_the_pictures_of_their_prompts() -> None:
     assert "".join(map(str, batch.columns["picture"])) == 2 * "0011000" + 2 * "0000" + 2 * "02011000"
     assert {repr(each) for each in batch.take_rows(np.array([4])).pictures} == {repr(each) for each in found.values()}
     assert batch.take_rows(np.array([2])).pictures == ()
-
-
-def test_a_run_on_text_has_no_column_of_pictures() -> None:
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=None, seed=0)
-    request = sampler.request(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
-    assert not request.picture.any() and request.pictures == ()
 
 
 def step_of(prompts: list[Prompt], reader: TinyReader | None) -> tuple[Rollout, int]:

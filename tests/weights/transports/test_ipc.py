@@ -109,11 +109,6 @@ def test_each_rank_sends_to_its_own_receivers() -> None:
         end.close()
 
 
-def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
-    sender = open_sender(address_of("ipc", "a", "b", senders=(1, 1)), rank=1)
-    assert {sender.sender_of(bucket) for bucket in MANIFEST.buckets} == {1}
-
-
 def test_an_engine_that_stops_loading_is_dropped_in_time() -> None:
     address, engine, go = address_of("ipc", "e", timeout=0.5), Engine(), threading.Event()
     sender = IpcSender(address, 0)
