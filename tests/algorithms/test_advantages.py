@@ -10,11 +10,9 @@ import pytest
 
 from corerl.algorithms.advantages import (
     STD_EPS,
-    compared,
     explained_variance,
     gae,
     group_advantages,
-    sample_rewards,
     soft_overlong_penalty,
     spread,
     whiten,
@@ -36,20 +34,6 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
     got = group_advantages(REWARDS, GROUPS, normalize_std=normalize_std)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-def test_an_episode_of_several_samples_is_compared_once() -> None:
-    # Episode 0 has samples 0 and 2, of rewards 1 and of 0.5 and -0.25 at their tokens; they are one of two that differ.
-    samples = SampleBatch(
-        tokens=np.arange(4),
-        offsets=np.array([0, 1, 2, 4]),
-        row_columns={"group": np.zeros(3, np.int64), "episode": np.array([0, 1, 0])},
-    )
-    tokens = np.array([0.5, 0.125, -0.25, 0.0], np.float32)
-    each = sample_rewards(samples, np.array([1.0, 0.0, 1.0], np.float32), tokens)
-    assert each.tolist() == [1.25, 0.125, 1.25]
-    found = compared(each, samples, lambda rewards, groups: group_advantages(rewards, groups, normalize_std=False))
-    assert found.tolist() == [0.5625, -0.5625, 0.5625]
 
 
 def batch_of(*masks: str) -> SampleBatch:
@@ -174,14 +158,3 @@ def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
     }
     assert got.tokens is batch.tokens and got.row_columns == batch.row_columns and len(got) == 3
     assert batch.columns["loss_mask"].sum() == 4  # the batch that was given stays as it was
-
-
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages", "values", "returns"])
-def test_columns_computed_later_are_0_in_truncated_samples(name: str) -> None:
-    batch = SampleBatch(
-        tokens=np.arange(4),
-        offsets=np.array([0, 1, 3, 4]),
-        columns={name: np.array([1, 2, 3, 4], dtype=np.float32)},
-        row_columns={"truncated": np.array([False, True, False])},
-    )
-    assert without_truncated(batch).columns[name].tolist() == [1.0, 0.0, 0.0, 4.0]

@@ -95,16 +95,6 @@ def test_tokens_of_weight_zero_reach_no_loss_or_metric(name: str, poison: float)
     assert gradients(found, among) == [[0.0, *each, 0.0] for each in gradients(alone, given)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_filler_micro_batch_has_no_loss_or_gradient(name: str) -> None:
-    loss, params = LOSSES[name]
-    inputs = three_tokens()
-    filler = evolve(inputs, columns={**inputs.columns, "weights": torch.zeros(3, dtype=torch.float64)})
-    result = loss(filler, **params)
-    assert result.loss.item() == 0.0 and gradients(result, filler) == [[0.0] * 3] * 3
-    assert set(totals(result).values()) == {(0.0, 0)}
-
-
 @pytest.mark.parametrize(
     ("name", "without", "message"),
     [
@@ -247,17 +237,6 @@ def test_weighted_logprobs_of_three_tokens_worked_by_hand() -> None:
         Reduction.LOSS,
     )
     assert not metric.total.requires_grad
-
-
-def test_of_several_targets_all_logprobs_are_weighted() -> None:
-    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-math.inf, math.nan]], requires_grad=True)
-    slopes = torch.tensor([[1.0, 0.0], [-2.0, 4.0], [9.0, 9.0]])
-    columns = {"weights": torch.tensor([0.5, 0.25, 0.0]), "logprob_weights": slopes}
-    result = weighted_logprobs(LossInputs(logprobs=logprobs, columns=columns))
-    assert result.loss.item() == 0.5 * -1.0 + 0.25 * (6.0 - 16.0)
-    (gradient,) = torch.autograd.grad(result.loss, logprobs)
-    assert gradient.tolist() == [[0.5, 0.0], [-0.5, 1.0], [0.0, 0.0]]
-    assert result.metrics["loss"].weight.item() == 2
 
 
 def test_losses_of_one_logprob_for_each_token_refuse_several() -> None:

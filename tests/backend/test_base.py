@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.backend import Backend, ExtraState, StateKey
 from corerl.checkpoint import writer
 from corerl.checkpoint.writer import BackgroundWriter
-from corerl.config.schema import WeightsConfig
 from corerl.errors import (
     CheckpointError,
     ContractError,
@@ -312,14 +311,3 @@ def test_a_half_built_backend_shows_torchs_own_words(setup: Setup) -> None:
         host_of(backend).init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
     line = f"tests/backend/test_base.py:{Large.build.__code__.co_firstlineno + 2}"
     assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS} ({line})"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "precision", "dtype"),
-    [("model", "float32", "float32"), ("model", "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32")],
-)
-def test_weights_travel_in_the_precision_of_training_unless_another_is_named(
-    setup: Setup, wanted: Any, precision: Any, dtype: str
-) -> None:
-    chosen = evolve(setup, weights=WeightsConfig(dtype=wanted), train=evolve(setup.train, precision=precision))
-    assert initialized(PlainBackend(), chosen).stream(adapters=False).sent.dtype == dtype

@@ -94,18 +94,6 @@ def test_outputs_are_waited_for_in_the_end_and_not_before() -> None:
     assert not waited
 
 
-def test_a_rank_of_fillers_gives_empty_outputs() -> None:
-    collector = OutputCollector()
-    filler = micro_batch([-1, -1], [2, 3], multiple=1)
-    collector.add(filler, outputs(filler))
-    result = collector.finish(WANTED)
-    assert result.samples.tolist() == []
-    assert result.samples.dtype == np.int64
-    assert result.offsets.tolist() == [0]
-    assert {output: array.shape for output, array in result.outputs.items()} == dict.fromkeys(WANTED, (0,))
-    assert all(array.dtype == np.float32 for array in result.outputs.values())
-
-
 def test_every_sample_that_is_packed_comes_back_once_with_its_own_tokens() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 9, 12)

@@ -110,13 +110,6 @@ def column(**others: Any) -> list[list[list[int]]]:
     return [others.get(f"token_{token}", [[1, 7], [2, 0]]) for token in range(6)]
 
 
-def test_tokens_choose_for_themselves_in_padding_and_where_an_expert_is_unknown() -> None:
-    micro = micro_of(column(token_1=[[-1, -1], [2, 0]], token_2=[[1, 7], [3, -1]]))
-    free = free_tokens(micro, **SIZES)
-    assert free is not None
-    assert free.tolist() == [[False] * 2, [True, False], [False, True], [True] * 2, [False] * 2, [True] * 2]
-
-
 @pytest.mark.parametrize(
     ("sizes", "others", "said"),
     [

@@ -16,7 +16,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.roles import SHAPES, STATE, cut, whole
+from tests.checkpoint.roles import STATE, cut, whole
 
 
 def save(run_dir: Path, step: int, *, world: int = 2, seed: int = 0) -> Path:
@@ -121,22 +121,6 @@ def test_a_checkpoint_that_does_not_hold_every_element_once_is_refused(
     assert latest(tmp_path) == earlier
 
 
-def test_a_buffer_has_no_moments_and_all_of_its_elements(tmp_path: Path) -> None:
-    bias = torch.arange(3.0)
-
-    def saved(step: int, *buffers: Chunk) -> Path:
-        partial = begin(tmp_path, step)
-        state = {"buffer": list(buffers), **cut(0, 1, whole())}
-        write(stage(state, {}), partial / "actor", 0)
-        return commit(partial, STATE)
-
-    source = CheckpointSource(saved(1, Chunk("bias", (3,), (0,), (3,), bias)) / "actor", "master", "buffer")
-    assert source.shapes.keys() == {*SHAPES, "bias"}
-    assert torch.equal(source.read("bias", (0,), (3,)), bias)
-    with pytest.raises(SaveFailed, match=r"actor: 1 elements of 'buffer' of 'bias', \[3\], are missing"):
-        saved(2, Chunk("bias", (3,), (0,), (2,), bias[:2]))
-
-
 def test_a_rank_or_role_that_did_not_write_is_refused(tmp_path: Path) -> None:
     partial = begin(tmp_path, 1)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
@@ -206,23 +190,6 @@ def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Pat
     }.items():
         with pytest.raises(CheckpointError, match=f"{directory}.*{re.escape(told)}"):
             read_state(directory)
-
-
-def left(run_dir: Path) -> list[str]:
-    return sorted(path.name.removeprefix("step-0000") for path in (run_dir / "checkpoints").iterdir())
-
-
-def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        newest = save(tmp_path, step)
-    begin(tmp_path, 2)  # a save that was interrupted, long ago
-    begin(tmp_path, 4)  # what a removal that was interrupted left beside its successor
-    begin(tmp_path, 5)  # one that is being written
-    assert retain(tmp_path, 0, committed=newest) == []
-    assert left(tmp_path) == ["0001", "0002", "0003", "0004", "0005.partial"]
-    begin(tmp_path, 1)
-    assert retain(tmp_path, 2, committed=newest) == []
-    assert left(tmp_path) == ["0003", "0004", "0005.partial"]
 
 
 def test_a_commit_that_is_tried_again_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

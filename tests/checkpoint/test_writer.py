@@ -132,22 +132,6 @@ def test_a_held_background_writer_does_not_hold_the_caller() -> None:
     assert writer.idle() and done == [1]
 
 
-def test_the_next_job_starts_after_the_one_before() -> None:
-    order: list[str] = []
-    release = threading.Event()
-    writer = BackgroundWriter()
-
-    def first() -> None:
-        release.wait(10)
-        order.append("first")
-
-    writer.submit(first)
-    threading.Timer(0.05, release.set).start()
-    writer.submit(lambda: order.append("second"))
-    writer.close()
-    assert order == ["first", "second"]
-
-
 @pytest.mark.parametrize("look", ["submit", "wait", "idle", "close"])
 def test_a_background_failure_is_raised_once_by_the_next_call(look: str) -> None:
     writer = BackgroundWriter()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from corerl.cli.main import main
-from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 SPEC = """
 from corerl.plugin import CommandSpec
@@ -158,25 +157,6 @@ def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixtur
 )
 def test_a_command_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
     assert error(capsys, name).startswith(said)
-
-
-def test_a_command_of_a_missing_wheel_names_its_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extras = {
-        "doctor": "doctor",
-        "models": "testing",
-        "new-backend": "testing",
-        "scale": "elastic",
-        "serve": "tinker",
-        "verify": "testing",
-    }
-    assert INSTALL_HINTS[Kind.COMMANDS] == {name: f"pip install 'corerl[{extras[name]}]'" for name in extras}
-    monkeypatch.setitem(INSTALL_HINTS[Kind.COMMANDS], "missing", "pip install 'corerl[missing]'")
-    assert error(capsys, "missing").endswith("; to install 'missing': pip install 'corerl[missing]'")
-    assert error(capsys, "mising", "x").endswith(
-        "; did you mean 'missing'?; to install 'missing': pip install 'corerl[missing]'"
-    )
 
 
 def test_debug_shows_where_a_command_failed(capsys: pytest.CaptureFixture[str]) -> None:

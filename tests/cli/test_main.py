@@ -78,15 +78,6 @@ def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
     assert "Traceback of rank 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line", ["F a=1 b=2 --flag", "F a=1 --flag b=2", "--flag F a=1 b=2", "F --flag a=1 --debug b=2"]
-)
-def test_overrides_stand_before_options_and_behind_them(line: str) -> None:
-    assert command.main(["keeping", *line.split()]) == 0
-    (args,) = seen
-    assert (args.file, args.overrides, args.flag) == ("F", ["a=1", "b=2"], True)
-
-
 @pytest.mark.parametrize("line", ["F --flag x", "F --no-such", "F --flag a=1 --no-such=3"])
 def test_what_is_neither_option_nor_override_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -127,13 +118,6 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert 'source = "caf\\xe9.jsonl"' in shown.stdout.splitlines()
-
-
-@pytest.mark.parametrize("argv", [[], ["--no-such-option"], ["config"]])
-def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(argv)
-    assert ended.value.code == 2
 
 
 @pytest.mark.processes

@@ -15,10 +15,8 @@ import corerl
 from corerl.cli.main import main
 from corerl.cli.plugins import SELECTED_BY
 from corerl.config.load import load_config
-from corerl.config.structuring import structure
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, installed_names, load
-from corerl_tinker.options import ServeOptions
 
 BROKEN = "import a_library_that_is_not_there"
 SPEC = """
@@ -78,16 +76,6 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
     assert rows["bad"] == ["corerl-bad", "0.3.1", "-", f"broken: {REASON} (corerl doctor bad)"]
     assert rows[absent_backend] == ["-", "-", "-", "not installed: pip install 'corerl[absent]'"]
     assert not {"transformers", "console"} & rows.keys()
-
-
-def test_output_of_an_imported_plugin_goes_to_stderr(
-    install: Callable[..., Path], capfd: pytest.CaptureFixture[str]
-) -> None:
-    install("corerl-loud", {"backends": {"loud": "cli_loud:SPEC"}}, cli_loud="print('hello')\n" + BROKEN)
-    assert main(["plugins", "backends", "--json"]) == 0
-    shown = capfd.readouterr()
-    assert {"good", "bad", "loud"} <= {each["name"] for each in json.loads(shown.out)}
-    assert shown.err == "hello\n"
 
 
 def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
@@ -165,11 +153,6 @@ def test_what_is_printed_can_be_pasted_and_changes_nothing(
 def test_a_command_without_settings_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     about = f"# command doctor (corerl-doctor {version('corerl-doctor')}): diagnose the installation, a plugin or a run"
     assert printed(capsys, "options", "doctor") == f"{about}\n# there are no settings\n"
-
-
-def test_settings_of_a_command_are_a_table_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    (table,) = tomllib.loads(printed(capsys, "options", "serve")).items()
-    assert table[0] == "serve" and structure(table[1], ServeOptions) == ServeOptions()
 
 
 def test_a_module_is_of_the_kind_of_its_spec(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from corerl.cluster.heartbeat import (
     Pending,
     Recorder,
     Watching,
-    collective_in,
     end_hung,
     late,
     late_call,
@@ -329,33 +327,6 @@ def test_the_oldest_of_several_calls_is_reported(recorder: Recorder, clock: Cloc
     thread.join()
     assert (mine.lane, found[0].lane) == (0, 1)
     assert (mine.spans, found[0].spans) == ([span("mine", 4.0, 5.0)], [span("other", 0.0, 5.0)])
-
-
-def frames_in(file: str, name: str, inside: Callable[[], Any]) -> Any:
-    """What `inside` gives where a function of that name in that file calls it."""
-    space: dict[str, Any] = {}
-    exec(compile(f"def {name}(inside):\n    return inside()\n", file, "exec"), space)
-    return space[name](inside)
-
-
-def test_a_thread_waits_only_inside_library_code() -> None:
-    here = sys._getframe
-    frame = frames_in(C10D, "all_reduce", lambda: frames_in("/x/site-packages/torch/_ops.py", "call", here))
-    # The lambda above is this file's, as a user's function called from inside would be.
-    assert collective_in(frame) is None
-    found = collective_in(frames_in(C10D, "all_reduce", here))
-    assert found is not None and found[1] == "all_reduce"
-    assert collective_in(sys._getframe()) is None
-
-
-def test_a_wait_lasts_until_the_sample_that_sees_something_else() -> None:
-    here = sys._getframe
-    gather, reduce = (frames_in(C10D, name, here) for name in ("all_gather", "all_reduce"))
-    call = CallRecord(0, 0, 0.0)
-    for now, frame in enumerate([None, gather, gather, reduce, None, None, reduce]):
-        call.sample(frame, float(now))
-    call.sample(None, 6.5)  # the call's end
-    assert call.waits == [span("all_gather", 1.0, 3.0), span("all_reduce", 3.0, 4.0), span("all_reduce", 6.0, 6.5)]
 
 
 def test_a_traced_call_is_sampled_while_it_waits() -> None:

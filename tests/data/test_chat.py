@@ -32,13 +32,3 @@ def test_a_system_message_is_for_chats_only(tmp_path: Path) -> None:
     texts = write(tmp_path / "t.jsonl", '{"prompt": "5+6?"}', '{"prompt": "5+7?"}')
     with pytest.raises(ConfigError, match=r"^data.system: used only for chats, and no prompt is one; set data"):
         load(texts, system="Be brief.")
-
-
-def test_a_chat_keeps_its_own_system_message(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "p.jsonl",
-        '{"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "x"}]}',
-        '{"prompt": [{"role": "user", "content": "x"}]}',
-    )
-    source = load(path, chat=True, system="Be brief.")
-    assert [source.prompt(index).messages[0]["content"] for index in (0, 1)] == ["Own.", "Be brief."]

@@ -16,7 +16,7 @@ from corerl.data.prompts import PromptSource
 from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError, DataError
 from corerl.plan.settle import with_absolute_paths
-from tests.data.files import load, numbered, parquet, write
+from tests.data.files import load, parquet, write
 
 CARD = """---
 configs:
@@ -69,21 +69,6 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     assert sorted([*source.train.tolist(), *source.held_out.tolist()]) == [0, 1, 2]
     assert [source.where(index) for index in range(3)] == [f"{path}:{line}" for line in (1, 3, 4)]
     assert load(path, chat=True).where(1) == f"{path}:3"
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json"])
-def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str) -> None:
-    rows = datasets.Dataset.from_list([{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(3)])
-    path = tmp_path / f"p{suffix}"
-    if suffix == ".json":
-        path.write_text(json.dumps(rows.to_list()))
-    else:
-        {".parquet": rows.to_parquet, ".csv": rows.to_csv}[suffix](path)
-    source = load(path, held_out=0)
-    assert [dict(source.prompt(index).fields) for index in range(3)] == rows.to_list()
-    assert source.where(1) == f"{path}, row 1"
-    lines = load(numbered(tmp_path / "p.jsonl", 3), held_out=0)
-    assert source.shares[0].digests.tolist() == lines.shares[0].digests.tolist()
 
 
 def test_prompts_and_answers_of_a_csv_file_stay_text(tmp_path: Path) -> None:
@@ -237,15 +222,6 @@ def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:
         load(directory / "test.parquet", split="test")
     with pytest.raises(ConfigError, match=r"data.subset: 'en', but .*set has no subsets; remove it"):
         load(directory, subset="en", split="test")
-
-
-def test_a_common_choice_is_for_sources_that_have_several(tmp_path: Path) -> None:
-    several, one = put(tmp_path / "several", "train", "test"), put(tmp_path / "one", "file") / "file.parquet"
-    mix = tuple(DataSource(source=str(source)) for source in (several, one))
-    source = load_prompts(DataConfig(sources=mix, split="test", held_out=0), seed=0)
-    assert texts(source) == [*texts(load(several, split="test")), *texts(load(one))]
-    with pytest.raises(ConfigError, match=r"data.split: 'dev', but .*several has the splits train, test"):
-        load_prompts(DataConfig(sources=mix, split="dev", held_out=0), seed=0)
 
 
 def test_splits_that_were_saved_together_are_chosen_by_name(tmp_path: Path) -> None:

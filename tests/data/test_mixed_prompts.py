@@ -10,7 +10,7 @@ from corerl.config.schema import DataConfig, DataSource
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError
-from tests.data.files import load, numbered, write
+from tests.data.files import numbered, write
 
 WEIGHTS = {"math": 3.0, "code": 1.5, "chat": 0.5}
 
@@ -36,19 +36,6 @@ def test_every_prompt_is_from_the_source_that_lags_most(tmp_path: Path) -> None:
         assert all(abs(share * n - counts[each]) < 1 for each, share in shares.items())
     assert counts == {"math": 120, "code": 60, "chat": 20}
     assert names[:10] == ["math", "code", "math", "math", "code", "math", "chat", "math", "code", "math"]
-
-
-def test_each_source_of_a_mix_keeps_split_and_order(tmp_path: Path) -> None:
-    mix = mixed(tmp_path)
-    alone = {name: load(tmp_path / f"{name}.jsonl", held_out=2) for name in WEIGHTS}
-    taken = PromptStream(mix, seed=1).take(200)
-    for name, source in alone.items():
-        ours = [prompt.text for prompt in taken if prompt.source == name]
-        assert ours == [prompt.text for prompt in PromptStream(source, seed=1).take(len(ours))]
-    held_out = [(prompt.source, prompt.text) for prompt in mix.held_out_prompts()]
-    theirs = [[(name, prompt.text) for prompt in source.held_out_prompts()] for name, source in alone.items()]
-    assert held_out == [each[turn] for turn in (0, 1) for each in theirs]
-    assert not set(held_out) & {(prompt.source, prompt.text) for prompt in taken}
 
 
 def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> None:

@@ -54,42 +54,7 @@ def real_samples(plan: StepPlan) -> list[int]:
     )
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        ("token-mean", [1 / 12] * 5),
-        # Two of three episodes have loss tokens, the first one in two of its three samples.
-        ("sequence-mean", [1 / (2 * 2 * 2), 1 / (2 * 2 * 5), 0, 1 / (2 * 5), 0]),
-        ("constant-length", [1 / (3 * 16)] * 5),
-    ],
-)
-def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected: list[float]) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
-    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
-    assert step.scales.tolist() == pytest.approx(expected)
-
-
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected", "denominator"),
-    [
-        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
-        # The first episode has loss tokens in two of its three samples, the last one in none.
-        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
-        ("constant-length", [1 / 16] * 5, 3),
-    ],
-)
-def test_a_part_of_a_step_has_weights_without_the_count(
-    aggregation: str, expected: list[float], denominator: int
-) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
-    for unit in (1.0, 8.0):
-        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
-        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
-        assert found == denominator
-        assert real_samples(plan) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("unit", [1.0, 37.0])
@@ -106,19 +71,6 @@ def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float
         assert real_samples(plan) == list(range(len(members)))
         scales[members], denominator = plan.scales, denominator + count
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
-
-
-def test_members_of_a_plan_are_its_samples_without_fillers() -> None:
-    for samples, ranks, fills in ((2, 5, True), (3, 4, True), (40, 4, False)):
-        plan = plan_forward(random_batch(samples), layout(ranks), tokens_per_micro_batch=48)
-        assert any(sum(plan.filler, ())) == fills, plan.filler
-        assert plan.members.tolist() == real_samples(plan) == list(range(samples))
-    part = evolve(plan, micro_batches=((np.array([7, 3]),), (np.array([3]),)), filler=((False,), (True,)))
-    assert part.members.tolist() == [3, 7]
-    nothing = evolve(plan, micro_batches=((), ()), filler=((), ()))
-    assert (nothing.members.tolist(), nothing.rows([0, 1]).tolist()) == ([], [])
-    share = nothing.share(1)
-    assert (share.samples.tolist(), share.offsets.tolist(), share.filler.tolist()) == ([], [0], [])
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

@@ -40,21 +40,6 @@ def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
         PromptStream(load(tmp_path / "p.jsonl"), seed=6).restore(position)
 
 
-def test_returned_prompts_come_first_also_after_a_resume() -> None:
-    stream = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
-    begun = stream.take(5)
-    stream.give_back(begun[1])
-    position = json.loads(json.dumps(stream.position_without(begun[3:])))
-    assert stream.position["returned"] == [begun[1].index]
-    assert position["returned"] == [each.index for each in (begun[3], begun[4], begun[1])]
-    later = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
-    later.restore(position)
-    whole = PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(7)
-    assert later.take(5) == [begun[3], begun[4], begun[1], *whole[5:]]
-    assert stream.take(3) == [begun[1], *whole[5:]]
-    assert later.position == stream.position and "returned" not in stream.position
-
-
 # ---- prompts that are left out ---------------------------------------------------------------------------------------
 
 

@@ -245,13 +245,3 @@ def test_in_memory_checkpoints_need_all_ranks_here(tmp_path: Path, memory: Path)
         with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):
             kept.start(*at(2), background=True)
     assert actor.saved_at == []
-
-
-def test_a_run_that_goes_back_forgets_the_save_in_flight(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, Ears(), actor=(group := Group()))
-    checkpoints.start(*at(2), background=False)
-    checkpoints.start(*at(4), background=True)
-    checkpoints.forget(2)
-    group.write()  # too late
-    checkpoints.complete(wait=True)
-    assert (checkpoints.newest, checkpoints.last_step) == (path(tmp_path, 2), 2)

@@ -34,17 +34,3 @@ def test_a_signal_waits_for_no_observers_lock() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             assert (stop.requested, told) == (True, [])
     assert [text.partition(":")[0] for text in told] == ["SIGINT"]
-
-
-def test_afterwards_signals_do_what_they_did_before() -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        interrupt = signal.getsignal(signal.SIGINT)
-        with StopRequest(lambda text: None) as stop:
-            assert signal.getsignal(signal.SIGINT) != interrupt
-        assert signal.getsignal(signal.SIGINT) == interrupt
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (received, stop.requested) == ([signal.SIGTERM], False)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,18 +157,6 @@ def test_a_second_failure_ends_the_run() -> None:
         push(engines)
 
 
-@pytest.mark.parametrize("fared", [DEAD, SILENT])
-def test_an_engine_lost_in_its_first_update_is_replaced(fared: Received | None) -> None:
-    actor, fleet = Group(), Group()
-    fleet.fared.pop("engine-1")
-    if fared is not None:
-        fleet.fared["engine-1"] = fared
-    push(make_engines(make_config(), actor, fleet))
-    assert [line.partition(":")[0] for line in fleet.log] == [
-        "receive 0", "leave out engine-1", "replace engine-1", "receive 1"
-    ]  # fmt: skip
-
-
 def test_an_engine_that_died_too_often_ends_the_run() -> None:
     engines, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
     fleet.allowed = 2
@@ -193,18 +180,6 @@ def test_a_dead_rank_ends_the_push_at_once() -> None:
     fleet.answers = False
     with pytest.raises(WorkerDied, match="^its process died$"):
         push(make_engines(make_config(), actor, fleet, version=7))
-
-
-def test_engines_without_a_device_are_not_replaced() -> None:
-    def fewer(message: str) -> None:
-        assert message == "its process died"
-        fleet.names = ("engine-0",)
-
-    engines, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD}, on_death=fewer)
-    push(engines)
-    assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
-    assert fleet.address.engines == ("engine-0",)
-    assert told(ears) == ["engine-1 is replaced: its process died"]
 
 
 def test_without_a_device_the_engines_death_is_the_error() -> None:
@@ -297,16 +272,6 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
     assert (together.address.token, told(ears)) == ("meeting 2", ["engine-1 is replaced: its process died"])
 
 
-def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
-    together = Group()
-    together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
-    push(make_engines(make_config(), together, together), Overlapping(together.log))
-    assert [line.partition(":")[0] for line in together.log] == [
-        *("hold for 0", "send 0", "receive 0", "leave out engine-1", "go on"),
-        *("replace engine-1", "hold for 1", "send 1", "receive 1", "go on"),
-    ]
-
-
 def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
     residency = sharing({"actor": both}, fleet=both)
@@ -385,17 +350,6 @@ def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
             found.append(samples.columns["rollout_logprobs"][mask].mean())
             step(engines, samples, number)
     assert found[0] < found[1] < found[2]
-
-
-def test_engines_go_on_from_the_version_of_ranks_that_were_resumed(tmp_path: Path) -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        for _ in range(3):
-            engines.push()
-        engines.group.save(str(tmp_path), Step(optimizer_step=0, rollout_step=0, lr=0.0)).result()
-    with without_ray(), Engines.start(OWN) as engines:
-        engines.group.restart(str(tmp_path)).result()
-        assert [engines.push(), engines.push()] == [2, 3]
-        assert set(engines.generate(prompts([3, 4])).versions) == {3}
 
 
 ADAPTED = {**OWN, "lora": {"rank": 2}, "weights": {**OWN["weights"], "lora": "adapter", "versions": 3}}

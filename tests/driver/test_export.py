@@ -38,18 +38,6 @@ def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) ->
     assert [name for name in wanted if not torch.equal(found[name], wanted[name].to(dtype))] == []
 
 
-def test_an_export_of_a_model_made_of_fields_ends_its_responses_as_the_run_did(tmp_path: Path) -> None:
-    config = make_config()  # whose fields name no special tokens
-    model = make_model(config, seed=1)
-    prompt = torch.tensor([[1, 7, 4, 14]])
-    with torch.no_grad():  # make <eos>, whose row is tied to the head's, the likeliest next token
-        model.get_input_embeddings().weight[2] *= 1000 * model(prompt).logits[0, -1, 2].sign()
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    assert (loaded.config.bos_token_id, loaded.config.eos_token_id, loaded.config.pad_token_id) == (1, 2, 0)
-    assert loaded.generate(prompt, do_sample=False, max_new_tokens=12)[0, 4:].tolist() == [2]
-
-
 def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path: Path) -> None:
     template = (
         "{% macro think() %}{% if not brief %}<think>{{ style }}{{ limits.words }}{% endif %}{% endmacro %}"
@@ -137,31 +125,6 @@ def test_a_pad_token_that_the_model_has_no_embedding_for_is_left_out(
     assert AutoConfig.from_pretrained(written).pad_token_id == pad
 
 
-def test_a_head_of_its_own_is_exported_although_the_config_of_the_model_ties_it(tmp_path: Path) -> None:
-    config = make_config()
-    base = make_model(config, seed=1)
-    base.save_pretrained(tmp_path / "base")
-    file = tmp_path / "base/model.safetensors"
-    head = torch.randn(16, 32)
-    save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
-    config = make_config(model={**DATA["model"], "path": str(tmp_path / "base"), "config": {}})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert torch.equal(model.lm_head.weight, head)
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.float32)
-
-
-def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) -> None:
-    config = make_config()
-    old, new = make_model(config, seed=1), make_model(config, seed=2)
-    export(save(tmp_path, config, old, step=2), tmp_path / "model")
-    checkpoint = save(tmp_path, config, new, step=4)
-    with pytest.raises(ModelError, match=f"^{tmp_path}/model already exists; remove it, or choose another directory$"):
-        export(checkpoint, tmp_path / "model")
-    assert_holds(tmp_path / "model", old, torch.float32)
-    export(checkpoint, tmp_path / "model", replace=True)
-    assert_holds(tmp_path / "model", new, torch.float32)
-
-
 def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:
     base = tmp_path / "base"
     make_model(make_config(), seed=1).save_pretrained(base)
@@ -195,19 +158,6 @@ def of_experts(tmp_path: Path, **tables: Any) -> tuple[Path, dict[str, torch.Ten
     worker.shutdown("saved")
     files = [load_file(file) for file in base.glob("*.safetensors")]
     return commit(partial, recorded(config, 2)), {name: each for held in files for name, each in held.items()}
-
-
-def test_buffers_that_choose_experts_are_not_rounded(tmp_path: Path) -> None:
-    checkpoint, weights = of_experts(tmp_path)
-    assert not torch.equal(weights[BIAS], weights[BIAS].bfloat16().float())
-    written = export(checkpoint, tmp_path / "model", dtype="bfloat16")
-    found = load_file(written / "model.safetensors")
-    assert found.keys() == weights.keys()
-    for name, values in weights.items():
-        assert torch.equal(found[name], values if name == BIAS else values.bfloat16())
-    assert json.loads((written / "config.json").read_text())["dtype"] == "bfloat16"
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    assert torch.equal(loaded.get_buffer(BIAS), weights[BIAS])
 
 
 def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:
@@ -334,14 +284,3 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=told):
             export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_kept_tensors_are_written_as_they_are(tmp_path: Path) -> None:
-    kept = {"tower": torch.full((64,), torch.nan, dtype=torch.float16), "positions": torch.arange(3)}
-    config = AutoConfig.for_model("qwen3")
-    tensors = [("a", torch.zeros(2, dtype=torch.bfloat16))]
-    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors, kept=kept.items(), shard_bytes=64)
-    held = {name: each for file in (tmp_path / "hf").glob("*.safetensors") for name, each in load_file(file).items()}
-    assert held.keys() == {"a", *kept}
-    assert all(torch.equal(held[name].view(torch.uint8), each.view(torch.uint8)) for name, each in kept.items())
-    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16  # of what was trained

@@ -315,21 +315,6 @@ def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
     assert [slot.devices for slot in resized[1]] == [("5",), ("6",), ("3",)]
 
 
-def test_engines_end_before_ranks_restart_and_others_start_after_them(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    for replicas, ranks in ((1, 2), (2, 1)):
-        case.change(f"rollout.replicas={replicas}", f"roles.critic.ranks={ranks}")
-        order = [line for line in case.log if line in ("resize engines", "start actor")]
-        assert order == (["resize engines", "start actor"] if replicas == 1 else ["start actor", "resize engines"])
-
-
-def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
-    roles = {"actor": {"ranks": 1}, "teacher": {"ranks": 1}}
-    case = make(tmp_path, algorithm={"name": "distill"}, roles=roles)
-    case.change("roles.teacher.ranks=2")
-    assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
-
-
 # ---- where processes have ended --------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
 from corerl.pictures import FoundPicture
-from corerl.plan.make import make_plan
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
 from corerl_transformers.engine import TransformersEngine
@@ -95,44 +94,6 @@ def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: 
     assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
 
 
-def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ", 20)
-    asked: list[GenerateRequest] = []
-
-    async def generate(request: GenerateRequest, *, urgent: bool = False, **_: Any) -> Generation:
-        assert urgent
-        asked.append(request)
-        return evolve(
-            Generation.nothing(request),
-            tokens=np.arange(len(request)),
-            offsets=np.arange(len(request) + 1),
-            logprobs=np.full(len(request), -0.5, np.float32),
-            versions=np.full(len(request), 4),
-            engines=np.zeros(len(request), np.int16),
-            unfinished=np.zeros(len(request), np.bool_),
-        )
-
-    lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
-    prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
-    sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
-    stream = SimpleNamespace(take=lambda count: prompts[:count])
-    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: stream)
-    source = Mock(checked={}, train=range(100))
-    check = make_check(
-        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=source)
-    )
-    batch = asyncio.run(check.sample())
-    assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
-    assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
-    assert batch.columns["rollout_logprobs"][batch.columns["loss_mask"]].tolist() == [-0.5] * 8
-    monkeypatch.setattr(module, "READ", 16384)
-    asyncio.run(check.sample())
-    assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
-    source.train = range(9)
-    asyncio.run(check.sample())
-    assert (np.diff(asked[2].offsets) - 1).tolist() == lengths[:9]  # no prompt again
-
-
 def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ", 20)
     tokenizer = character_tokenizer("123")
@@ -180,17 +141,6 @@ def test_the_bound_is_of_the_coarser_side_unless_it_is_set(
 def make_check(ears: Ears | None = None, **parts: Any) -> LogprobCheck:
     given = {"sampler": None, "rollout": None, "bound": 0.1, "stops": True, "every": 3, "run_dir": Path("runs/a b")}
     return LogprobCheck(**{**given, "progress": progress(ears), **parts})
-
-
-def test_only_samples_that_are_trained_on_are_checked(tmp_path: Path) -> None:
-    samples = Mock()
-
-    def made(*overrides: str, sampler: Any = samples) -> LogprobCheck | None:
-        return LogprobCheck.of(make_plan(small(tmp_path, *overrides)), sampler, progress())
-
-    check = made("weights.verify_every=7")
-    assert check is not None and (check.every, check.stops) == (7, True)
-    assert made(sampler=None) is made("run.mode=eval") is made("algorithm.on_mismatch=off") is None
 
 
 AGREES = np.array([0.0, -1.0, -1.0], np.float32)

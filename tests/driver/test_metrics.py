@@ -8,7 +8,6 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.driver.metrics import (
-    first_step_mismatch,
     recomputed_mismatch,
     rollout_metrics,
     staleness_metrics,
@@ -17,7 +16,7 @@ from corerl.driver.metrics import (
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
-from corerl.types import ROLE, Metric, Reduction, SampleBatch, TrainResult
+from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
 def samples(**columns: list[float]) -> SampleBatch:
@@ -77,31 +76,10 @@ def test_groups_without_spread_are_counted_among_compared_ones() -> None:
         assert found["rollout/groups_without_spread"] == share
 
 
-def test_roles_have_groups_of_their_own() -> None:
-    given = scored(None)
-    batch = SampleBatch.concatenate([samples(), samples()]).with_row_columns(
-        group=np.array([0, 0, 0, 0]), **{ROLE: np.array(["white", "black"] * 2)}
-    )
-    for rewards, share in (([1.0, -1.0, 1.0, -1.0], 1.0), ([1.0, -1.0, 0.0, -1.0], 0.5), ([1, -1, -1, 1], 0.0)):
-        rollout = evolve(given.rollout, batch=batch)
-        found = rollout_metrics(evolve(given, rollout=rollout, rewards=np.array(rewards, np.float32)))
-        assert found["rollout/groups_without_spread"] == share
-
-
 def test_parts_are_means_over_samples_that_have_them() -> None:
     parts = {"right": (1.0, 4), "failed": (-1.5, 2)}
     metrics = rollout_metrics(evolve(scored(None), parts=parts, failures={"timeout": 3}))
     assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
-
-
-def test_of_episodes_the_environments_tokens_are_in_the_span_alone() -> None:
-    given = scored(None)
-    batch = given.rollout.batch.with_row_columns(
-        turns=np.array([1, 2]), response_length=np.array([1, 2]), span=np.array([1, 3])
-    )
-    metrics = rollout_metrics(evolve(given, rollout=evolve(given.rollout, batch=batch)))
-    found = {name: metrics[f"rollout/{name}"] for name in ("turns", "tokens", "response_length", "span")}
-    assert found == {"turns": 1.5, "tokens": 3.0, "response_length": 1.5, "span": 2.0}
 
 
 def test_an_episode_counts_once_however_many_rows_it_has() -> None:
@@ -140,12 +118,6 @@ def test_extremes_stay_extremes() -> None:
     found = train_metrics(steps, lr=0.01)
     assert (found["train/peak"], found["train/least"], found["train/ratio"]) == (9.0, 1.0, 3.0)
     assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])
-
-
-def test_the_mismatch_is_the_first_steps_without_recomputing() -> None:
-    found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
-    assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
-    assert first_step_mismatch(result(1.0)) == {}  # a loss that does not report it
 
 
 def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from corerl.plan.residency import (
     FORWARD,
     REST,
     SAMPLE,
-    TRAIN,
     UPDATE,
-    EngineMemory,
     residency_plan,
     save_stage,
     train_stage,
@@ -102,18 +99,6 @@ class Engine(Group):
 def shared(device: Device, engine: Engine) -> Residency:
     groups = {role: Ranks(device, role) for role in device.held}
     return sharing(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
-
-
-def test_each_stage_holds_what_its_plan_says() -> None:
-    for before, after in itertools.product((FORWARD, TRAIN, train_stage("critic"), UPDATE, SAMPLE, REST), STEP):
-        device = Device()
-        residency = shared(device, Engine(device))
-        residency.enter(before)
-        residency.enter(after)
-        stage = residency.plan[after]
-        assert device.held == {role: stage.ranks.get(role, set()) for role in device.held}
-        engines = residency.plan[before].engines if stage.engines is None else stage.engines
-        assert (device.engine > 0) == (engines is not EngineMemory.NOTHING)
 
 
 def test_the_peak_of_a_step_is_one_training_role() -> None:

@@ -13,17 +13,6 @@ from corerl.driver.roles import DecayStart, Role, continue_schedules
 from tests.driver.saved import make_config
 from tests.driver.test_run import TRAIN, role
 
-
-def test_the_schedule_spans_every_optimizer_step_of_the_run() -> None:
-    config = make_config(run={"steps": 5}, train=TRAIN)  # 5 x 2 mini-batches x 3 epochs: steps 0 to 29
-    actor = role("actor", config=config)
-    assert actor.step(0).lr == 1.0
-    actor.next_optimizer_step = 29
-    assert actor.step(4).lr == 0.0
-    actor.next_optimizer_step = 10
-    assert actor.step(1).lr == pytest.approx(19 / 29)
-
-
 # ---- resumed with another length -------------------------------------------------------------------------------------
 
 

@@ -179,38 +179,7 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
-def test_observers_get_the_columns_that_a_step_trained_on(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears, rollout_step=5)
-    run.actor.next_optimizer_step = 30
-    result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
-    trained = batch().with_columns(advantages=np.arange(5.0))
-    for samples in (trained, trained.take_rows(np.array([1]))):  # the second as a postprocess leaves rows out
-        run.report(scored(), TrainBatch(samples=samples, metrics={}), {"actor": [result]})
-    run.report(scored(), None, {})
-    whole, *others = (event.batch for event in ears.steps)
-    assert whole is trained
-    assert all(each.tokens.tolist() == [0, 1, 2, 3, 4] and "advantages" not in each.columns for each in others)
-
-
 # ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
-    samples = make_run(make_config()).prepare(scored()).samples
-    np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
-    assert "ref_logprobs" not in samples.columns
-    # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
-    expected = 0.5 / 0.5**0.5
-    assert samples.columns["advantages"] == pytest.approx([0.0, expected, 0.0, -expected, -expected], abs=1e-5)
-
-
-def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
-    config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
-    columns = make_run(config).prepare(scored()).samples.columns
-    assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
-    assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
-    assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
 
 
 def with_experts() -> ScoredRollout:
@@ -275,18 +244,6 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
-def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., Run]) -> None:
-    ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
-    actor = role("actor", config=config)
-    run = make_run(config, roles={"actor": actor}, ears=ears)
-    two = batch().with_row_columns(group=np.array([0, 1]))
-    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
-    assert len(results["actor"]) == actor.next_optimizer_step == 4
-    assert told(ears) == [
-        "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
-    ]
-
-
 def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
     run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
     assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
@@ -301,18 +258,6 @@ def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[...,
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
-
-
-def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
-    config = make_config(train={"epochs": 3})
-    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, next_optimizer_step=10)}
-    run = make_run(config, roles=roles, rollout_step=4)
-    results = run.optimize(run.prepare(scored()))
-    assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
-        "actor": [0.0, 1.0, 2.0],
-        "critic": [10.0, 11.0, 12.0],
-    }
-    assert [each.next_optimizer_step for each in roles.values()] == [3, 13]
 
 
 def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:

@@ -82,21 +82,6 @@ def test_waiting_requests_are_sent_together_up_to_the_width() -> None:
     asyncio.run(run())
 
 
-def test_requests_with_other_parameters_are_sent_separately() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=1, width=100)
-        count: list[int] = []
-        for number, temperature in enumerate([1.0, 0.5, 1.0]):
-            request = rows(10 * number, 1, temperature=temperature)
-            begin(batcher.generate(request, number=number, on_ended=count.append))
-        await settled()
-        await engine.answer(0)
-        assert engine.calls == [[0, 20], [10]] and engine.counted == [False, True]
-        await engine.answer(1)
-
-    asyncio.run(run())
-
-
 def test_cancelled_requests_are_not_sent() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=100)
@@ -111,25 +96,6 @@ def test_cancelled_requests_are_not_sent() -> None:
         assert engine.calls == [[0, 10], [30]] and drawn(under_way[1]) == [10]
         await engine.answer(1)
         assert drawn(waiting[1]) == [30]
-
-    asyncio.run(run())
-
-
-def test_a_held_batcher_sends_nothing() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=2, width=100)
-        task = begin(batcher.generate(rows(0, 1), number=0))
-        await settled()
-        batcher.hold()
-        held, idle = begin(batcher.generate(rows(10, 1), number=1)), asyncio.ensure_future(batcher.idle())
-        await settled()
-        assert engine.calls == [[0]] and not idle.done()
-        await engine.answer(0)
-        assert drawn(task) == [0] and idle.done() and engine.calls == [[0]]
-        batcher.go_on()
-        await settled()
-        await engine.answer(1)
-        assert drawn(held) == [10]
 
     asyncio.run(run())
 

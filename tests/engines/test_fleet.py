@@ -411,37 +411,6 @@ def test_an_engine_that_samples_from_other_weights_than_asked_is_an_error(loop: 
         sample(fleet, evolve(REQUEST, version=1))
 
 
-def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) -> None:
-    sampling, go, order = threading.Semaphore(0), threading.Event(), []
-
-    def slow(request: GenerateRequest) -> Generation:
-        sampling.release()
-        assert go.wait(60.0)
-        return respond(request)
-
-    class TwoPaces(Scripted):
-        def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
-            ((replica, (request,)),) = pending[1].items()
-            order.append((replica, request.noise_keys.tolist()))
-            return {replica: slow(request) if replica == 1 else respond(request)}
-
-    fleet = fleet_of(TwoPaces(), loop, 2, width=lambda replicas: 1)
-    rows = [REQUEST.row_range(row, row + 1) for row in range(5)] + [REQUEST.row_range(row, row + 1) for row in range(3)]
-
-    async def all_at_once() -> list[Generation]:
-        return await asyncio.gather(*(fleet.generate(row) for row in rows))
-
-    sampled = loop.begin(all_at_once())
-    assert sampling.acquire(timeout=60.0)
-    deadline = time.monotonic() + 60.0
-    while len(order) < len(rows) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    taken = [replica for replica, _ in order]
-    go.set()
-    assert taken.count(1) == 1 and len(taken) == len(rows)  # all but the one that the slow engine has begun
-    assert [part.tokens.tolist() for part in sampled.result(60.0)] == [[each] for each in (7, 8, 9, 10, 11, 7, 8, 9)]
-
-
 def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def dies(request: GenerateRequest) -> WorkerDied:
         return WorkerDied("its process died")
@@ -467,21 +436,6 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     fleet.updated([])
     with pytest.raises(KeyboardInterrupt):
         serve(fleet, fleet.generate(REQUEST), interrupts)
-
-
-def test_engines_replaced_after_ranks_died_serve_again(loop: EventLoop) -> None:
-    scripted = Scripted(lambda request: WorkerDied("its process died"))
-    fleet = fleet_of(scripted, loop, 1, restarts=1)
-
-    def ensure() -> None:
-        raise WorkerDied("actor rank 0: its process died")
-
-    with pytest.raises(WorkerDied, match="^actor rank 0"):
-        serve(fleet, fleet.generate(REQUEST), ensure)
-    fleet.replace(fleet.died)
-    updated(fleet)
-    sampled = loop.begin(fleet.generate(REQUEST)).result(60.0)
-    assert sampled.tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
@@ -575,27 +529,6 @@ def test_resizing_does_not_change_samples(loop: EventLoop) -> None:
     ]
 
 
-def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
-    sized = Sized(1)
-    sized.gates[0] = threading.Event()
-    fleet = fleet_of(sized, loop, 1, width=lambda replicas: 3 - replicas)
-    waiting = [loop.begin(fleet.generate(REQUEST.row_range(0, 1)))]
-    assert sized.sampling.acquire(timeout=60.0)
-    waiting += [loop.begin(fleet.generate(REQUEST.row_range(row, row + 1))) for row in range(1, 5)]
-    resize(fleet, 2)
-    waiting.append(loop.begin(fleet.generate(REQUEST.row_range(0, 1))))
-    loop.run(asyncio.sleep(0))
-    assert not fleet.all_serve and sized.asked == []
-    updated(fleet)
-    assert fleet.all_serve
-    assert [each.result(60.0).tokens.tolist() for each in waiting[1:]] == [[8], [9], [10], [11], [7]]
-    assert all(
-        replica == 1 and len(keys) == 1 for replica, keys, _ in sized.asked
-    )  # of two replicas, hence single rows
-    sized.gates[0].set()
-    assert waiting[0].result(60.0).tokens.tolist() == [7]
-
-
 @pytest.mark.parametrize("rows", [None, 1])
 def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: EventLoop) -> None:
     def first_answer(request: GenerateRequest) -> Any:
@@ -661,17 +594,6 @@ def same(a: Generation, b: Generation) -> bool:
 
 def sample(fleet: EngineFleet, request: GenerateRequest) -> Generation:
     return fleet.loop.run(fleet.generate(request))
-
-
-def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
-    died = {"engine-0": WorkerDied("engine-0: its process died")}
-    fleet = fleet_of(Sized(1), loop, 1, restarts=1)
-    fleet.replace(died)
-    fleet.step_completed()
-    fleet.replace(died)
-    with pytest.raises(WorkerDied, match="^engine-0: its process died") as raised:
-        fleet.replace(died)
-    assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
 
 
 def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:

@@ -55,13 +55,6 @@ def test_turns_stay_on_a_replica_until_weights_change() -> None:
     assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
 
 
-def test_a_row_goes_to_the_longest_cached_prefix() -> None:
-    shares = PrefixRouter()
-    for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
-        shares.remember(replica, request_of([[9, 1]]), generation_of([response]))
-    assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
-
-
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
     shares = PrefixRouter()

@@ -59,19 +59,6 @@ def test_a_stop_text_ends_with_its_completing_token(pieces: list[str], stop: str
     assert stops.text(tokens[:kept], special_tokens=False) == text
 
 
-def test_special_tokens_do_not_hide_a_stop_text() -> None:
-    ours = byte_level()
-    think = ours.convert_tokens_to_ids("<think>")
-    tokens = [*ours.encode("a"), think, *ours.encode("b"), *ours.encode("cd")]
-    stops = Stops(ours, ["bc"])
-    assert stops.end(tokens) == 4
-    assert stops.text(tokens, special_tokens=False) == "a"
-    assert stops.text(tokens, special_tokens=True) == "a<think>"
-    assert Stops(ours, ["hin"]).end(tokens) is None  # of the token's name
-    named = Stops(ours, ["<think>b"])
-    assert (named.end(tokens), named.text(tokens, special_tokens=True)) == (3, "a")
-
-
 def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     ours.add_tokens([tokenizers.AddedToken("<call>", special=True)])
@@ -81,14 +68,6 @@ def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
         stops = Stops(ours, stop)
         assert (stops.end(tokens), stops.text(tokens[:end], special_tokens=False)) == (end, text)
     assert stops_of([">"], ours) == ([ours.convert_tokens_to_ids(">")], [])  # those with a > in their names say none
-
-
-def test_stop_texts_of_one_token_become_stop_tokens() -> None:
-    ours = byte_level("ab", "s>")
-    ids = ours.convert_tokens_to_ids
-    assert stops_of(["<|end|>", "\n", "<think>"], ours) == ([ids("<|end|>"), ids("\u010a"), ids("<think>")], [])
-    assert stops_of(["a", "s", "ab", "\n\n"], ours) == ([], ["a", "s", "ab", "\n\n"])  # others hold an a, an s
-    assert stops_of(["\u00e9"], ours) == ([], ["\u00e9"])
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from corerl.data.prompts import Prompt
 from corerl_agents.script import Scripted, scripted
-from corerl_testing import make_samples
-from examples.compaction import remember, without_summaries
+from examples.compaction import remember
 from tests.end_to_end.command import ROOT, Command, metrics
 from tests.in_process import execute_here, small
 
@@ -40,18 +38,6 @@ def test_what_a_summary_leaves_out_is_gone(summary: str, begins: str, answer: st
     with scripted(NEW, [summary, answer]) as script:
         assert asyncio.run(remember(script.episode)) == pytest.approx(reward)
     assert texts(script) == ["013>5>s", f"{begins}8>!"]
-
-
-def test_summaries_alone_get_no_advantage() -> None:
-    samples = make_samples(0, samples=4)
-    samples = samples.with_row_columns(
-        group=np.array([0, 0, 0, 0]), episode=np.array([0, 0, 1, 1]), final=np.array([False, True, False, True])
-    )
-    rewards = np.array([1.0, 1.0, 0.0, 0.0], np.float32)
-    found = without_summaries(samples, rewards, np.zeros(len(samples.tokens), np.float32))
-    each = [set(row.tolist()) for row in np.split(np.round(found, 4), samples.offsets[1:-1])]
-    wanted = np.round(np.array([0.0, 1.0, 0.0, -1.0], np.float32) / np.sqrt(np.float32(2)), 4)  # two differ so much
-    assert each == [{value} for value in wanted.tolist()]
 
 
 def test_rows_of_an_episode_are_trained_on_together(tmp_path: Path) -> None:

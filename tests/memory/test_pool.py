@@ -83,19 +83,6 @@ def test_returned_memory_is_reused_without_pinning_again(pool: PinnedPool, drive
     assert driver.bytes == 8 * PAGE
 
 
-def test_pieces_in_use_never_overlap(pool: PinnedPool) -> None:
-    pool.reserve(8 * PAGE)
-    held: list[tuple[int, list[Any]]] = []
-    for number in range(40):
-        pieces = pool.take(1 + 700 * (number % 5))
-        for piece in pieces:
-            piece.memory.fill_(number)
-        held.append((number, pieces))
-        if number % 3 == 2:
-            pool.give_back(held.pop(number % len(held))[1])
-        assert all((piece.memory == value).all() for value, pieces in held for piece in pieces)
-
-
 def test_more_than_was_reserved_is_made_when_it_is_asked_for(pool: PinnedPool, driver: Driver) -> None:
     pool.reserve(2 * PAGE)
     assert sum(sizes(pool.take(3 * PAGE))) == 3 * PAGE

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -224,45 +223,6 @@ class Counting:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         self.read_boxes.append((name, tuple(offsets), tuple(sizes)))
         return torch.ones(tuple(sizes))
-
-
-@pytest.mark.parametrize("within", ["nothing", "an exception", "writes"])
-def test_a_swap_shows_the_snapshot_and_leaves_both_as_they_were(within: str) -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("reference", chunks)
-    storage += 10
-    for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), weights.swapped("reference", chunks):
-            assert storage.tolist() == [0, 1, 2, 3, 4, 5]
-            if within == "writes":
-                storage.fill_(-1.0)
-            if within == "an exception":
-                raise ZeroDivisionError
-        assert storage.tolist() == [10, 11, 12, 13, 14, 15]
-
-
-def test_a_snapshot_that_is_made_again_holds_the_current_weights() -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("old", chunks)
-    storage += 1
-    weights.save("old", chunks)
-    storage += 1
-    with weights.swapped("old", chunks):
-        assert storage.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_source_that_does_not_fit_leaves_the_earlier_snapshot() -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("reference", chunks)
-    other = [Chunk("v", (2,), (0,), (2,), torch.zeros(2)), *chunks]
-    with pytest.raises(ModelError, match="snapshot 'reference' has no tensor 'v'"):
-        weights.load("reference", other, Counting())
-    storage += 1
-    with weights.swapped("reference", chunks):
-        assert storage.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

@@ -23,12 +23,8 @@ from corerl.models.attention import (
     PACKED,
     CausalMask,
     attention_in_pieces,
-    carries_state,
-    mixers,
     register_packed_attention,
     run_on_rows,
-    unregistered_attention,
-    uses_registered_attention,
 )
 from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
@@ -50,18 +46,6 @@ def test_what_packed_attention_cannot_do_is_refused() -> None:
         attention(q, q, torch.zeros(3, 3))
     with pytest.raises(ModelError, match="one row of packed tokens and no cache"):
         attention(torch.zeros(1, 2, 5, 8), q, CausalMask())
-
-
-def test_the_compiler_looks_into_attention_unless_it_is_to_leave_it_out() -> None:
-    def left_out() -> bool:
-        return getattr(ALL_ATTENTION_FUNCTIONS[PACKED], "_torchdynamo_disable", False)
-
-    try:
-        register_packed_attention(compiled=False)
-        assert left_out()
-    finally:
-        register_packed_attention()
-    assert not left_out()
 
 
 def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -95,26 +79,6 @@ def mask_of(make: Callable[..., Any], fields: dict[str, Any]) -> Any:
         setattr(config, name, value)
     embeds, mask = torch.zeros(1, 9, 64), torch.ones(1, 9, dtype=torch.long)
     return make(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None)
-
-
-FOUND = {
-    "qwen3": {"Qwen3Attention"},
-    "qwen3_5_text": {"Qwen3_5GatedDeltaNet", "Qwen3_5Attention"},
-    "nemotron_h": {"NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHBlock"},  # the last of experts alone
-    "mamba": {"MambaMixer"},
-    "bloom": {"BloomAttention"},
-    "openai-gpt": set(),
-}
-
-
-@pytest.mark.parametrize("model_type", FOUND)
-def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
-    decoder = parts_of(meta_model(smallest_config(model_type))).decoder
-    assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
-    assert uses_registered_attention(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
-    assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
-    alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
-    assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
 
 
 @pytest.mark.parametrize(

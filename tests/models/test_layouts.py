@@ -15,15 +15,13 @@ from transformers import AutoConfig
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
-from corerl.models.config import context_length, longest_sequence
+from corerl.models.config import context_length
 from corerl.models.files import meta_model
 from corerl.models.layouts import (
     Layout,
     PackedPolicy,
     WholePolicy,
     choose_layout,
-    make_policy,
-    own_attention,
     position_limit,
     require_packed_attention,
     unread_parameters,
@@ -54,13 +52,6 @@ NOT_PACKED = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "emu3", "gemma3", "bert", "qwen3_5"])
-def test_a_model_that_qualifies_is_packed_unless_it_shall_be_whole(model_type: str) -> None:
-    model = meta_model(smallest_config(model_type))
-    assert choose_layout(model, "auto") == choose_layout(model, "packed") == Layout("packed")
-    assert choose_layout(model, "whole") == Layout("whole")
-
-
 @pytest.mark.parametrize("model_type", NOT_PACKED)
 def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: str) -> None:
     model = meta_model(smallest_config(model_type))
@@ -76,19 +67,6 @@ def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: st
 def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_whole(asked: str) -> None:
     with pytest.raises(ModelError, match="^XLNetLMHeadModel lets every token see later ones; use another model$"):
         choose_layout(meta_model(smallest_config("xlnet")), asked)
-
-
-def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
-    qwen3, gpt_oss = tiny_config("qwen3"), smallest_config("gpt_oss")
-    assert (own_attention(qwen3), own_attention(gpt_oss)) == ("sdpa", "eager")
-    assert isinstance(make_policy(qwen3, dtype=torch.float32), PackedPolicy)
-    for config, own in ((qwen3, "sdpa"), (gpt_oss, "eager")):
-        policy = make_policy(config, dtype=torch.bfloat16, layout="whole", value_head=True)
-        assert isinstance(policy, WholePolicy) and policy.rectangular
-        assert policy.model.config._attn_implementation == own
-        assert policy.value_head is not None and policy.value_head.weight.dtype is torch.bfloat16
-    with pytest.raises(ModelError, match="; set train.layout to 'auto' or 'whole'$"):
-        make_policy(smallest_config("bloom"), dtype=torch.float32, layout="packed")
 
 
 @pytest.mark.parametrize(
@@ -153,15 +131,6 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_taken_as_long_a
     torch.testing.assert_close(beside, alone, rtol=0, atol=1e-5)
     with pytest.raises(ModelError, match=r"^LlamaForCausalLM .* has more than 32 tokens, and one has 33; use shorter"):
         passed(policy, [short, longer])
-
-
-def test_other_rotary_frequencies_have_no_limit_and_one_table_for_each_type_of_layer_counts() -> None:
-    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert longest_sequence(AutoConfig.for_model(**{**LLAMA, "rope_parameters": yarn})) is None
-    assert longest_sequence(AutoConfig.for_model(**LLAMA)) is None
-    nested = AutoConfig.for_model(**LLAMA)
-    nested.rope_parameters = {"full_attention": LONG, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    assert longest_sequence(nested) == 32
 
 
 @pytest.mark.parametrize(

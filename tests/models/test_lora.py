@@ -27,12 +27,10 @@ from corerl.models.lora import (
     PEFT_WEIGHTS,
     LoraLinear,
     PeftFiles,
-    adapter_parameters,
     peft_config,
     put_adapters,
     saved_settings,
     targets_in,
-    trained_parameters,
 )
 from corerl.models.names import peft_names, shapes_of
 from corerl.types import LossSpec, Output
@@ -70,13 +68,6 @@ def in_layers(*names: str) -> set[str]:
 )
 def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...], wanted: set[str]) -> None:
     assert targets_in(meta_model(tiny_config(kind)), of(*targets)).keys() == wanted
-
-
-def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
-    model = meta_model(tiny_config("qwen3"), value_head=True, lora=LORA)
-    trained = trained_parameters(model)
-    assert set(trained) - set(adapter_parameters(model)) == {"value_head.weight"}
-    assert len(adapter_parameters(model)) == 2 * 2 * len([*ATTENTION, *MLP])
 
 
 @pytest.mark.parametrize(
@@ -140,18 +131,6 @@ def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> No
         found, wanted = model(tokens).logits, merged(tokens).logits
     assert (wanted - before).abs().max() > 0.1
     assert (found - wanted).abs().max() < 1e-5
-
-
-def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> None:
-    shapes = shapes_of(meta_model(tiny_config("qwen3"), lora=of("up_proj")))
-    up = f"{PREFIX}model.layers.1.mlp.up_proj"
-    assert {name: shape for name, shape in shapes.items() if is_adapter(name) and ".1." in name} == {
-        f"{up}.lora_A.weight": (3, 64),
-        f"{up}.lora_B.weight": (96, 3),
-    }
-    assert {name: shape for name, shape in shapes.items() if not is_adapter(name)} == shapes_of(
-        meta_model(tiny_config("qwen3"))
-    )
 
 
 def test_adapters_of_renamed_weights_have_the_names_of_their_modules_in_peft() -> None:
@@ -340,14 +319,6 @@ def config_at(directory: Path, **changes: Any) -> Path:
     told = {name: value for name, value in {**PLAIN, **changes}.items() if value is not ...}
     (directory / PEFT_CONFIG).write_text(json.dumps(told))
     return directory
-
-
-def test_the_settings_of_a_directory_are_read(tmp_path: Path) -> None:
-    read = {"rank": 4, "alpha": 10.0, "targets": ("q_proj", "v_proj"), "rslora": False}
-    assert saved_settings(config_at(tmp_path)) == read
-    assert saved_settings(config_at(tmp_path, use_rslora=True)) == {**read, "rslora": True}
-    assert saved_settings(config_at(tmp_path, target_modules="all-linear")) == {**read, "targets": ("all-linear",)}
-    assert saved_settings(config_at(tmp_path, lora_alpha=0.5, r=1)) == {**read, "rank": 1, "alpha": 0.5}
 
 
 @pytest.mark.parametrize(

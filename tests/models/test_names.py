@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -152,17 +152,6 @@ def test_boxes_of_a_sharded_tensor_are_where_torch_puts_its_values(
                 copies[part] += 1
     replicas = 2 if any(placement.is_replicate() for placement in placements) else 1
     assert torch.equal(copies, torch.full(shape, replicas))
-
-
-def test_the_views_may_be_of_another_tensor_of_the_same_shape() -> None:
-    with rank_of(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        param = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)], src_data_rank=None)
-        moment = torch.ones(2, 2)
-        ((offsets, sizes, view),) = dtensor_boxes(param, moment)
-        view.add_(1)
-    assert (offsets, sizes) == ((2, 0), (2, 2))
-    assert torch.equal(moment, torch.full((2, 2), 2.0))
 
 
 def test_a_plain_tensor_is_one_box_and_a_partial_sum_none() -> None:

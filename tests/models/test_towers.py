@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from corerl.config import ModelConfig
 from corerl.errors import ModelError
-from corerl.models.build import build_tower, materialize, named_weights
+from corerl.models.build import materialize, named_weights
 from corerl.models.config import hf_config
 from corerl.models.layouts import make_policy
 from corerl.ops.packing import PackedSequences
@@ -118,14 +118,3 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         if grad is not None or by_name[name] is not None:
             largest = float(by_name[name].abs().max())
             torch.testing.assert_close(grad, by_name[name], atol=1e-5 * max(1.0, largest), rtol=1e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_has_all_weights_that_are_not_of_the_text(family: str, tmp_path: Path) -> None:
-    pictures_config(family).save_pretrained(tmp_path)
-    config = hf_config(ModelConfig(path=str(tmp_path), pictures="vision"))
-    whole = AutoModelForImageTextToText.from_config(config)
-    text = {id(param) for part in (whole.get_decoder(), whole.get_output_embeddings()) for param in part.parameters()}
-    wanted = {name: param.shape for name, param in whole.named_parameters() if id(param) not in text}
-    tower = build_tower(config, dtype=torch.float32)
-    assert {name: param.shape for name, param in tower.named_parameters()} == wanted

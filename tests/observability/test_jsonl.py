@@ -78,20 +78,6 @@ def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path
     }
 
 
-def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path) -> None:
-    for last in (1, 2, 3):
-        jsonl = extension(tmp_path)
-        for event in [started(str(tmp_path)), *steps(0, last)]:
-            jsonl.observe(event)
-        jsonl.shutdown("failed")
-    steps_in = {
-        path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("metrics*.jsonl")
-    }
-    assert steps_in == {"metrics-1.jsonl": [0, 0], "metrics-2.jsonl": [0, 0, 1], "metrics.jsonl": [0, 0, 1, 2, 2]}
-    assert len(list(tmp_path.glob("samples*.jsonl"))) == 3
-
-
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     jsonl = extension(tmp_path, samples="none")
     jsonl.observe(started(str(tmp_path)))

@@ -77,24 +77,6 @@ def test_a_synchronous_step_second_by_second() -> None:
     )
 
 
-def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
-    """One step off: the next batch is drawn while ranks train, by engines that answer several requests at once."""
-    spans = [
-        *(Span("engine-0", -3.0, 9.0), Span("engine-1", 1.0, 4.0), Span("engine-1", 3.0, 8.0)),
-        Span("train", 0.0, 12.0),
-    ]
-    found = idle(spans, 0.0, 10.0, engines=ENGINES)
-    assert sorted(found, key=lambda each: each.started) == [
-        waited("engine-1", "longest", 0.0, 1.0),
-        waited("engine-1", "longest", 8.0, 9.0),
-        waited("engine-0", "training", 9.0, 10.0),
-        waited("engine-1", "training", 9.0, 10.0),
-    ]
-    assert idle_seconds(found, engines=2) == pytest.approx(
-        {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
-    )
-
-
 def test_spans_of_all_threads_are_taken_once() -> None:
     now = [0.0]
     spans = Spans(lambda: now[0])

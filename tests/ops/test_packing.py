@@ -4,27 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from corerl.ops.packing import PackedSequences, rectangles, upload
-
-
-def test_sequences_of_similar_length_share_a_rectangle() -> None:
-    # lengths 3, 0, 8, 2, 7, 6, 1: 8, 7 and 6 lie above 0.75 * 8; 3 alone (2 < 2.25); then 2 (1 < 1.5), then 1
-    layout = rectangles(np.array([0, 3, 3, 11, 13, 20, 26, 27]))
-    assert layout.shapes == ((3, 8), (1, 3), (1, 2), (1, 1))
-    rows = layout.gather[:24].reshape(3, 8)
-    assert rows[0].tolist() == list(range(3, 11))
-    assert rows[1].tolist() == [13, 14, 15, 16, 17, 18, 19, 19]
-    assert rows[2].tolist() == [20, 21, 22, 23, 24, 25, 25, 25]
-    assert layout.gather[24:].tolist() == [0, 1, 2, 11, 12, 26]
-    assert not layout.in_place
-
-
-def test_scattering_undoes_gathering() -> None:
-    lengths = np.random.default_rng(0).integers(0, 40, 100)
-    layout = rectangles(np.concatenate([[0], lengths.cumsum()]))
-    assert np.array_equal(layout.gather[layout.scatter], np.arange(lengths.sum()))
-    assert len(layout.gather) == sum(rows * length for rows, length in layout.shapes)
-    assert lengths.sum() >= 0.75 * len(layout.gather)
+from corerl.ops.packing import PackedSequences, upload
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

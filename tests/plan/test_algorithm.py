@@ -24,13 +24,11 @@ from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import (
     AlgorithmPlan,
     against_algorithm,
-    check_algorithm,
     notices_of_learning,
     notices_of_sampling,
     plan_algorithm,
 )
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
-from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
@@ -113,17 +111,6 @@ def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
     common = settle_algorithm(GRPO).algorithm
     assert (common.aggregation, common.overlong, common.dynamic_sampling) == ("token-mean", "keep", 0)
     assert common.settled({"aggregation": "sequence-mean"}, max_tokens=1) == common
-
-
-def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
-    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), algorithms={NAME: {"scale": 1000.0}})
-    with pytest.raises(ConfigError) as caught:
-        check_algorithm(resolve_tables(settle_algorithm(config)), load(Kind.ALGORITHMS, NAME))
-    assert caught.value.message.splitlines() == [
-        f'algorithms."{NAME}".scale: got 1000.0, above run.steps=250',
-        "algorithm.kl_coef: got 0.0",
-        "rollout.samples: got 8",
-    ]
 
 
 def test_each_role_is_trained_on_its_own_loss() -> None:
@@ -228,18 +215,6 @@ def test_an_algorithm_that_contradicts_its_spec_is_refused(
     assert line in caught.value.message
 
 
-def test_snapshots_are_listed_with_the_setting_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshots(config: Config) -> dict[str, str]:
-        return planned(resolve_tables(settle_algorithm(config))).snapshots("actor")
-
-    assert snapshots(GRPO) == {}
-    reference = "algorithm.kl_coef = 0.1 (its reference is a snapshot)"
-    assert snapshots(changed(GRPO, kl_coef=0.1)) == {"reference": reference}
-    own = [ForwardPass(role="actor", columns={"mine": Output.LOGPROBS}, weights="reference")]
-    monkeypatch.setattr(FromFiles, "forwards", lambda self: own)
-    assert snapshots(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))) == {"reference": f"algorithm.name = {NAME!r}"}
-
-
 def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
     monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
@@ -286,16 +261,6 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estim
         for each in [gradient]
         if each
     ]
-
-
-def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
-    distill = evolve(GRPO, algorithm=AlgorithmConfig(name="distill"), roles=RolesConfig(teacher=SideRoleChoice()))
-    plan = planned(resolve_tables(settle_algorithm(distill)))
-    assert [(each.role, dict(each.columns)) for each in plan.passes] == [
-        ("teacher", {"teacher_logprobs": Output.LOGPROBS})
-    ]
-    assert list(plan.objectives) == ["actor"] and plan.asks_frozen
-    assert lines(distill) == lines(distill, advantages="mine:f") == []
 
 
 # ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------

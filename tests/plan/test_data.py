@@ -56,16 +56,6 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     )
 
 
-def test_an_unreadable_config_is_the_only_line_about_its_model(tmp_path: Path) -> None:
-    fields = {**DATA["model"]["config"], "rms_norm_eps": "x"}
-    character_tokenizer("0123456789>s").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError) as caught:
-        make_plan(config_in(tmp_path / "run", model={"path": str(tmp_path)}))
-    assert caught.value.message.startswith(f"model.path: transformers cannot read {tmp_path}/config.json: ")
-    assert "\n" not in caught.value.message
-
-
 # ---- prompts and the model's context ---------------------------------------------------------------------------------
 
 

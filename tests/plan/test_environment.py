@@ -44,12 +44,6 @@ def test_ranks_and_engines_that_meet_over_nccl_allocate_alike() -> None:
     assert chosen("disk", "disaggregated") == (None, None)
 
 
-def test_a_backend_adds_to_the_environment_and_contradicts_nothing() -> None:
-    assert environment(ITS_OWN="1")["ITS_OWN"] == "1"
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl needs '1', but plain needs '4'"):
-        environment(OMP_NUM_THREADS="4")
-
-
 def test_what_the_user_gives_is_what_processes_have() -> None:
     own = ClusterConfig(environment={"OMP_NUM_THREADS": "4", "NCCL_DEBUG": "INFO"})
     found = environment(cluster=own, OMP_NUM_THREADS="4")

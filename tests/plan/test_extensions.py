@@ -49,14 +49,6 @@ def test_remarks_on_a_plan_go_with_it_and_reasons_stay(tmp_path: Path) -> None:
     assert plan.notices == ("as asked", "7 steps")
 
 
-def test_a_confirmed_setting_may_change_in_the_next_plan(tmp_path: Path) -> None:
-    kept, other = {"settings": {"run.seed": 0}}, {"settings": {"run.steps": 7}}
-    planned(tmp_path, FIRST=kept, SECOND=other)
-    assert [each.config.run.seed for each in SEEN] == [0] * 4
-    found = message(ConfigError, tmp_path, FIRST=kept, SECOND={"settings": {"run.seed": 3}})
-    assert found.startswith("run.seed: extension:FIRST sets it to 0, and extension:SECOND to 3; ")
-
-
 def test_problems_of_all_extensions_end_the_planning_together(tmp_path: Path) -> None:
     found = message(
         ConfigError, tmp_path, FIRST={"problems": ["run.steps: too many"]}, SECOND={"problems": ["run.x: y"]}
@@ -83,15 +75,6 @@ def test_settings_that_cannot_be_are_told_with_who_set_them(
 ) -> None:
     lines = message(ConfigError, tmp_path, FIRST={"settings": {key: value}}).splitlines()
     assert wanted in lines[0] and lines[1:] == [last]
-
-
-def test_extensions_that_contradict_each_other_are_both_named(tmp_path: Path) -> None:
-    one, two = ({"settings": {"run.steps": steps}} for steps in (5, 6))
-    assert message(ConfigError, tmp_path, FIRST=one, SECOND=two) == (
-        "run.steps: extension:FIRST sets it to 5, and extension:SECOND to 6; remove one of these extensions, or change "
-        "its options"
-    )
-    assert planned(tmp_path, FIRST=one, SECOND=one).run.steps == 5
 
 
 def test_an_extension_that_changes_its_mind_ends_the_planning(tmp_path: Path) -> None:

@@ -27,15 +27,6 @@ def lines(role: str = "actor", resume: str = "", **tables: Any) -> list[str]:
     return [line.split(";")[0] for line in caught.value.message.splitlines()]
 
 
-def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
-    plan = planned(rollout={"engine": "not-there", "max_tokens": 5}, algorithm={"advantages": "not.there:f"})
-    (assignment,) = plan.role.assignments
-    assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), (), 5)
-    assert (plan.role.objective.loss.name, plan.role.objective.aggregation) == ("clipped", "token-mean")
-    assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.placement.places == {"actor": (0,)}
-    assert plan.notices == ()
-
-
 def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from attrs import evolve
 
@@ -19,20 +18,6 @@ from corerl.plan.resume import require_same_source
 from tests.driver.saved import DATA, config_in, make_config, make_model
 
 Install = Callable[..., Path]
-
-
-def test_a_sound_config_is_planned_without_processes_or_files(tmp_path: Path) -> None:
-    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
-    plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
-    assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
-    assert plan.processes.device == "cpu"
-    assert plan.processes.placement.places == {"actor": (0,), "engines": (1, 2)}
-    assert plan.rollout.tokenizer("0>")["input_ids"] == [1, 4, 14]
-    assert plan.rollout.params.stop_tokens == (2,)
-    assert len(plan.rollout.prompts.held_out) == 16
-    assert plan.processes.roles["actor"].assignments[0].config.resume == ""
-    assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
-    assert not ray.is_initialized() and not (tmp_path / "run").exists()
 
 
 def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:

@@ -44,7 +44,7 @@ from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import config_in, make_config, make_model, save
-from tests.pictures import of_pictures, pictures_config, tensors_in, write_pictures
+from tests.pictures import pictures_config, write_pictures
 
 
 @pytest.fixture
@@ -169,7 +169,6 @@ def test_a_group_alone_is_told_the_same(config: Config) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
-MODULES = ("self_attn.q_proj", "mlp.up_proj")
 
 
 def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
@@ -188,18 +187,6 @@ def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
         require(tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
         require_same_tensors(checkpoint / "critic", "critic", {})
-
-
-def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:
-    layers = [f"base_model.model.model.layers.{layer}." for layer in (0, 1)]
-    adapters = {f"{layer}{module}.lora_{part}.weight" for layer in layers for module in MODULES for part in "AB"}
-    plain, routed = tiny_config("qwen3"), tiny_config("glm4-moe")
-    assert saved_shapes(plain, value_head=False, lora=LORA).keys() == adapters
-    assert saved_shapes(plain, value_head=True, lora=LORA).keys() == {*adapters, "value_head.weight"}
-    only_q = evolve(LORA, targets=("q_proj",))
-    kept = [name for name in saved_shapes(routed, value_head=False, lora=only_q) if not is_adapter(name)]
-    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]  # which training may change
-    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(meta_model(plain, value_head=False))
 
 
 def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: Path) -> None:
@@ -310,20 +297,6 @@ def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
         require_memory(wide)
 
 
-def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> None:
-    for family, parts in (("gemma3", "multi_modal_projector, vision_tower"), ("qwen3_5", "model.visual")):
-        directory = write_pictures(family, tmp_path / family)
-        hf = hf_config(ModelConfig(path=str(directory)))
-        held = tensors_in(directory)
-        kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
-        share = sum(kept.values()) / sum(each.numel() for each in held.values())
-        assert untrained(str(directory), hf, meta_model(hf)) == (
-            f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
-            f"export has them unchanged: {parts}"
-        )
-        assert require_weights(str(directory), meta_model(hf, value_head=False), hf) == ""
-
-
 def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> None:
     directory = str(write_pictures("qwen3_vl", tmp_path))
     hf = hf_config(ModelConfig(path=directory))
@@ -344,32 +317,6 @@ def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> Non
     (line,) = noted(pictures="vision")
     assert "are not trained, with model.tower='frozen', and an export has them unchanged: model.visual" in line
     assert noted(pictures="vision", tower="trained") == []
-
-
-def test_files_without_a_whole_tower_are_refused_only_where_it_is_shown(tmp_path: Path) -> None:
-    directory = write_pictures("qwen3_vl", tmp_path)
-    tensors = tensors_in(directory)
-    gone = next(name for name in tensors if "visual" in name)
-    del tensors[gone]
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    hf = hf_config(ModelConfig(path=str(directory)))
-
-    def problems_of(**settings: Any) -> Problems:
-        role: Any = SimpleNamespace(
-            settings=ModelConfig(path=str(directory), **settings),
-            table="model",
-            frozen=False,
-            lora=None,
-            hf=hf,
-            built=meta_model(hf),
-        )
-        list(check_files(role, None, setting="", refers=False, problems=(problems := Problems())))
-        return problems
-
-    problems_of().raise_all()
-    for tower in ("frozen", "trained"):
-        with pytest.raises(ModelError, match=f"^model.path: .* lacks '{gone}', but its config.json needs"):
-            problems_of(pictures="vision", tower=tower).raise_all()
 
 
 def test_weights_that_no_pass_reads_are_noted() -> None:

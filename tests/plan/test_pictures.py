@@ -12,18 +12,18 @@ from attrs import evolve
 from corerl.config.schema import Config, DataConfig, LoraConfig
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineService
-from corerl.errors import ConfigError, DataError, PluginError
+from corerl.errors import ConfigError, PluginError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
 from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
 from corerl.plan.processes import plan_engines, require_sight
-from corerl.plan.resolve import plugins_of, resolve_tables, selected
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import cluster_of, needed
 from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from tests.driver.saved import DATA, make_config
-from tests.tiny_pictures import TinyOptions, TinyReader
+from tests.tiny_pictures import TinyReader
 
 SPEC = "tests.tiny_pictures:SPEC"
 TOKENIZER = "characters:0*|!123456789>"
@@ -49,17 +49,6 @@ def planned(config: Config) -> Any:
     return plan_rollout(config, plugins_of(config), tokenizer, context=20, vocab_size=16)
 
 
-def test_the_reader_is_a_plugin_with_a_table(tmp_path: Path) -> None:
-    config = evolve(config_of(tmp_path, ROWS), pictures={SPEC: {"key": "shown"}})
-    assert [each.path for each in selected(config) if each.kind is Kind.PICTURES] == ["model.pictures"]
-    resolved = resolve_tables(config)
-    assert resolved.pictures == {SPEC: TinyOptions(key="shown")}
-    plugins = plugins_of(resolved)
-    assert plugins.pictures is not None and plugins.pictures.name == SPEC
-    with pytest.raises(ConfigError, match=r"kye: unknown key; did you mean 'key'"):
-        resolve_tables(evolve(config, pictures={SPEC: {"kye": "shown"}}))
-
-
 def test_rows_have_pictures_and_answers_end_at_placeholders(tmp_path: Path) -> None:
     config = config_of(tmp_path, ROWS)
     plan = planned(config)
@@ -74,18 +63,6 @@ def test_rows_have_pictures_and_answers_end_at_placeholders(tmp_path: Path) -> N
     assert prompts["1"].text == "1*"
     # The same question of two pictures is two rows; but for its pictures, data is divided as ever.
     assert len(set(plan.prompts.asked.tolist())) == 3
-
-
-def test_a_broken_picture_is_named_with_its_row_or_skipped(tmp_path: Path) -> None:
-    rows = [*ROWS, {"prompt": "5<image>", "images": ["9x9:broken"]}]
-    config = config_of(tmp_path, rows)
-    with pytest.raises(DataError, match=r"rows.jsonl:4: the picture 9x9:broken ends early; correct the row, or"):
-        with_prompt_check(planned(config), resolve_tables(config))
-    skipping = evolve(config, data=evolve(config.data, refused="skip"))
-    plan = with_prompt_check(planned(skipping), resolve_tables(skipping))
-    (line,) = [each for each in plan.prompts.notices if "skipped" in each]
-    assert line.startswith("data: 1 of the first 4 prompts are skipped; ") and "rows.jsonl:4" in line
-    assert plan.check is not None and plan.check.pictures is plan.pictures
 
 
 def test_towers_of_random_weights_that_never_learn_are_refused(tmp_path: Path) -> None:

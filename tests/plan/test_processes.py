@@ -3,35 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.schema import ClusterConfig, Config
+from corerl.config.schema import Config
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
 from corerl.plan.processes import choose_transport, senders
-from tests.driver.saved import CRITIC, config_in, make_config, make_model
-
-
-def test_a_samplers_processes_have_the_users_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/a/users/own")
-    monkeypatch.setenv("JUDGE_KEY", "s3cr3t")
-    cluster = ClusterConfig(device="cpu", environment={"JUDGE_URL": "there"}, secrets=("JUDGE_KEY",))
-    processes = make_plan(evolve(config_in(tmp_path / "run"), cluster=cluster)).processes
-    assert processes.environment == {"PYTHONPATH": "/a/users/own", "JUDGE_URL": "there", "JUDGE_KEY": "s3cr3t"}
-    assert "s3cr3t" not in repr(processes)
-
-
-def test_a_critic_has_its_own_plan(tmp_path: Path) -> None:
-    plan = make_plan(config_in(tmp_path / "run", **CRITIC))
-    assert list(plan.processes.roles) == ["actor", "critic"]
-    actor, critic = (role.assignments[0].config for role in plan.processes.roles.values())
-    assert (actor.value_head, critic.value_head, critic.model) == (False, True, actor.model)
-    assert plan.processes.placement.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
-    assert "1 plain rank, 1 plain rank for the critic, 1 fake engine" in plan.title
-    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "devices": "own"}}}
-    apart = make_plan(config_in(tmp_path / "run", **own))
-    assert apart.processes.placement.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
+from tests.driver.saved import config_in, make_config
 
 
 def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path) -> None:
@@ -53,24 +31,6 @@ def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path
     with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
         make_plan(given(8, 3))
     assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'
-
-
-def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) -> None:
-    fields = make_config().model.config
-    small = {**fields, "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8}
-    roles = {"critic": {"backend": "tests.trainer.fakes:CHOOSY", "model": {"config": small}}}
-    with pytest.raises(ConfigError) as caught:
-        make_plan(config_in(tmp_path / "run", **{**CRITIC, "roles": roles}))
-    assert caught.value.message == "roles.critic.model.config.num_key_value_heads: 2 more than a multiple of 4"
-    make_model(make_config(), seed=0).save_pretrained(tmp_path / "model")
-    tables = {"backend": {"name": "tests.trainer.fakes:CHOOSY"}, "model": {"path": str(tmp_path / "model")}}
-    with pytest.raises(ConfigError) as caught:
-        make_plan(
-            config_in(
-                tmp_path / "run", **{**tables, "model": {**tables["model"], "tokenizer": "characters:0123456789>s"}}
-            )
-        )
-    assert caught.value.message == "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
 
 
 # ---- how weights reach engines ---------------------------------------------------------------------------------------

@@ -15,9 +15,7 @@ from corerl.config.schema import (
     Config,
     ExtensionChoice,
     ModelConfig,
-    RoleChoice,
     RolesConfig,
-    RunConfig,
     SideRoleChoice,
     TrainConfig,
 )
@@ -27,7 +25,6 @@ from corerl.plan.resolve import (
     check_spec,
     resolve_tables,
     role_options,
-    selected,
     settle_extensions,
 )
 from corerl.plugin.registry import Kind, load
@@ -53,23 +50,6 @@ def config(**changes: Any) -> Config:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_tables_of_selected_plugins_become_their_config_classes() -> None:
-    given = config(
-        backends={"mine": {"shards": 2}, "other": {"shards": 3}, "elsewhere": {"anything": 1}},
-        engines={},
-        extensions=(ExtensionChoice(name="wrap", options={"every": 5}),),
-    )
-    resolved = resolve_tables(given)
-    assert isinstance(resolved.backends["mine"], load(Kind.BACKENDS, "mine").spec.config)
-    assert resolved.backends["mine"].shards == 2
-    assert resolved.backends["other"] == {"shards": 3}
-    assert resolved.backends["elsewhere"] == {"anything": 1}
-    assert resolved.engines["quick"].shards == 1
-    assert resolved.extensions[0].options == load(Kind.EXTENSIONS, "wrap").spec.config(every=5)
-    assert resolve_tables(resolved) == resolved
-
-
-@pytest.mark.usefixtures("plugins")
 def test_a_roles_own_table_replaces_the_backends() -> None:
     critic = SideRoleChoice(options={"shards": 7})
     given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
@@ -81,37 +61,6 @@ def test_a_roles_own_table_replaces_the_backends() -> None:
     given = evolve(given, roles=evolve(given.roles, critic=evolve(critic, options=bad)))
     with pytest.raises(ConfigError, match="^roles.critic.options.shards: 3 is more than 1 ranks$"):
         check_spec(mine, bad, cluster, config=given, role="critic")
-
-
-def test_selected_plugins_are_listed_with_whether_their_code_runs() -> None:
-    def told(given: Config) -> dict[str, tuple[str, bool]]:
-        return {each.path: (each.name, each.used) for each in selected(given)}
-
-    given = config(extensions=(ExtensionChoice(name="wrap"), ExtensionChoice(name="jsonl")))
-    assert told(given) == {
-        "backend.name": ("mine", True),
-        "rollout.engine": ("quick", True),
-        "rollout.sampler": ("prompts", True),
-        "algorithm.name": ("grpo", True),
-        "extensions[0].name": ("wrap", True),
-        "extensions[1].name": ("jsonl", True),
-    }
-    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=SideRoleChoice())
-    assert told(evolve(given, roles=critic, extensions=())) == {
-        "backend.name": ("mine", True),  # the critic's
-        "roles.actor.backend": ("other", True),
-        "rollout.engine": ("quick", True),
-        "rollout.sampler": ("prompts", True),
-        "algorithm.name": ("grpo", True),
-    }
-    alone = evolve(config(roles=RolesConfig(actor=RoleChoice(backend="other"))), run=RunConfig(mode="train-only"))
-    assert told(alone) == {
-        "backend.name": ("mine", False),
-        "roles.actor.backend": ("other", True),
-        "rollout.engine": ("quick", False),
-        "rollout.sampler": ("prompts", False),
-        "algorithm.name": ("grpo", True),
-    }
 
 
 @pytest.mark.usefixtures("plugins")

@@ -14,7 +14,7 @@ from corerl.checkpoint.commit import read_state
 from corerl.config.load import recorded
 from corerl.config.schema import CheckpointConfig, Config, DataConfig, DataSource, RunConfig
 from corerl.config.toml_text import to_plain
-from corerl.data.prompts import PromptSource, PromptStream, SortDigits
+from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
@@ -86,25 +86,6 @@ def test_checkpoints_that_ranks_found_damaged_are_skipped(tmp_path: Path) -> Non
     assert make_plan(config_in(tmp_path / "other", str(third))).start.resumed is None
     with pytest.raises(ConfigError, match="none of its checkpoints can be resumed: a rank said so; set another"):
         make_plan(auto, {**damaged, first: "and this"})
-
-
-@pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
-def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, resume: str) -> None:
-    config = make_config()
-    elsewhere, only = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("other", "run"))
-    (only / "actor/rank-00001.json").unlink()
-    chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
-    with pytest.raises(ConfigError) as caught:
-        resume_from(chosen, tmp_path / "run", starting=True)
-    if resume == "auto":  # a check refuses what the run would
-        with pytest.raises(ConfigError, match="none of its checkpoints can be resumed"):
-            resume_from(chosen, tmp_path / "run", starting=False)
-    else:
-        begun, _ = resume_from(chosen, tmp_path / "run", starting=False)
-        assert begun == (elsewhere if resume == "elsewhere" else None)
-    line = f"run.dir: {tmp_path}/run already holds a run, but none of its checkpoints can be resumed: "
-    assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")
-    assert caught.value.message.endswith(f"to start over here, remove {only.parent}")
 
 
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])
@@ -297,16 +278,6 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
     )
 
 
-def test_unchanged_data_continue_with_or_without_restart(checkpoint: Path) -> None:
-    for restart in (False, True):
-        plan = plan_with(checkpoint, restart=restart)
-        assert not [line for line in plan.notices if line.startswith("data")]
-        stream = PromptStream(plan.rollout.prompts, seed=0)
-        assert stream.restore(plan.start.state["source"]["prompts"])
-        whole = PromptStream(SortDigits(held_out=16, seed=0), seed=0).take(20)
-        assert stream.take(4) == whole[16:]  # 2 steps of 8
-
-
 OLD = [f"p{n}" for n in range(20)]
 NEW = [f"q{n}" for n in range(8)]
 
@@ -360,26 +331,6 @@ def resumed(tmp_path: Path, first: Drawing) -> Any:
         return begun(load(rows(tmp_path / "now.jsonl", texts), held_out=held_out), first.state, seed=seed)
 
     return resume
-
-
-def test_the_same_rows_in_another_order_are_drawn_as_before(first: Drawing, resumed: Any) -> None:
-    turned = resumed(OLD[::-1])
-    assert turned.lines == ["data: the rows are in another order than in the checkpoint, whose order is kept"]
-    assert turned.held_out == first.held_out
-    assert turned.draw(50) == first.draw(50)
-
-
-@pytest.mark.parametrize("texts", [OLD + NEW, NEW + OLD, [*OLD[::-1], *NEW]])
-def test_added_rows_come_at_the_end_of_the_epoch(first: Drawing, resumed: Any, texts: list[str]) -> None:
-    more = resumed(texts)
-    assert "data: new rows: 8; they come at the end of this epoch" in more.lines and not more.differs
-    assert more.held_out == first.held_out
-    assert more.draw(10) == first.draw(10)  # the rest of the epoch
-    assert sorted(more.draw(8)) == NEW
-    for _ in range(2):
-        epoch = more.draw(24)
-        assert sorted(epoch) == sorted([*set(OLD) - set(first.held_out), *NEW])
-        assert {*epoch[:16]} & {*NEW}  # not at the end of it
 
 
 @pytest.mark.parametrize("drawn", [0, 4, 10, 13, 18, 30, 70])
@@ -441,16 +392,6 @@ def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
     assert other.held_out == first.held_out
 
 
-def test_one_step_off_added_rows_wait_for_the_next_epoch(first: Drawing, tmp_path: Path) -> None:
-    state = first.state
-    first.draw(14)  # the batch in flight goes 4 into the next epoch
-    state["source"]["sampled"] = first.state["source"]["prompts"]
-    more = begun(load(rows(tmp_path / "now.jsonl", OLD + NEW), held_out=4), state)
-    more.stream.restore(state["source"]["sampled"])
-    assert more.draw(12) == first.draw(12)
-    assert sorted(more.draw(8)) == NEW
-
-
 # ---- several sources -------------------------------------------------------------------------------------------------
 
 
@@ -463,21 +404,6 @@ def mixed(directory: Path, *, held_out: int = 2, weights: Sequence[float] = (3, 
 
 
 A, B = [f"a{n}" for n in range(12)], [f"b{n}" for n in range(7)]
-
-
-def test_a_source_of_a_mix_may_grow(tmp_path: Path) -> None:
-    one = begun(mixed(tmp_path, a=A, b=B))
-    one.draw(16)  # of b 4 of 5
-    (tmp_path / "now").mkdir()
-    more = begun(mixed(tmp_path / "now", a=A, b=[*NEW, *B]), one.state)
-    assert "data of source 'b': new rows: 8; they come at the end of this epoch" in more.lines
-    assert more.held_out == one.held_out
-    following, expected = more.draw(80), one.draw(80)
-    assert [text for text in following if text in A] == [text for text in expected if text in A]
-    of_b = [text for text in following if text not in A]
-    assert of_b[0] == next(text for text in expected if text in B) and sorted(of_b[1:9]) == NEW
-    for stop in range(4, 81, 4):  # the mix stays exact
-        assert sum(text in A for text in following[:stop]) == 0.75 * stop
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,9 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-from corerl.plan.algorithm import against_algorithm
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resolve import plugins_of, settle_algorithm
-from corerl.plan.settle import with_choices
-from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
+from tests.driver.saved import CRITIC, DATA, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -48,18 +45,6 @@ def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
     plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
-
-
-def test_a_frozen_role_has_no_settings_that_only_training_reads() -> None:
-    config = make_config(**TEACHER, train={"mini_batches": 2, "optimizer": {"lr": 1e-3}})
-    plugins = plugins_of(config)
-    chosen = with_choices(settle_algorithm(config), plugins, "cpu", bfloat16=True)
-    assert chosen.train == config.train.settled("cpu")
-    assert chosen.roles.teacher == config.roles.teacher  # it shares what its passes read
-    # What a run records can be read again.
-    assert [line for line in against_algorithm(chosen, plugins) if "teacher" in line] == []
-    again = with_choices(chosen, plugins, "cpu", bfloat16=True)
-    assert again == chosen
 
 
 @pytest.mark.parametrize(("asked", "rows", "vocabulary"), [(0, 16, 0), (0, 40, 16), (20, 40, 20), (40, 40, 0)])

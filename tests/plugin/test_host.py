@@ -248,31 +248,10 @@ def added(*last: bool) -> tuple[PluginHost, Fake]:
     return host, backend
 
 
-LAST_WAS_MADE = "forward_backward on actor rank 1 was refused: the step's last call was made; call optimizer_step first"
 NO_GRADIENTS = (
     "optimizer_step on actor rank 1 was refused: there are no gradients since the last step; call forward_backward "
     "first"
 )
-
-
-@pytest.mark.parametrize("batch", [BATCH, NOTHING])
-def test_a_call_after_the_last_is_refused(batch: PackedBatch) -> None:
-    host, backend = added(False, True)
-    with pytest.raises(WrongState) as caught:
-        host.forward_backward(batch, LOSS, (), True)
-    assert (caught.value.message, backend.calls, host.state) == (LAST_WAS_MADE, [], State.READY)
-    host.optimizer_step(STEP, 1.0)
-    host.forward_backward(batch, LOSS, (), True)
-
-
-def test_a_step_without_gradients_is_refused() -> None:
-    host, backend = ready()
-    for _ in range(2):
-        with pytest.raises(WrongState) as caught:
-            host.optimizer_step(STEP, 1.0)
-        assert (caught.value.message, backend.calls, host.state) == (NO_GRADIENTS, [], State.READY)
-        train(host)
-        backend.calls.clear()
 
 
 def test_pending_gradients_refuse_save_and_sleep() -> None:
@@ -405,17 +384,6 @@ def test_a_hook_is_refused_where_its_memory_sleeps(hook: str, needs: Set[MemoryK
             assert len(backend.calls) == 1
 
 
-def test_kinds_whose_sleep_failed_must_be_woken_first() -> None:
-    host, backend = ready(Fake(sleep=RuntimeError("out of host memory")))
-    with pytest.raises(HookFailed):
-        host.sleep({MemoryKind.PARAM})
-    with pytest.raises(NotResident):
-        train(host)
-    host.wake_up({MemoryKind.PARAM})
-    assert backend.calls[-1] == ("wake_up", {MemoryKind.PARAM})
-    assert train(host) is STEPPED
-
-
 # ---- weight versions -------------------------------------------------------------------------------------------------
 
 
@@ -433,14 +401,6 @@ def test_versions_strictly_increase_from_the_one_that_was_loaded() -> None:
             host.update_weights(None, repeated)
     assert backend.calls == [("update_weights", 5), ("update_weights", 8)]
     assert host.state is State.READY
-
-
-def test_a_version_whose_update_failed_is_used_up() -> None:
-    host, _ = ready(Fake(update_weights=RuntimeError("connection reset")))
-    with pytest.raises(HookFailed):
-        host.update_weights(None, 1)
-    with pytest.raises(WeightUpdateError, match="expected 2 or more"):
-        host.update_weights(None, 1)
 
 
 # ---- results and errors ----------------------------------------------------------------------------------------------
@@ -502,19 +462,6 @@ def test_a_foreign_error_becomes_a_picklable_line() -> None:
     assert arrived.details.startswith("Traceback (most recent call last):")
     assert "Compile with something" in arrived.details
     assert isinstance(caught.value.__cause__, RuntimeError)
-
-
-def test_other_verbs_are_guarded_as_hooks_are() -> None:
-    host, _ = ready()
-    host.sleep({MemoryKind.PARAM})
-    entered = False
-    with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that is asleep: param"):
-        with host.entering("snapshot"):
-            entered = True
-    assert not entered
-    with pytest.raises(HookFailed, match="backend:mine, actor rank 1: drop_snapshot failed: KeyError: 'ref'"):
-        with host.entering("drop_snapshot"):
-            raise KeyError("ref")
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

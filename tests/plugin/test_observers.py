@@ -12,7 +12,7 @@ from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken,
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.hooks import RunControl
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers
+from corerl.plugin.observers import Observers, load_extensions
 from corerl.plugin.spec import Process
 from tests.plugin.test_host import CONTEXT, Fake
 
@@ -51,16 +51,6 @@ def plugins(install: Install, extension_spec: str) -> None:
     driver = extension_spec.replace("Process.WORKER", "Process.DRIVER")
     install("corerl-wrap", {"extensions": {"wrap": "wrap_ob:SPEC"}}, wrap_ob=extension_spec, wrap_ob_code=CODE)
     install("corerl-watch", {"extensions": {"watch": "watch_ob:SPEC"}}, watch_ob=driver, watch_ob_code=CODE)
-
-
-@pytest.mark.usefixtures("plugins")
-def test_each_extension_is_constructed_in_its_process(capsys: pytest.CaptureFixture[str]) -> None:
-    choices = [ExtensionChoice(name="wrap", options={"every": 3}), ExtensionChoice(name="watch", options={"every": 5})]
-    assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
-    load_observers(choices, "runs/x").emit(Notice(text="hello"))
-    assert capsys.readouterr().out == "runs/x 5 hello\n"
-    ((name, instance),) = load_extensions(choices, "runs/x", Process.WORKER)
-    assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("plugins")
@@ -128,18 +118,6 @@ def test_an_error_of_a_deciding_hook_names_the_extension() -> None:
             Observers([("a", Decides("a", log, error)), ("b", Decides("b", log))]).ask("between_steps", run="a run")
         assert (caught.value.message, getattr(caught.value, "__notes__", [])) == (told, notes)
         assert log == ["a a run"]
-
-
-def test_an_extension_that_was_disabled_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    class Both(Hears):
-        def between_steps(self) -> None:
-            self.log.append("asked")
-
-    log: list[str] = []
-    observers = Observers([("a", Both("a", log, ValueError("no luck")))])
-    observers.emit(Notice(text="x", step=0))
-    observers.ask("between_steps", run="a run")
-    assert log == ["a"] and "extension:a is disabled" in capsys.readouterr().err
 
 
 def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.CaptureFixture[str]) -> None:

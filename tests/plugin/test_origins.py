@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 import corerl
 from corerl.errors import PluginIncompatible
-from corerl.plugin.origins import Origin, Unmet, origins_here, origins_of, require_met, unmet
+from corerl.plugin.origins import Origin, origins_here, origins_of, require_met, unmet
 from corerl.plugin.registry import Kind, Loaded, load
 
 Install = Callable[..., Path]
@@ -106,15 +105,3 @@ def test_markers_and_extras_are_read_as_pip_reads_them(wants: Wants, requirement
 )
 def test_local_versions_and_pre_releases_count_as_their_release(wants: Wants, version: str, admitted: bool) -> None:
     assert (wants("lib>=2.9,<3", lib=version) == []) is admitted
-
-
-def test_a_shared_requirement_is_reported_once(install: Install) -> None:
-    install("corerl-mine", {}, version="0.2", requires=["lib>=2"])
-    install("corerl-yours", {}, version="0.3", requires=["lib>=2"])
-    one = Unmet(by="corerl-mine 0.2", name="lib", wanted="lib>=2", found="")
-    assert unmet(["corerl-mine", "corerl-yours", "", "no-such-distribution"]) == [one]
-
-
-def test_core_of_a_plugin_is_compared_too(wants: Wants) -> None:
-    own = importlib.metadata.version("corerl")
-    assert wants("corerl>=0.9,<1") == [("corerl<1,>=0.9", own)]

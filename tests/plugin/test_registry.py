@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
+from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible
 from corerl.plugin.registry import (
     Installed,
     Kind,
     Status,
     installed,
     installed_names,
-    kinds_of,
     load,
-    load_implementation,
 )
 from corerl.plugin.spec import API
 
@@ -114,13 +112,6 @@ def test_a_spec_whose_options_are_no_attrs_class_is_broken(
     assert caught.value.message.endswith(f"bad_k:SPEC has config={shown}, expected a frozen attrs class")
 
 
-def test_a_module_path_without_a_spec_is_refused(install: Install) -> None:
-    install("corerl-bad", {}, bad_l="SPEC = 3")
-    assert kinds_of("bad_l:SPEC") == []
-    with pytest.raises(PluginNotFound, match=r"unknown backend '__main__:SPEC'"):
-        load(Kind.BACKENDS, "__main__:SPEC")
-
-
 @pytest.mark.parametrize("api", [(3, 0), (2, 3), (1, 0), (0, 9)])
 def test_a_backend_of_another_api_is_refused_with_both_versions(
     install: Install, backend_spec: str, api: tuple[int, int]
@@ -142,19 +133,6 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
     assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.2"
-
-
-def test_the_implementation_is_imported_only_when_asked_for(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_m:SPEC"}}, mine_m=backend_spec)
-    loaded = load(Kind.BACKENDS, "mine")
-    with pytest.raises(PluginBroken) as caught:
-        load_implementation(Kind.BACKENDS, loaded)
-    assert caught.value.message == (
-        "backend 'mine' (corerl-mine 0.1.0) cannot be loaded from mine_m_code:Code: "
-        "ModuleNotFoundError: No module named 'mine_m_code'; repair or reinstall corerl-mine"
-    )
-    install("corerl-mine-code", {}, mine_m_code="class Code: pass")
-    assert load_implementation(Kind.BACKENDS, loaded).__name__ == "Code"
 
 
 def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: Install, backend_spec: str) -> None:

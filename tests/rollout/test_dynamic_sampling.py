@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from attrs import evolve
 
@@ -14,8 +13,7 @@ from corerl.errors import RewardError
 from corerl.rollout.dynamic_sampling import DynamicSampling
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampler import Rollout
-from corerl.rollout.scoring import Scorer, Scores
+from corerl.rollout.scoring import Scorer
 from tests.rollout.engines import Engines, at_once
 from tests.rollout.sampling import (
     KINDS,
@@ -23,12 +21,6 @@ from tests.rollout.sampling import (
     source,
     stream,
 )
-
-
-class Equal:
-    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
-        ones = np.ones(len(rollout.batch), np.float32)
-        return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
 
 
 def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
@@ -53,14 +45,6 @@ def test_groups_without_spread_are_replaced_by_later_prompts(kind: str, engines:
         assert scored.rollout.batch.row_columns["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert len(scored.rollout.texts) == len(scored.rollout.batch) == 8
         assert (scored.failures, scored.first_failure) == ({"raised": scored.counts["attempts"]}, "the first")
-
-
-def test_missing_groups_are_filled_with_dropped_ones(engines: Engines) -> None:
-    scored = engines.next(refilled(engines, 2, Equal()))
-    assert scored.counts == {"attempts": 3, "groups_set_aside": 12, "groups_unused": 0, "groups_missing": 4}
-    assert [prompt.index for prompt in scored.rollout.prompts] == [each.index for each in stream().take(4)]
-    assert len(scored.rollout.batch) == 8
-    assert scored.parts == {"one": (24.0, 24)}  # over all samples of the step
 
 
 def by_parts(prompt: Prompt, response: str) -> dict[str, float]:

@@ -15,7 +15,7 @@ from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.pictures import FoundPicture, read
-from corerl.rollout.encoding import PromptCheck, check_first, encode, expand, require_encodable
+from corerl.rollout.encoding import PromptCheck, encode, expand, require_encodable
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.refused import Refused
 from tests.tiny_pictures import TinyOptions, TinyReader
@@ -126,16 +126,6 @@ def test_a_last_message_of_the_assistant_is_continued(content: str) -> None:
     assert ours.decode(encode(ours, [evolve(CHAT, messages=messages)])[0]) == by_hand
 
 
-def test_tools_and_arguments_of_the_template_are_given_to_it() -> None:
-    ours = tokenizer("{% if brief %}0{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + TEMPLATE)
-    asked = evolve(CHAT, tools=({"name": "1"}, {"name": "2"}))
-    by_hand = ours.apply_chat_template(
-        [dict(each) for each in CHAT.messages], tools=[{"name": "1"}, {"name": "2"}], brief=True, tokenize=False,
-        add_generation_prompt=True,
-    )  # fmt: skip
-    assert ours.decode(encode(ours, [asked], {"brief": True})[0]) == by_hand == "012<bos>u:12;a:3;u:45;a:"
-
-
 @pytest.mark.parametrize(
     ("options", "chat", "told"),
     [
@@ -231,19 +221,6 @@ def test_a_prompt_is_too_long_by_its_tokens(template: str, prompt: Prompt, monke
     assert skips(prompt, ours, 20 * length) == ""  # is not encoded, as it is surely short enough
 
 
-def test_a_normalized_text_is_measured_in_its_tokens() -> None:
-    inner = tokenizers.Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", byte_fallback=False))
-    inner.normalizer = tokenizers.normalizers.NFKC()
-    ours = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    prompt = evolve(TEXT, text="\ufdfa" * 100)  # a whole phrase in one character, of 18 letters
-    check = PromptCheck(tokenizer=ours, longest=1799, limit="LIMIT")
-    assert check(prompt).startswith("it has 1800 tokens")
-    assert evolve(check, longest=1800, skip=True)(prompt).startswith(UNKNOWN)  # it is short enough
-
-
-SEED = 4
-
-
 class Numbered(PromptSource):
     """Prompts of digits; those of `bad` have a system message, which the template refuses."""
 
@@ -256,20 +233,6 @@ class Numbered(PromptSource):
     def prompt(self, index: int) -> Prompt:
         role = "system" if index in self._bad else "user"
         return Prompt(index=index, text="", answer="", messages=({"role": role, "content": str(index)},))
-
-
-def test_first_and_held_out_prompts_are_checked_before_a_run() -> None:
-    taken = [each.index for each in PromptStream(Numbered(200, set(), held_out=6), SEED).take(194)]
-    early, late = taken[5], taken[150]
-    source = Numbered(200, {3, early, late}, held_out=6)  # the first six are held out
-    check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
-    assert source.left_out == {3, early}
-    (notice,) = source.notices
-    assert notice.startswith("data: 2 of the first 70 prompts are skipped; prompt 3: the tokenizer's chat template")
-    with pytest.raises(DataError, match="^prompt 3: the tokenizer's chat template rejects .*; correct the row, or set"):
-        check_first(source, PromptCheck(tokenizer=tokenizer()), seed=SEED)
-    with pytest.raises(DataError, match="^all 10 training prompts are skipped.*: 10 of the first 10 prompts"):
-        check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
 
 
 def test_a_prompt_is_checked_when_it_is_drawn() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -77,21 +77,6 @@ def test_a_resumed_source_continues_with_the_same_samples(kind: str, engines: En
         assert_same(found, wanted)
     with pytest.raises(CheckpointError, match="seed=7"):
         source(engines, seed=8, **KINDS[kind]).restore(position)
-
-
-@pytest.mark.parametrize("kind", ["synchronous", "streamed"])
-def test_dying_replicas_change_no_sample(kind: str, use: Use[Engines]) -> None:
-    undisturbed = use(Engines(2))
-    wanted = undisturbed.rest(source(undisturbed))
-    for deaths, log in ((1, []), (2, ["receive", "replace 0", "replace 1"])):
-        engines = use(Engines(2))
-        begun = source(engines, **KINDS[kind])
-        steps = [engines.next(begun)]
-        engines.deaths = deaths
-        steps += engines.rest(begun)
-        assert sorted(engines.log) == log
-        for found, expected in zip(steps, wanted, strict=True):
-            assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,32 +166,6 @@ def test_an_interruption_ends_the_wait(use: Use[Engines]) -> None:
 # ---- prompt by prompt ------------------------------------------------------------------------------------------------
 
 
-class OneByOne(Engines):
-    """A prompt's samples are generated once the test allows them."""
-
-    def __init__(self) -> None:
-        super().__init__(width=SAMPLES)
-        self.allowed: set[int] = set()  # noise of first rows
-
-    def draw(self, replica: int, request: GenerateRequest) -> Generation:
-        with self.changing:
-            key = int(request.noise_keys[0])
-            self.changing.notify_all()  # it is asked for
-            assert self.changing.wait_for(lambda: key in self.allowed or bool(self._ends), LIMIT)
-        return super().draw(replica, request)
-
-    def allow(self, keys: Sequence[int]) -> None:
-        with self.changing:
-            self.allowed |= set(keys)
-            self.changing.notify_all()
-
-    def wait_for(self, rows: int) -> list[int]:
-        """Noise of as many rows, once they are asked for."""
-        with self.changing:
-            assert self.changing.wait_for(lambda: len(self.keys) >= rows, LIMIT)
-            return self.keys[:rows]
-
-
 def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
     return list(iter(lambda: engines.run(begun.arrived()), None))
 
@@ -224,29 +183,6 @@ def test_arrived_prompts_are_the_parts_of_their_step(engines: Engines, use: Use[
             assert part.of == PROMPTS
         assert_same(engines.next(begun), step)
     assert arrivals(engines, begun) == [] and engines.rest(begun) == []
-
-
-def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> None:
-    engines = use(OneByOne())
-    progress: list[tuple[int, int]] = []
-    begun = source(engines, singly=True, on_progress=lambda *counts: progress.append(counts))
-    parts: list[Arrived | None] = []
-    waiting = threading.Thread(target=lambda: parts.append(engines.run(begun.arrived())))
-    waiting.start()
-    keys = engines.wait_for(PROMPTS * SAMPLES)[::SAMPLES]
-    assert parts == []
-    engines.allow(keys[1:2])
-    waiting.join(LIMIT)
-    (first,) = parts
-    assert first is not None and len(first.prompts) == 1
-    engines.allow(keys)
-    places = [place for part in [first, *arrivals(engines, begun)] for place in part.prompts]
-    assert sorted(places) == list(range(PROMPTS))
-    assert (
-        engines.next(begun).rollout.batch.row_columns["group"].tolist() == np.repeat(range(PROMPTS), SAMPLES).tolist()
-    )
-    assert progress[0] == (0, PROMPTS * SAMPLES)
-    begun.close()
 
 
 # ---- what a step has -------------------------------------------------------------------------------------------------
