@@ -189,18 +189,6 @@ def test_threads_and_a_loop_get_the_same_result() -> None:
 # ---- one group -------------------------------------------------------------------------------------------------------
 
 
-def test_an_error_that_ends_the_group_fails_later_calls() -> None:
-    died = WorkerDied("its process died in b")
-    ranks, futures = answering("a", died, "c", "d")
-    for future in (futures[3], futures[1], futures[2]):
-        with pytest.raises(WorkerDied) as caught:
-            future.result()
-        assert caught.value is died
-    assert futures[0].result() == "aA"
-    assert ranks.log == ["a", "its process died in b"]  # nobody waits for calls of a group that has ended
-    ranks.calls.raise_unread()
-
-
 def test_an_unread_error_is_raised_once_at_the_end() -> None:
     failed = SaveFailed("disk full")
     ranks, futures = answering(failed, "b", SaveFailed("still full"))

@@ -27,22 +27,6 @@ async def name() -> str:
     return threading.current_thread().name
 
 
-def test_coroutines_and_functions_run_in_their_threads(loop: EventLoop) -> None:
-    here = threading.current_thread().name
-
-    async def work() -> list[str]:
-        there = await in_thread(lambda: threading.current_thread().name, name="mine")
-        return [await name(), await loop.in_caller(lambda: threading.current_thread().name), there]
-
-    assert loop.run(work()) == ["tested", here, "mine"]
-    assert loop.begin(name()).result(LIMIT) == "tested"
-
-    async def inside() -> bool:
-        return loop.inside
-
-    assert loop.run(inside()) and not loop.inside
-
-
 def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventLoop) -> None:
     def broken() -> None:
         raise ValueError("no way")

@@ -25,6 +25,20 @@ def test_a_missing_function_is_an_error_of_the_setting(name: str, message: str) 
     assert caught.value.message == message
 
 
+def test_a_missing_module_is_answered_with_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = "a.b: 'no_such_module:f': cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_m"
+    with pytest.raises(ConfigError) as caught:
+        imported("no_such_module:f", setting="a.b")
+    assert caught.value.message == (
+        f"{failed}odule'; there is no no_such_module.py in {tmp_path}, and no such module is installed"
+    )
+    (tmp_path / "no_such_modules.py").touch()
+    with pytest.raises(ConfigError) as caught:
+        imported("no_such_module:f", setting="a.b")
+    assert caught.value.message == f"{failed}odule'; did you mean 'no_such_modules'?"
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

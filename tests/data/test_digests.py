@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from corerl.data.digests import digest, packed, places, unpacked
+from corerl.data.digests import digest, packed, unpacked
 from corerl.data.prompts import PromptSource
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered, write
@@ -69,20 +69,6 @@ def test_rows_that_are_all_copies_are_trained_on(tmp_path: Path) -> None:
 
 
 # ---- arrays of digests -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_places_are_those_that_a_search_finds(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    wanted, among = (rng.integers(12, size=n).astype(np.uint64) for n in (15, 20))
-    left = list(enumerate(among.tolist()))
-    expected = []
-    for each in wanted.tolist():
-        found = next(((at, value) for at, value in left if value == each), None)
-        expected.append(-1 if found is None else found[0])
-        if found is not None:
-            left.remove(found)
-    assert places(wanted, among).tolist() == expected
 
 
 @pytest.mark.parametrize("text", ["no base64", "AAAA", packed(np.arange(3, dtype=np.uint64))[:-4]])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
+from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_steps
 from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
 
@@ -52,25 +52,6 @@ def real_samples(plan: StepPlan) -> list[int]:
         if not fills
         for sample in members
     )
-
-
-PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
-
-
-@pytest.mark.parametrize("unit", [1.0, 37.0])
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
-def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
-    rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
-    lengths = np.random.default_rng(2).integers(1, 30, len(rows))  # of one token, there is none with a loss
-    batch = batch_of(lengths.tolist()).with_row_columns(episode=rows, group=rows // 3)
-    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
-    scales, denominator = np.zeros(len(batch)), 0.0
-    for groups in ([2], [0, 3], [1]):
-        members = np.flatnonzero(np.isin(batch.row_columns["group"], groups))
-        plan, count = plan_part(batch.take_rows(members), **{**PART, "aggregation": aggregation, "unit": unit})
-        assert real_samples(plan) == list(range(len(members)))
-        scales[members], denominator = plan.scales, denominator + count
-    assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

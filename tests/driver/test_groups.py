@@ -302,19 +302,6 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     assert case.log == [] and case.state == before
 
 
-def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
-    case = make(tmp_path, disaggregated=True)
-    case.pool.slots = slots_of(case.groups.plan.processes.placement, moved=4)
-    assert case.change("rollout.replicas=3") == ["engines: 2 -> 3"]
-    assert case.log == ["enter rest", "resize engines", "take engines", "changed engines", "take"]
-    assert case.groups.changed == {"engines"}
-    assert case.pool.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
-    resized = case.engines.resized_to
-    assert resized is not None
-    assert [each.context.devices for each in resized[0]] == [("5",), ("6",), ("3",)]  # the third one's is a newcomer's
-    assert [slot.devices for slot in resized[1]] == [("5",), ("6",), ("3",)]
-
-
 # ---- where processes have ended --------------------------------------------------------------------------------------
 
 

@@ -244,19 +244,6 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
-def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
-    run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
-    run.control.stop = Stop(False)  # type: ignore[assignment]
-    assert not run.stopping
-    follows = {"kl_coef": 0.1, "reference_every": 2}
-    run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.steps_done, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
-    saved = {"every": 3}
-    without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
-    assert all(without.stopping for without.progress.steps_done in range(4))  # there are no engines
-
-
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
 
 
@@ -508,22 +495,6 @@ class Files:
 class Stop:
     def __init__(self, requested: bool) -> None:
         self.requested = requested
-
-
-def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
-    for last_step, log in (
-        (4, [("start 5", False), ("complete", True)]),
-        (5, [("complete", True)]),
-    ):
-        saves, source = Files(last_step), Source()
-        run = make_run(
-            make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")
-        )
-        summary = run.finish()
-        assert saves.log == log
-        assert len(source.saved) == (last_step == 4)  # beside the roles' files
-        # Interrupted, so nothing is exported.
-        assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
 
 
 @pytest.mark.parametrize("pictures", [(), (Picture(np.zeros((2, 3, 3), np.uint8)),)])

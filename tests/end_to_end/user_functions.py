@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from pathlib import Path
@@ -21,19 +20,6 @@ def constant(prompt: Prompt, response: str) -> float:
 def kind(response: str) -> int:
     """0 to 31, about as often each."""
     return zlib.crc32(response.encode()) % 32
-
-
-def unreliable(prompt: Prompt, response: str) -> float:
-    """On a few samples it raises, ends its process, or is never done; the others are worth their length."""
-    match kind(response):
-        case 0:  # the empty response among them
-            raise KeyError(response)
-        case 1:
-            os._exit(3)
-        case 2:
-            while True:
-                pass
-    return len(response) / 8
 
 
 def held(scored: Any) -> Any:

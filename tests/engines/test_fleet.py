@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 import time
@@ -360,20 +359,6 @@ def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> No
     assert "kill" not in scripted.log
     fleet.updated(fleet.names, {"engine-0": (6, 7), "engine-1": (6, 7)})
     assert set(sample(fleet, evolve(REQUEST, version=7)).versions) == {7}
-
-
-def test_rows_that_come_as_the_last_engine_dies_wait_for_another(loop: EventLoop) -> None:
-    scripted = Scripted()
-    fleet = fleet_of(scripted, loop, 1)
-    died = WorkerDied("engine-0: its process died")
-    fleet.leave_out({"engine-0": died})  # of which nobody has told the requests
-    work = loop.begin(fleet.generate(REQUEST))
-    loop.run(asyncio.sleep(0.05))
-    assert not work.done() and scripted.asked == []
-    fleet._allowed = 1
-    fleet.replace({"engine-0": died})
-    fleet.updated(fleet.names)
-    assert work.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:

@@ -153,19 +153,6 @@ def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> N
     assert set(Stops(ours, ["\u65e5"]).completing) >= {ours.encode(last.decode("latin-1"))[-1]}
 
 
-@pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
-@pytest.mark.parametrize("stop", [("12",), ("7", "84", "123")])
-def test_a_row_by_itself_ends_at_the_same_tokens(
-    kind: str, stop: tuple[str, ...], engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PART", 4)
-    engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
-    whole, stops = engine.generate(asked), Stops(CHARACTERS, stop)
-    stopping = evolve(asked, params=evolve(asked.params, stop=stop))
-    alone = [until_stop(engine.generate, part, stops) for part in stopping.parts(24)]
-    assert 0 < sum(assert_cut_at(stop, Generation.concatenate(alone), whole, CHARACTERS)) < 24
-
-
 def test_a_row_by_itself_is_asked_for_up_to_completing_tokens() -> None:
     asked: list[tuple[int, tuple[int, ...]]] = []
     (one,), (two,), (three,) = (CHARACTERS.encode(text, add_special_tokens=False) for text in "123")

@@ -59,18 +59,6 @@ def test_releasing_and_restoring_twice_changes_nothing() -> None:
     assert moments.tolist() == [0, 1, 2, 3]
 
 
-def test_kinds_sleep_independently_and_a_shared_storage_belongs_to_the_first() -> None:
-    weight, moments = torch.ones(3), torch.full((3,), 2.0)
-    sleeper = StorageSleeper(CPU)
-    assert sleeper.release(MemoryKind.PARAM, [weight]) == 12
-    assert sleeper.release(MemoryKind.MASTER, [weight]) == 0
-    assert sleeper.release(MemoryKind.OPTIMIZER, [moments]) == 12
-    assert sleeper.restore(MemoryKind.PARAM) == 12
-    assert weight.tolist() == [1.0] * 3 and resident_bytes([moments]) == 0
-    sleeper.restore(MemoryKind.OPTIMIZER)
-    assert moments.tolist() == [2.0] * 3
-
-
 def mixed() -> list[torch.Tensor]:
     """Large storages and many small ones, of odd sizes and several dtypes."""
     generator = torch.Generator().manual_seed(0)

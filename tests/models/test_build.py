@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ModelError
 from corerl.models.build import (
@@ -15,10 +14,8 @@ from corerl.models.build import (
     materialize,
     recompute_layers,
 )
-from corerl.models.layouts import own_attention
 from corerl_testing import smallest_config
 from corerl_testing.models import KINDS, tiny_config
-from tests.pictures import FAMILIES, of_pictures, pictures_config
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,19 +98,3 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations(mo
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
     assert few_kept < all_kept * 0.8
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> None:
-    config = pictures_config(family)
-    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family]]
-    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    own = dict(whole.named_parameters())
-    text = build_on_meta(config, dtype=torch.float32, attention="eager")
-    assert type(text) is type(whole)
-    build_on_meta(config, dtype=torch.float32, attention=own_attention(config))  # which not all its parts have
-    assert dict(text.named_parameters()).keys() == {name for name in own if not of_pictures(name)}
-    materialize(text, {name: nn.Parameter(own[name].detach()) for name, _ in text.named_parameters()})
-    tokens = torch.tensor([[9, 10, 11, 30, 40]])
-    with torch.no_grad():
-        assert torch.equal(text.eval()(input_ids=tokens).logits, whole.eval()(input_ids=tokens).logits)

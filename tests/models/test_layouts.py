@@ -183,19 +183,6 @@ def test_packed_sequences_give_what_the_model_gives_each_alone(model_type: str) 
     assert_same(policy, got, dict(model.named_parameters()), by_the_book(model, sequences))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_no_sequence_sees_another(model_type: str) -> None:
-    """Nor does it what is in the place of another: the log-probs' bits are the same."""
-    require_packed(model_type)
-    policy, (first, second, third) = policy_of(drawn_model(smallest_config(model_type)), "packed"), drawn(16, 16, 16)
-    (other,) = drawn(16, seed=3)
-    with torch.no_grad():
-        got = passed(policy, [first, second, third])[Output.LOGPROBS].split(16)
-        changed = passed(policy, [first, other, third])[Output.LOGPROBS].split(16)
-    assert torch.equal(got[0], changed[0]) and torch.equal(got[2], changed[2])
-    assert not torch.equal(got[1][1:], changed[1][1:])
-
-
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

@@ -36,7 +36,6 @@ from corerl.plan.models import (
     saved_shapes,
     sight_of,
     untrained,
-    without_adapters,
 )
 from corerl.plan.resolve import plugins_of
 from corerl.weights.adapters import is_adapter
@@ -143,20 +142,6 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert list(against_aux_loss(model, streamed=False)) == []
     (line,) = against_aux_loss(model, streamed=True)
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
-
-
-def test_experts_without_adapters_are_said_with_their_share(config: Config) -> None:
-    lora, hf = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")}), tiny_config("qwen3-moe")
-    weights = {name: param.numel() for name, param in meta_model(hf).named_parameters()}
-    covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
-    assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
-        (
-            f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
-            "(gate_up_proj, down_proj) get none"
-        )
-    ]
-    assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
-    assert list(without_adapters(model_of(config, hf))) == []
 
 
 def test_a_group_alone_is_told_the_same(config: Config) -> None:

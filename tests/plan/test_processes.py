@@ -1,37 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from corerl.cluster.arrangement import arrange
-from corerl.config.schema import Config
-from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
 from corerl.plan.processes import choose_transport, senders
-from tests.driver.saved import config_in, make_config
-
-
-def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path) -> None:
-    name = "tests.trainer.fakes:SPEC"
-
-    def given(ranks: int, shards: int) -> Config:
-        tables = {
-            "backend": {"name": name},
-            "backends": {name: {"shards": shards}},
-            "roles": {"actor": {"ranks": ranks}},
-            "rollout": {"engine": "fake", "prompts": 9, "samples": 4},
-        }
-        return config_in(tmp_path / "run", **tables)
-
-    assert make_plan(given(8, 2)).processes.roles["actor"].data_parallel == 4
-    with pytest.raises(ConfigError) as caught:
-        make_plan(given(16, 2))
-    assert "over the 8 data-parallel groups of roles.actor.ranks=16;" in caught.value.message
-    with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
-        make_plan(given(8, 3))
-    assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'
-
+from tests.driver.saved import make_config
 
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
 

@@ -64,23 +64,6 @@ def test_a_roles_own_table_replaces_the_backends() -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_what_is_wrong_in_all_tables_is_told_together() -> None:
-    given = config(
-        backends={"mine": {"shard": 2}, "other": {"shards": "three"}, "mnie": {}},
-        engines={"quick": {"no": 1}},
-        extensions=(ExtensionChoice(name="jsonl"), ExtensionChoice(name="wrap", options={"no": 5})),
-    )
-    with pytest.raises(ConfigError) as caught:
-        resolve_tables(given)
-    assert {line.partition(":")[0] for line in caught.value.message.splitlines()} == {
-        "engines.quick.no",
-        "extensions[1].options.no",
-        "backends.mine.shard",
-        "backends.mnie",  # that of a plugin that is not selected is not read
-    }
-
-
-@pytest.mark.usefixtures("plugins")
 def test_a_spec_whose_check_fails_is_broken_by_name() -> None:
     loaded = load(Kind.BACKENDS, "mine")
     broken = evolve(loaded, spec=evolve(loaded.spec, check=lambda options, cluster: {}["missing"]))

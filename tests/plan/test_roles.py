@@ -28,7 +28,7 @@ from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import plugins_of, resolve_tables
-from corerl.plan.roles import RolePlan, cluster_of, needed, plan_role
+from corerl.plan.roles import RolePlan, needed, plan_role
 from corerl.plugin.capabilities import Capability
 from tests.trainer.configs import FAKE, config_for
 
@@ -158,26 +158,6 @@ def test_replay_is_required_of_the_training_actors_backend(replay: Any) -> None:
 def with_critic(**choice: Any) -> Config:
     roles = RolesConfig(critic=SideRoleChoice(**choice))
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
-
-
-def test_a_teacher_needs_frozen_roles_and_no_optimizer(
-    tmp_path: Path,
-) -> None:
-    config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
-    config = evolve(config, roles=RolesConfig(teacher=SideRoleChoice(ranks=2, backend=FAKE)))
-    plan = planned(config, role="teacher", resume=saved_by(3, tmp_path))
-    role = plan.assignments[1].config
-    assert (role.frozen, role.value_head, role.resume, role.train.recompute) == (True, False, "", "none")
-    wanted = needed(
-        "teacher",
-        config,
-        plugins_of(config),
-        cluster_of("teacher", config, plugins_of(config), device="cpu"),
-        saved_ranks=0,
-    )
-    assert wanted.keys() == {Capability.CPU, Capability.MULTI_RANK, Capability.FROZEN}
-    assert wanted[Capability.FROZEN] == "roles.teacher"
-    assert not planned(config).assignments[0].config.frozen
 
 
 def test_a_critic_with_its_own_devices_never_sleeps() -> None:

@@ -448,22 +448,6 @@ def test_plain_numbers_as_metrics_are_refused_by_name(half: str, metrics: Any, t
     )
 
 
-def test_a_foreign_error_becomes_a_picklable_line() -> None:
-    host, _ = ready(Fake(forward_backward=RuntimeError("CUDA error: out of memory\nCompile with something")))
-    with pytest.raises(HookFailed) as caught:
-        train(host)
-    arrived = pickle.loads(pickle.dumps(caught.value))
-    raises = Fake.note.__code__.co_firstlineno + 3
-    assert arrived.message == (
-        "backend:mine, actor rank 1: forward_backward failed at optimizer step 12: RuntimeError: CUDA error: out of "
-        f"memory (tests/plugin/test_host.py:{raises})"
-    )
-    assert (arrived.hook, arrived.rank) == ("forward_backward", 1)
-    assert arrived.details.startswith("Traceback (most recent call last):")
-    assert "Compile with something" in arrived.details
-    assert isinstance(caught.value.__cause__, RuntimeError)
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 

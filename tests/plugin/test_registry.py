@@ -50,20 +50,6 @@ def test_a_backend_is_found_by_name_with_its_distribution(install: Install, back
     ]
 
 
-def test_a_name_of_two_distributions_is_a_conflict(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_f:SPEC"}}, mine_f=backend_spec)
-    install("other", {"backends": {"mine": "other_f:SPEC"}}, version="2.0", other_f=backend_spec)
-    with pytest.raises(PluginConflict) as caught:
-        load(Kind.BACKENDS, "mine")
-    assert caught.value.message == (
-        "backend 'mine' is provided by corerl-mine 0.1.0 and other 2.0; choose one by writing 'corerl-mine:mine' or "
-        "'other:mine'"
-    )
-    assert load(Kind.BACKENDS, "other:mine").distribution == "other"
-    assert load(Kind.BACKENDS, "CoreRL_mine:mine").name == "mine"
-    assert [each.status for each in listed("mine")] == [Status.CONFLICT, Status.CONFLICT]
-
-
 def test_two_plugins_of_one_name_are_a_conflict(install: Install, backend_spec: str) -> None:
     install("corerl-mine", {"backends": {"mine": "old_g:SPEC"}}, site="old", old_g=backend_spec)
     install("corerl-mine", {"backends": {"mine": "new_g:SPEC"}}, site="new", new_g=backend_spec)

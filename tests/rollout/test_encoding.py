@@ -116,16 +116,6 @@ def test_a_text_begins_once_and_is_not_ended(template: str, text: str, ids: list
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", ["the sum is ", "4", "", " 4 "])
-def test_a_last_message_of_the_assistant_is_continued(content: str) -> None:
-    ours = load_tokenizer(tokenizer="characters:0123456789>ua:;thesmi ", path="")
-    ours.chat_template = TEMPLATE
-    messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": content})
-    by_hand = ours.apply_chat_template([dict(each) for each in messages], tokenize=False, continue_final_message=True)
-    assert by_hand == f"<bos>u:2;a:{content}"
-    assert ours.decode(encode(ours, [evolve(CHAT, messages=messages)])[0]) == by_hand
-
-
 @pytest.mark.parametrize(
     ("options", "chat", "told"),
     [

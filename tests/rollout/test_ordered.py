@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from corerl.algorithms.advantages import spread
@@ -15,15 +14,12 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.dynamic_sampling import DynamicSampling
-from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward, position_match
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
-from corerl.rollout.source import Arrived
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines
 from tests.rollout.sampling import (
     KINDS,
-    PROMPTS,
     REWARD,
     SAMPLES,
     assert_same,
@@ -164,25 +160,6 @@ def test_an_interruption_ends_the_wait(use: Use[Engines]) -> None:
 
 
 # ---- prompt by prompt ------------------------------------------------------------------------------------------------
-
-
-def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
-    return list(iter(lambda: engines.run(begun.arrived()), None))
-
-
-def test_arrived_prompts_are_the_parts_of_their_step(engines: Engines, use: Use[Engines]) -> None:
-    other = use(Engines())
-    begun = source(engines, singly=True)
-    for number, step in enumerate(other.rest(source(other))):
-        parts = arrivals(engines, begun) if number != 1 else []  # a step is the same if nobody asks for them
-        assert sorted(place for part in parts for place in part.prompts) == ([] if number == 1 else [0, 1, 2])
-        for part in parts:
-            rows = step.rollout.prompt_rows(part.prompts)
-            np.testing.assert_array_equal(part.rewards, step.rewards[rows])
-            np.testing.assert_array_equal(part.batch.tokens, step.rollout.batch.take_rows(rows).tokens)
-            assert part.of == PROMPTS
-        assert_same(engines.next(begun), step)
-    assert arrivals(engines, begun) == [] and engines.rest(begun) == []
 
 
 # ---- what a step has -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from corerl.errors import ModelError
-from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, holes, within
+from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, within
 
 
 class Memory:
@@ -65,18 +65,6 @@ def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
         fill([Chunk("v", (2,), (0,), (2,), torch.zeros(2))], source, what="memory")
     with pytest.raises(ModelError, match=r"memory has 'w' with shape \[3, 4\], but the model needs \[3, 5\]"):
         fill([Chunk("w", (3, 5), (0, 0), (3, 5), torch.zeros(3, 5))], source, what="memory")
-
-
-def test_overlaps_do_not_hide_holes() -> None:
-    shapes = {"w": (4, 2)}
-    top, bottom = ((0, 0), (2, 2)), ((2, 0), (2, 2))
-    assert holes(shapes, [("w", bottom), ("w", top)]) == {}
-    assert holes(shapes, [("w", top)]) == {"w": 4}
-    assert holes(shapes, []) == {"w": 8}
-    assert holes(shapes, [("w", top), ("w", top)]) == {"w": -4}  # as many elements as the tensor has
-    assert holes(shapes, [("w", top), ("w", ((2, 1), (2, 2)))]) == {"w": -2}  # one column sticks out
-    assert holes({"s": ()}, [("s", ((), ()))]) == {}
-    assert holes({"s": ()}, [("s", ((), ())), ("s", ((), ()))]) == {"s": -1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
