@@ -91,6 +91,32 @@ def test_log_ratios_beyond_all_measure_give_the_bounds_or_zero(level: Level) -> 
     assert weights(math.inf) == [pytest.approx(math.exp(20)), 0.0]
 
 
+@pytest.mark.parametrize(("beyond", "name"), [("truncate", "truncated"), ("mask", "masked")])
+def test_metrics_of_random_samples_are_those_of_a_loop(beyond: Beyond, name: str) -> None:
+    batch, trainer, engine = random_batch(np.random.default_rng(3))
+    found = importance_weights(trainer, engine, batch, level="token", floor=0.8, cap=1.4, beyond=beyond)
+    samples = [
+        [
+            (float(found.weights[n]), not 0.8 <= math.exp(float(trainer[n]) - float(engine[n])) <= 1.4)
+            for n in range(start, end)
+            if batch.columns["loss_mask"][n]
+        ]
+        for start, end in itertools.pairwise(batch.offsets.tolist())
+    ]
+    samples = [sample for sample in samples if sample]
+    tokens = [weight for weight, _ in itertools.chain(*samples)]
+    means = [sum(weight for weight, _ in sample) / len(sample) for sample in samples]
+    assert correction_metrics(found, batch, beyond=beyond) == pytest.approx(
+        {
+            "weight": sum(tokens) / len(tokens),
+            name: sum(outside for _, outside in itertools.chain(*samples)) / len(tokens),
+            f"{name}_samples": sum(any(outside for _, outside in sample) for sample in samples) / len(samples),
+            "effective": sum(tokens) ** 2 / sum(w * w for w in tokens) / len(tokens),
+            "effective_samples": sum(means) ** 2 / sum(w * w for w in means) / len(means),
+        }
+    )
+
+
 def test_a_batch_without_loss_tokens_has_no_metrics() -> None:
     batch = BATCH.with_columns(loss_mask=np.zeros(7, dtype=np.bool_))
     found = importance_weights(logs(TRAINER), logs(ENGINE), batch, level="geometric", cap=2.0)

@@ -16,7 +16,7 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.roles import STATE, cut, whole
+from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
 def save(run_dir: Path, step: int, *, world: int = 2, seed: int = 0) -> Path:
@@ -119,6 +119,22 @@ def test_a_checkpoint_that_does_not_hold_every_element_once_is_refused(
     with pytest.raises(SaveFailed, match=message):
         commit(partial, STATE)
     assert latest(tmp_path) == earlier
+
+
+def test_a_buffer_has_no_moments_and_all_of_its_elements(tmp_path: Path) -> None:
+    bias = torch.arange(3.0)
+
+    def saved(step: int, *buffers: Chunk) -> Path:
+        partial = begin(tmp_path, step)
+        state = {"buffer": list(buffers), **cut(0, 1, whole())}
+        write(stage(state, {}), partial / "actor", 0)
+        return commit(partial, STATE)
+
+    source = CheckpointSource(saved(1, Chunk("bias", (3,), (0,), (3,), bias)) / "actor", "master", "buffer")
+    assert source.shapes.keys() == {*SHAPES, "bias"}
+    assert torch.equal(source.read("bias", (0,), (3,)), bias)
+    with pytest.raises(SaveFailed, match=r"actor: 1 elements of 'buffer' of 'bias', \[3\], are missing"):
+        saved(2, Chunk("bias", (3,), (0,), (2,), bias[:2]))
 
 
 def test_a_rank_or_role_that_did_not_write_is_refused(tmp_path: Path) -> None:

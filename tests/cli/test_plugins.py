@@ -78,6 +78,16 @@ def test_the_table_shows_every_backend_with_its_state(capsys: pytest.CaptureFixt
     assert not {"transformers", "console"} & rows.keys()
 
 
+def test_output_of_an_imported_plugin_goes_to_stderr(
+    install: Callable[..., Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    install("corerl-loud", {"backends": {"loud": "cli_loud:SPEC"}}, cli_loud="print('hello')\n" + BROKEN)
+    assert main(["plugins", "backends", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert {"good", "bad", "loud"} <= {each["name"] for each in json.loads(shown.out)}
+    assert shown.err == "hello\n"
+
+
 def test_json_holds_the_same_for_programs(capsys: pytest.CaptureFixture[str], absent_backend: str) -> None:
     found = json.loads(printed(capsys, "plugins", "--json"))
     assert list(found) == [kind.value for kind in Kind]

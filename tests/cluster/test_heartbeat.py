@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -327,6 +328,23 @@ def test_the_oldest_of_several_calls_is_reported(recorder: Recorder, clock: Cloc
     thread.join()
     assert (mine.lane, found[0].lane) == (0, 1)
     assert (mine.spans, found[0].spans) == ([span("mine", 4.0, 5.0)], [span("other", 0.0, 5.0)])
+
+
+def frames_in(file: str, name: str, inside: Callable[[], Any]) -> Any:
+    """What `inside` gives where a function of that name in that file calls it."""
+    space: dict[str, Any] = {}
+    exec(compile(f"def {name}(inside):\n    return inside()\n", file, "exec"), space)
+    return space[name](inside)
+
+
+def test_a_wait_lasts_until_the_sample_that_sees_something_else() -> None:
+    here = sys._getframe
+    gather, reduce = (frames_in(C10D, name, here) for name in ("all_gather", "all_reduce"))
+    call = CallRecord(0, 0, 0.0)
+    for now, frame in enumerate([None, gather, gather, reduce, None, None, reduce]):
+        call.sample(frame, float(now))
+    call.sample(None, 6.5)  # the call's end
+    assert call.waits == [span("all_gather", 1.0, 3.0), span("all_reduce", 3.0, 4.0), span("all_reduce", 6.0, 6.5)]
 
 
 def test_a_traced_call_is_sampled_while_it_waits() -> None:

@@ -70,6 +70,25 @@ def test_a_gpu_that_does_not_answer_is_one_line(error: Exception, why: str, monk
     assert cancelled == ["asked bundle 3"]
 
 
+def test_all_gpus_together_have_the_time_that_one_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    given: list[float] = []
+
+    def get(asked: object, timeout: float) -> Gpu:
+        given.append(timeout)
+        now.append(now[-1] + min(timeout, 90.0))
+        raise GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    probe = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=object))
+    monkeypatch.setattr(placement, "_gpu_of_bundle", probe)
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now[-1])
+    monkeypatch.setattr(placement.ray, "get", get)
+    monkeypatch.setattr(placement.ray, "cancel", lambda asked, force: None)
+    nowhere: Any = None
+    _, silent = gpus_of_bundles(nowhere, dict.fromkeys(range(3), "node-7"))
+    assert len(silent) == 3 and given == [120.0, 30.0, 0.0]
+
+
 def test_a_reservation_with_an_unknown_gpu_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back: list[object] = []
     group = SimpleNamespace(wait=lambda timeout_seconds: True)
@@ -113,6 +132,31 @@ def test_engines_share_no_device_while_others_are_free(ranks: int, before: int, 
     assert list(slots["engines"][: min(before, after)]) == list(rooms["engines"][: min(before, after)])
     assert len(set(gpus(slots["engines"]))) == len(slots["engines"]) == after
     assert rooms.reserved == [ranks]
+
+
+def test_moved_ranks_share_devices_with_staying_engines(rooms: Rooms) -> None:
+    rooms.begin({"actor": 2, "engines": 2})
+    slots = rooms.moved({"actor": 4, "engines": 2}, {"engines": 2})
+    assert gpus(slots["engines"]) == [(0,), (1,)]
+    assert gpus(slots["actor"]) == [(0,), (2,), (1,), (3,)]  # an engine on every second rank's device, as planned
+    rooms.take({"actor": slots["actor"]})
+    back = rooms.moved({"actor": 2, "engines": 2}, {"engines": 2})
+    assert gpus(back["actor"]) == [(0,), (1,)] and rooms.given_back == []
+    rooms.take({"actor": back["actor"]})
+    assert rooms.given_back == ["reservation 1"]
+
+
+def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
+    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
+    rooms.begin({"actor": 1, "engines": 1}, **how)
+    assert gpus(rooms["engines"]) == [(1, 2)]
+    slots = rooms.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
+    assert gpus(slots["engines"]) == [(1, 2), (3, 4)] and slots["engines"][0] is rooms["engines"][0]
+    assert slots["engines"][1].environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}
+    assert (slots["engines"][1].cpus, slots["engines"][1].gpus, rooms.reserved) == (0.0, 0.0, [3, 2])
+    rooms.take({"engines": slots["engines"]})
+    rooms.take({"engines": rooms.moved({"actor": 1, "engines": 1}, {"actor": 1, "engines": 1}, **how)["engines"]})
+    assert rooms.given_back == ["reservation 1"]
 
 
 def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

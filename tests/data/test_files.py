@@ -110,6 +110,17 @@ def test_values_of_a_parquet_file_are_those_of_python(tmp_path: Path) -> None:
     assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
 
 
+def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict(
+        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
+    )
+    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
+    source, saved = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
+    assert len(source) == 50
+    for index in (0, 17, 49):
+        assert source.prompt(index).fields == saved[index]
+
+
 @pytest.mark.parametrize(
     ("name", "line", "message"),
     [
@@ -222,6 +233,15 @@ def test_a_choice_that_a_source_does_not_have_is_named(tmp_path: Path) -> None:
         load(directory / "test.parquet", split="test")
     with pytest.raises(ConfigError, match=r"data.subset: 'en', but .*set has no subsets; remove it"):
         load(directory, subset="en", split="test")
+
+
+def test_a_common_choice_is_for_sources_that_have_several(tmp_path: Path) -> None:
+    several, one = put(tmp_path / "several", "train", "test"), put(tmp_path / "one", "file") / "file.parquet"
+    mix = tuple(DataSource(source=str(source)) for source in (several, one))
+    source = load_prompts(DataConfig(sources=mix, split="test", held_out=0), seed=0)
+    assert texts(source) == [*texts(load(several, split="test")), *texts(load(one))]
+    with pytest.raises(ConfigError, match=r"data.split: 'dev', but .*several has the splits train, test"):
+        load_prompts(DataConfig(sources=mix, split="dev", held_out=0), seed=0)
 
 
 def test_splits_that_were_saved_together_are_chosen_by_name(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.packing import StepPlan, pack, plan_forward, plan_steps
+from corerl.data.packing import StepPlan, pack, plan_forward, plan_part, plan_steps
 from corerl.pictures import Picture
 from corerl.types import ParallelLayout, SampleBatch
 from tests.pictured import batch_of, random_rows
@@ -69,6 +69,17 @@ def test_only_requested_columns_travel_with_the_weights() -> None:
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
         pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("values",))
+
+
+def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
+    samples = three_samples()
+    layout = ParallelLayout.data_parallel(rank=0, world_size=2)
+    usual = {"tokens_per_micro_batch": 4, "aggregation": "token-mean", "max_tokens": 8}
+    (step,) = plan_steps(samples, layout, seed=0, **usual)
+    part, _ = plan_part(samples, layout, **usual)
+    for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
+        packed = [pack(samples, planned.share(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
+        assert [batch.step_tokens for batch in packed] == [tokens, tokens]
 
 
 def with_a_picture_for_each_group(groups: int, samples: int) -> SampleBatch:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_steps
+from corerl.data.packing import StepPlan, count_loss_tokens, plan_forward, plan_part, plan_steps
 from corerl.errors import DataError
 from corerl.types import ParallelLayout, SampleBatch
 
@@ -52,6 +52,45 @@ def real_samples(plan: StepPlan) -> list[int]:
         if not fills
         for sample in members
     )
+
+
+PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected", "denominator"),
+    [
+        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
+        # The first episode has loss tokens in two of its three samples, the last one in none.
+        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
+        ("constant-length", [1 / 16] * 5, 3),
+    ],
+)
+def test_a_part_of_a_step_has_weights_without_the_count(
+    aggregation: str, expected: list[float], denominator: int
+) -> None:
+    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
+    for unit in (1.0, 8.0):
+        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
+        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
+        assert found == denominator
+        assert real_samples(plan) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("unit", [1.0, 37.0])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
+def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
+    rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
+    lengths = np.random.default_rng(2).integers(1, 30, len(rows))  # of one token, there is none with a loss
+    batch = batch_of(lengths.tolist()).with_row_columns(episode=rows, group=rows // 3)
+    (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
+    scales, denominator = np.zeros(len(batch)), 0.0
+    for groups in ([2], [0, 3], [1]):
+        members = np.flatnonzero(np.isin(batch.row_columns["group"], groups))
+        plan, count = plan_part(batch.take_rows(members), **{**PART, "aggregation": aggregation, "unit": unit})
+        assert real_samples(plan) == list(range(len(members)))
+        scales[members], denominator = plan.scales, denominator + count
+    assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

@@ -123,6 +123,32 @@ def test_tools_may_be_json_text_in_any_field(tmp_path: Path, written: object) ->
     assert load(path).prompt(0).tools == ()  # a text has none
 
 
+@pytest.mark.parametrize("saved", ["parquet", "arrow"])
+def test_a_columnar_format_adds_nothing_to_what_the_rows_said(tmp_path: Path, saved: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    calls = [
+        {"function": {"name": "add", "arguments": {"a": 2, "b": 3}}},
+        {"function": {"name": "say", "arguments": {"text": "x"}}},
+    ]
+    messages = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}, USER]
+        for call in calls
+    ]
+    tools = [[{"name": "add", "parameters": {"a": {"type": "number"}}}], [{"name": "say", "parameters": {"text": {}}}]]
+    tools[1][0]["parameters"] = {"text": {"type": "string"}}
+    table = pyarrow.table({"prompt": messages, "tools": tools})
+    assert table.to_pylist()[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3, "text": None}
+    if saved == "parquet":
+        path = tmp_path / "p.parquet"
+        parquet.write_table(table, path)
+    else:
+        path = tmp_path / "saved"
+        pytest.importorskip("datasets").Dataset(table).save_to_disk(path)
+    source = load(path)
+    assert [list(source.prompt(index).messages) for index in (0, 1)] == messages
+    assert [list(source.prompt(index).tools) for index in (0, 1)] == tools
+
+
 # ---- rows that cannot be shown to the model --------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -101,6 +101,18 @@ def test_a_correction_weights_advantages_by_the_ratio() -> None:
     assert masked.metrics["correction/masked"] == pytest.approx(1 / 3)
 
 
+def test_ratios_outside_the_band_give_advantages_of_zero() -> None:
+    columns = batch(rollout_logprobs=[0.0, -1.5, 0.0, -1.25, -1.125])
+    found = computed(columns, old_logprobs="recompute", correction="geometric", correction_beyond="mask")
+    assert advantages(found) == [0.0] * 5
+    assert found.samples.columns["loss_mask"].sum() == 3
+    assert {name: value for name, value in found.metrics.items() if value} == {
+        "correction/masked": 1.0,
+        "correction/masked_samples": 1.0,
+    }
+    assert all(map(math.isfinite, found.metrics.values()))
+
+
 def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
     # Two tokens of at most three, the last two of which are the buffer: half of it is used.
     found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
@@ -233,3 +245,9 @@ def test_a_role_is_compared_with_itself_alone(name: str) -> None:
             target, values = rewards[row_of][own], samples.columns["values"][own]
             explained += share * (1 - np.var(target - values) / np.var(target))
         assert made.metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-4)
+
+
+def test_one_role_of_all_samples_changes_no_number() -> None:
+    plain = computed(batch())
+    alone = computed(batch().with_row_columns(**{ROLE: np.array(["solver", "solver"])}))
+    assert advantages(alone) == advantages(plain) and alone.metrics == plain.metrics

@@ -22,7 +22,7 @@ from corerl.errors import CheckpointError, ModelError, SaveFailed
 from corerl.models.config import hf_config
 from corerl.models.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from corerl.models.names import hf_boxes
-from corerl.models.readers import SINGLE
+from corerl.models.readers import INDEX, SINGLE
 from corerl.models.tokenizer import character_tokenizer
 from corerl_testing.harness import Setup, start, step_at
 from corerl_testing.models import tiny_config, write_tiny_model
@@ -184,6 +184,31 @@ def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
             view = box.view(params[name].detach())
             yield box.name, buffer[: view.numel()].view(view.shape).copy_(view)
     buffer.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("shard_bytes", [100_000, 2**30])
+def test_an_export_loads_in_transformers_without_a_missing_or_unexpected_key(
+    tiny_model: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    path, tokenizer = tmp_path / "hf", character_tokenizer("abc")
+    config = hf_config(ModelConfig(path=str(tiny_model)))
+    written = export_directory(
+        path, config=config, tokenizer=tokenizer, tensors=stream(tiny_model), shard_bytes=shard_bytes
+    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    wanted = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert loaded.dtype == torch.float32 and loaded.config.architectures == [type(wanted).__name__]
+    assert loaded.state_dict().keys() == wanted.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())
+    assert AutoTokenizer.from_pretrained(path).encode("cab") == tokenizer.encode("cab")
+
+    files = list(path.glob("*.safetensors"))
+    assert written == sum(t.numel() * 4 for file in files for t in load_file(file).values())
+    assert (path / INDEX).exists() == (len(files) > 1) == (shard_bytes < written)
+    assert (path / SINGLE).exists() == (len(files) == 1)
+    assert all(sum(t.numel() * 4 for t in load_file(file).values()) <= shard_bytes for file in files)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf"]
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_as_it_was(

@@ -28,7 +28,7 @@ from corerl.types import FloatArray, MemoryKind
 from corerl_testing.harness import Setup
 from corerl_testing.pool import OneRank
 from tests.driver.adapted import logprobs_by, train_adapted
-from tests.driver.saved import make_config
+from tests.driver.saved import CRITIC, make_config
 from tests.pictures import FAMILIES, PROCESSOR, of_pictures, tensors_in, write_pictures
 
 LORA = LoraConfig(rank=4, alpha=7.0).settled({})
@@ -148,3 +148,13 @@ def test_a_run_goes_on_with_exported_adapters_of_renamed_weights(tmp_path: Path)
     require_adapters(adapters, meta_model(hf, lora=lora))
     _, second = trained(tmp_path, "mistral3", lora)
     assert np.array_equal(second.before, first.after)
+
+
+def test_a_critic_is_exported_beside_the_tower(tmp_path: Path) -> None:
+    base = write_pictures("gemma3", tmp_path / "base")
+    model = {"path": str(base), "tokenizer": "characters:0123456789>s"}
+    run = train_adapted(tmp_path / "run", make_config(model=model, **CRITIC), role="critic")
+    assert np.abs(run.after - run.before).max() > 0.01
+    before, after = tensors_in(base), tensors_in(export(run.checkpoint, tmp_path / "export", role="critic"))
+    assert after.keys() == before.keys() | {"value_head.weight"}
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(of_pictures, before))

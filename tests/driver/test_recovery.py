@@ -172,6 +172,22 @@ def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_death(tmp_path: Path
     assert case.points == []
 
 
+@pytest.mark.parametrize("when", ["before", "as they restart"])
+def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -> None:
+    old, newer = saved(tmp_path / "disk", 2), saved(tmp_path / "memory", 4)
+
+    def failed(groups: Groups, message: str) -> None:
+        groups.elsewhere = True
+
+    saves = Saves(old)
+    kept = Saves(newer, in_memory=True)
+    case = make(checkpoints=saves, memory=kept, failed=failed, elsewhere=when == "before")
+    case.dies("it")
+    assert [(each.checkpoint, each.step) for each in case.points] == [(old, 2)]
+    assert case.groups.log[2] == f"start from {old}" and saves.log == [2]
+    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 3-5"]
+
+
 @pytest.mark.parametrize(
     ("ended", "requested", "allowed"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
 )

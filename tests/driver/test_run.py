@@ -497,6 +497,22 @@ class Stop:
         self.requested = requested
 
 
+def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Run]) -> None:
+    for last_step, log in (
+        (4, [("start 5", False), ("complete", True)]),
+        (5, [("complete", True)]),
+    ):
+        saves, source = Files(last_step), Source()
+        run = make_run(
+            make_config(), checkpoints=saves, rollout_step=5, stop=Stop(True), source=source, run_dir=Path("/run")
+        )
+        summary = run.finish()
+        assert saves.log == log
+        assert len(source.saved) == (last_step == 4)  # beside the roles' files
+        # Interrupted, so nothing is exported.
+        assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
+
+
 @pytest.mark.parametrize("pictures", [(), (Picture(np.zeros((2, 3, 3), np.uint8)),)])
 def test_a_resumed_run_shows_the_answers_from_before_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictures: tuple[Picture, ...]

@@ -59,6 +59,19 @@ def test_a_stop_text_ends_with_its_completing_token(pieces: list[str], stop: str
     assert stops.text(tokens[:kept], special_tokens=False) == text
 
 
+def test_special_tokens_do_not_hide_a_stop_text() -> None:
+    ours = byte_level()
+    think = ours.convert_tokens_to_ids("<think>")
+    tokens = [*ours.encode("a"), think, *ours.encode("b"), *ours.encode("cd")]
+    stops = Stops(ours, ["bc"])
+    assert stops.end(tokens) == 4
+    assert stops.text(tokens, special_tokens=False) == "a"
+    assert stops.text(tokens, special_tokens=True) == "a<think>"
+    assert Stops(ours, ["hin"]).end(tokens) is None  # of the token's name
+    named = Stops(ours, ["<think>b"])
+    assert (named.end(tokens), named.text(tokens, special_tokens=True)) == (3, "a")
+
+
 def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     ours.add_tokens([tokenizers.AddedToken("<call>", special=True)])
@@ -151,6 +164,19 @@ def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> N
     assert found("<think>") == {">", "<think>"}
     last = "\u65e5".encode()[-1:]
     assert set(Stops(ours, ["\u65e5"]).completing) >= {ours.encode(last.decode("latin-1"))[-1]}
+
+
+@pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
+@pytest.mark.parametrize("stop", [("12",), ("7", "84", "123")])
+def test_a_row_by_itself_ends_at_the_same_tokens(
+    kind: str, stop: tuple[str, ...], engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PART", 4)
+    engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
+    whole, stops = engine.generate(asked), Stops(CHARACTERS, stop)
+    stopping = evolve(asked, params=evolve(asked.params, stop=stop))
+    alone = [until_stop(engine.generate, part, stops) for part in stopping.parts(24)]
+    assert 0 < sum(assert_cut_at(stop, Generation.concatenate(alone), whole, CHARACTERS)) < 24
 
 
 def test_a_row_by_itself_is_asked_for_up_to_completing_tokens() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -81,6 +82,25 @@ def test_what_no_model_has_is_told_but_for_the_buffers_of_older_versions(tmp_pat
     change(directory, lambda tensors: {**tensors, **more})
     assert_loads_as_in_transformers(directory, load)
     assert unused(directory) == ["score.weight"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "embedding"), [("gpt2", "transformer.wte.weight"), ("qwen3-tied", "model.embed_tokens.weight")]
+)
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_head_that_differs_from_the_embedding_is_used_whatever_the_config_says(
+    kind: str, embedding: str, prefixed: bool, tmp_path: Path, load: Load
+) -> None:
+    directory = written(tmp_path, {**MODELS[kind], "tie_word_embeddings": True})
+    head = torch.randn_like(load_file(directory / SINGLE)[embedding])
+    change(directory, lambda tensors: {**tensors, "lm_head.weight": head})
+    if not prefixed:
+        prefix = "transformer." if kind == "gpt2" else "model."
+        change(directory, lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+    wanted = assert_loads_as_in_transformers(directory, load)
+    assert torch.equal(wanted.get_output_embeddings().weight, head)
+    config = hf_config(ModelConfig(path=str(directory)))
+    assert not config.tie_word_embeddings and json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
 
 
 def test_a_head_that_differs_in_its_last_row_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from corerl.models.layouts import (
     PackedPolicy,
     WholePolicy,
     choose_layout,
+    make_policy,
+    own_attention,
     position_limit,
     require_packed_attention,
     unread_parameters,
@@ -67,6 +69,19 @@ def test_another_model_is_whole_and_says_why_and_cannot_be_packed(model_type: st
 def test_a_model_that_goes_neither_way_is_refused_with_what_keeps_it_from_being_whole(asked: str) -> None:
     with pytest.raises(ModelError, match="^XLNetLMHeadModel lets every token see later ones; use another model$"):
         choose_layout(meta_model(smallest_config("xlnet")), asked)
+
+
+def test_the_policy_is_of_that_layout_and_with_the_fastest_attention_there_is() -> None:
+    qwen3, gpt_oss = tiny_config("qwen3"), smallest_config("gpt_oss")
+    assert (own_attention(qwen3), own_attention(gpt_oss)) == ("sdpa", "eager")
+    assert isinstance(make_policy(qwen3, dtype=torch.float32), PackedPolicy)
+    for config, own in ((qwen3, "sdpa"), (gpt_oss, "eager")):
+        policy = make_policy(config, dtype=torch.bfloat16, layout="whole", value_head=True)
+        assert isinstance(policy, WholePolicy) and policy.rectangular
+        assert policy.model.config._attn_implementation == own
+        assert policy.value_head is not None and policy.value_head.weight.dtype is torch.bfloat16
+    with pytest.raises(ModelError, match="; set train.layout to 'auto' or 'whole'$"):
+        make_policy(smallest_config("bloom"), dtype=torch.float32, layout="packed")
 
 
 @pytest.mark.parametrize(

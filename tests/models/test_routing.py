@@ -98,6 +98,29 @@ def test_routers_weigh_the_experts_that_they_are_told_as_they_would_their_own(fa
         assert found.abs().sum() > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_tell_what_they_choose_and_choose_it_again_where_they_are_told_nothing(family: str) -> None:
+    model = tiny(family)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS, use_cache=False).logits
+        taken = Routers(model)
+        heard = listened(model)
+        with taken.replaying(None):
+            assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+            with pytest.raises(ModelError, match="does not report"):
+                _ = taken.chosen
+        with taken.replaying(None, keep=True):
+            model(input_ids=TOKENS, use_cache=False)
+            chosen = taken.chosen
+        assert torch.equal(chosen, torch.stack([logits.topk(TOPK).indices for logits, _, _ in heard[-3:]], 1).short())
+        with taken.replaying(chosen, keep=True):
+            assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+            assert torch.equal(taken.chosen, chosen)
+        with taken.replaying(others()):
+            assert not torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+        assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+
+
 GROUPS = {
     "n_routed_experts": EXPERTS,
     "n_group": 3,

@@ -6,7 +6,8 @@ import pytest
 from corerl.config.schema import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.config import hf_config
-from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, plain
+from corerl.models.tokenizer import character_tokenizer, end_tokens, load_tokenizer, plain, require_room_for_tokens
+from corerl_testing.models import tiny_fields
 
 DIGITS = "characters:0123456789>s"
 
@@ -60,6 +61,20 @@ def test_a_directory_with_a_config_alone_has_no_tokenizer(kind: str, tmp_path: P
         assert "\n" not in caught.value.message
     load_tokenizer(tokenizer=DIGITS, path="").save_pretrained(tmp_path)
     assert len(load_tokenizer(tokenizer="", path=str(tmp_path))) == 16
+
+
+def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
+    model = ModelConfig(config={**tiny_fields("qwen3"), "vocab_size": 16})
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    require_room_for_tokens(hf_config(model), tokenizer, model)  # as Gemma 3's text models have one
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    with pytest.raises(ModelError, match="has 16 tokens, but the tokenizer gives '<end>' the id 17, which needs 18"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)
+    tokenizer = character_tokenizer("0123456789>s")
+    tokenizer.add_tokens(["think"])
+    with pytest.raises(ModelError, match="gives 'think' the id 16, which needs 17"):
+        require_room_for_tokens(hf_config(model), tokenizer, model)
 
 
 def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does() -> None:

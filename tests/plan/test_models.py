@@ -36,6 +36,7 @@ from corerl.plan.models import (
     saved_shapes,
     sight_of,
     untrained,
+    without_adapters,
 )
 from corerl.plan.resolve import plugins_of
 from corerl.weights.adapters import is_adapter
@@ -43,7 +44,7 @@ from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import config_in, make_config, make_model, save
-from tests.pictures import pictures_config, write_pictures
+from tests.pictures import pictures_config, tensors_in, write_pictures
 
 
 @pytest.fixture
@@ -142,6 +143,20 @@ def test_a_step_whose_tokens_are_not_known_is_refused(config: Config) -> None:
     assert list(against_aux_loss(model, streamed=False)) == []
     (line,) = against_aux_loss(model, streamed=True)
     assert "weighs tokens by how many the step has" in line and line.endswith("or rollout.source to 'synchronous'")
+
+
+def test_experts_without_adapters_are_said_with_their_share(config: Config) -> None:
+    lora, hf = LoraConfig().settled({"rank": 2, "targets": ("q_proj", "v_proj")}), tiny_config("qwen3-moe")
+    weights = {name: param.numel() for name, param in meta_model(hf).named_parameters()}
+    covered = sum(numel for name, numel in weights.items() if "q_proj" in name or "v_proj" in name)
+    assert list(without_adapters(model_of(evolve(config, lora=lora), hf))) == [
+        (
+            f"lora: adapters cover {covered / sum(weights.values()):.2%} of the weights: 4 fused tensors of experts "
+            "(gate_up_proj, down_proj) get none"
+        )
+    ]
+    assert list(without_adapters(model_of(evolve(config, lora=lora), tiny_config("qwen3")))) == []
+    assert list(without_adapters(model_of(config, hf))) == []
 
 
 def test_a_group_alone_is_told_the_same(config: Config) -> None:
@@ -302,6 +317,32 @@ def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> Non
     (line,) = noted(pictures="vision")
     assert "are not trained, with model.tower='frozen', and an export has them unchanged: model.visual" in line
     assert noted(pictures="vision", tower="trained") == []
+
+
+def test_files_without_a_whole_tower_are_refused_only_where_it_is_shown(tmp_path: Path) -> None:
+    directory = write_pictures("qwen3_vl", tmp_path)
+    tensors = tensors_in(directory)
+    gone = next(name for name in tensors if "visual" in name)
+    del tensors[gone]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    hf = hf_config(ModelConfig(path=str(directory)))
+
+    def problems_of(**settings: Any) -> Problems:
+        role: Any = SimpleNamespace(
+            settings=ModelConfig(path=str(directory), **settings),
+            table="model",
+            frozen=False,
+            lora=None,
+            hf=hf,
+            built=meta_model(hf),
+        )
+        list(check_files(role, None, setting="", refers=False, problems=(problems := Problems())))
+        return problems
+
+    problems_of().raise_all()
+    for tower in ("frozen", "trained"):
+        with pytest.raises(ModelError, match=f"^model.path: .* lacks '{gone}', but its config.json needs"):
+            problems_of(pictures="vision", tower=tower).raise_all()
 
 
 def test_weights_that_no_pass_reads_are_noted() -> None:

@@ -12,7 +12,7 @@ from attrs import evolve
 from corerl.config.schema import Config, DataConfig, LoraConfig
 from corerl.engines.base import EngineContext
 from corerl.engines.service import EngineService
-from corerl.errors import ConfigError, PluginError
+from corerl.errors import ConfigError, DataError, PluginError
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
 from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
@@ -63,6 +63,18 @@ def test_rows_have_pictures_and_answers_end_at_placeholders(tmp_path: Path) -> N
     assert prompts["1"].text == "1*"
     # The same question of two pictures is two rows; but for its pictures, data is divided as ever.
     assert len(set(plan.prompts.asked.tolist())) == 3
+
+
+def test_a_broken_picture_is_named_with_its_row_or_skipped(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "5<image>", "images": ["9x9:broken"]}]
+    config = config_of(tmp_path, rows)
+    with pytest.raises(DataError, match=r"rows.jsonl:4: the picture 9x9:broken ends early; correct the row, or"):
+        with_prompt_check(planned(config), resolve_tables(config))
+    skipping = evolve(config, data=evolve(config.data, refused="skip"))
+    plan = with_prompt_check(planned(skipping), resolve_tables(skipping))
+    (line,) = [each for each in plan.prompts.notices if "skipped" in each]
+    assert line.startswith("data: 1 of the first 4 prompts are skipped; ") and "rows.jsonl:4" in line
+    assert plan.check is not None and plan.check.pictures is plan.pictures
 
 
 def test_towers_of_random_weights_that_never_learn_are_refused(tmp_path: Path) -> None:

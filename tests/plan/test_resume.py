@@ -88,6 +88,25 @@ def test_checkpoints_that_ranks_found_damaged_are_skipped(tmp_path: Path) -> Non
         make_plan(auto, {**damaged, first: "and this"})
 
 
+@pytest.mark.parametrize("resume", ["never", "auto", "elsewhere"])
+def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, resume: str) -> None:
+    config = make_config()
+    elsewhere, only = (save(tmp_path / name, config, make_model(config, seed=1), step=4) for name in ("other", "run"))
+    (only / "actor/rank-00001.json").unlink()
+    chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
+    with pytest.raises(ConfigError) as caught:
+        resume_from(chosen, tmp_path / "run", starting=True)
+    if resume == "auto":  # a check refuses what the run would
+        with pytest.raises(ConfigError, match="none of its checkpoints can be resumed"):
+            resume_from(chosen, tmp_path / "run", starting=False)
+    else:
+        begun, _ = resume_from(chosen, tmp_path / "run", starting=False)
+        assert begun == (elsewhere if resume == "elsewhere" else None)
+    line = f"run.dir: {tmp_path}/run already holds a run, but none of its checkpoints can be resumed: "
+    assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")
+    assert caught.value.message.endswith(f"to start over here, remove {only.parent}")
+
+
 @pytest.mark.parametrize("resume", ["never", "auto", "newest"])
 @pytest.mark.parametrize(
     ("mode", "advice"),

@@ -275,6 +275,23 @@ def test_pending_gradients_refuse_save_and_sleep() -> None:
     assert backend.calls == [("optimizer_step", 12, 1.0), ("save", "somewhere"), ("sleep", EVERY)]
 
 
+def test_between_calls_of_a_step_all_but_gradients_sleep() -> None:
+    others = EVERY - {MemoryKind.GRAD}
+    host, backend = added(False)
+    host.forward(BATCH, (), "ref")
+    host.update_weights(None, 1)
+    host.sleep(others)
+    with pytest.raises(NotResident):
+        host.forward_backward(BATCH, LOSS, (), True)
+    host.wake_up(others)
+    host.forward_backward(BATCH, LOSS, (), True)
+    host.forward(BATCH, (), "")
+    host.optimizer_step(STEP, 1.0)
+    assert [call[0] for call in backend.calls] == [
+        "forward", "update_weights", "sleep", "wake_up", "forward_backward", "forward", "optimizer_step",
+    ]  # fmt: skip
+
+
 def test_an_empty_batch_does_not_reach_the_backend() -> None:
     host, backend = ready()
     for outputs in ((), (Output.LOGPROBS, Output.ENTROPY)):
@@ -384,6 +401,17 @@ def test_a_hook_is_refused_where_its_memory_sleeps(hook: str, needs: Set[MemoryK
             assert len(backend.calls) == 1
 
 
+def test_kinds_whose_sleep_failed_must_be_woken_first() -> None:
+    host, backend = ready(Fake(sleep=RuntimeError("out of host memory")))
+    with pytest.raises(HookFailed):
+        host.sleep({MemoryKind.PARAM})
+    with pytest.raises(NotResident):
+        train(host)
+    host.wake_up({MemoryKind.PARAM})
+    assert backend.calls[-1] == ("wake_up", {MemoryKind.PARAM})
+    assert train(host) is STEPPED
+
+
 # ---- weight versions -------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +474,19 @@ def test_plain_numbers_as_metrics_are_refused_by_name(half: str, metrics: Any, t
     assert caught.value.message == (
         f"actor rank 1: {half} at optimizer step 12: {half}() returned {told}; call chain: backend:mine"
     )
+
+
+def test_other_verbs_are_guarded_as_hooks_are() -> None:
+    host, _ = ready()
+    host.sleep({MemoryKind.PARAM})
+    entered = False
+    with pytest.raises(NotResident, match="snapshot on actor rank 1 needs memory that is asleep: param"):
+        with host.entering("snapshot"):
+            entered = True
+    assert not entered
+    with pytest.raises(HookFailed, match="backend:mine, actor rank 1: drop_snapshot failed: KeyError: 'ref'"):
+        with host.entering("drop_snapshot"):
+            raise KeyError("ref")
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------

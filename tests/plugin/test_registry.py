@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible
+from corerl.errors import PluginBroken, PluginConflict, PluginIncompatible, PluginNotFound
 from corerl.plugin.registry import (
     Installed,
     Kind,
     Status,
     installed,
     installed_names,
+    kinds_of,
     load,
 )
 from corerl.plugin.spec import API
@@ -48,6 +49,20 @@ def test_a_backend_is_found_by_name_with_its_distribution(install: Install, back
             summary="a small backend",
         )
     ]
+
+
+def test_a_name_of_two_distributions_is_a_conflict(install: Install, backend_spec: str) -> None:
+    install("corerl-mine", {"backends": {"mine": "mine_f:SPEC"}}, mine_f=backend_spec)
+    install("other", {"backends": {"mine": "other_f:SPEC"}}, version="2.0", other_f=backend_spec)
+    with pytest.raises(PluginConflict) as caught:
+        load(Kind.BACKENDS, "mine")
+    assert caught.value.message == (
+        "backend 'mine' is provided by corerl-mine 0.1.0 and other 2.0; choose one by writing 'corerl-mine:mine' or "
+        "'other:mine'"
+    )
+    assert load(Kind.BACKENDS, "other:mine").distribution == "other"
+    assert load(Kind.BACKENDS, "CoreRL_mine:mine").name == "mine"
+    assert [each.status for each in listed("mine")] == [Status.CONFLICT, Status.CONFLICT]
 
 
 def test_two_plugins_of_one_name_are_a_conflict(install: Install, backend_spec: str) -> None:
@@ -96,6 +111,13 @@ def test_a_spec_whose_options_are_no_attrs_class_is_broken(
     with pytest.raises(PluginBroken) as caught:
         load(Kind.BACKENDS, "bad")
     assert caught.value.message.endswith(f"bad_k:SPEC has config={shown}, expected a frozen attrs class")
+
+
+def test_a_module_path_without_a_spec_is_refused(install: Install) -> None:
+    install("corerl-bad", {}, bad_l="SPEC = 3")
+    assert kinds_of("bad_l:SPEC") == []
+    with pytest.raises(PluginNotFound, match=r"unknown backend '__main__:SPEC'"):
+        load(Kind.BACKENDS, "__main__:SPEC")
 
 
 @pytest.mark.parametrize("api", [(3, 0), (2, 3), (1, 0), (0, 9)])

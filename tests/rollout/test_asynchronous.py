@@ -245,6 +245,27 @@ def test_groups_may_become_stale_while_they_are_scored(
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
+def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
+    engines = use(OneBatchAtFirst())
+
+    class Equal:
+        def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
+            rewards = np.arange(len(rollout.batch)) * (not engines.handed_out.is_set())
+            return Scores(rewards=rewards.astype(np.float32), failures={}, first="")
+
+    source = asynchronous(engines, steps=2, reward=Equal(), refill=DynamicSampling(useful=spread, max_replacements=1))
+    engines.next(source)
+    engines.handed_out.set()
+    engines.settle()
+    assert len(source._set_aside) == PROMPTS  # drawn by version 0
+    for version in (1, 2):
+        engines.update(source, version)
+    second = engines.next(source)
+    source.close()
+    assert versions(second) == {2}
+    assert second.counts["groups_missing"] == PROMPTS
+
+
 # ---- episodes --------------------------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from corerl.algorithms.advantages import spread
@@ -14,12 +15,15 @@ from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import CheckpointError, EngineFailed, RewardError, WorkerDied
 from corerl.rollout.dynamic_sampling import DynamicSampling
+from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward, position_match
 from corerl.rollout.scoring import AsyncScorer, RewardScorer
+from corerl.rollout.source import Arrived
 from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines
 from tests.rollout.sampling import (
     KINDS,
+    PROMPTS,
     REWARD,
     SAMPLES,
     assert_same,
@@ -160,6 +164,59 @@ def test_an_interruption_ends_the_wait(use: Use[Engines]) -> None:
 
 
 # ---- prompt by prompt ------------------------------------------------------------------------------------------------
+
+
+class OneByOne(Engines):
+    """A prompt's samples are generated once the test allows them."""
+
+    def __init__(self) -> None:
+        super().__init__(width=SAMPLES)
+        self.allowed: set[int] = set()  # noise of first rows
+
+    def draw(self, replica: int, request: GenerateRequest) -> Generation:
+        with self.changing:
+            key = int(request.noise_keys[0])
+            self.changing.notify_all()  # it is asked for
+            assert self.changing.wait_for(lambda: key in self.allowed or bool(self._ends), LIMIT)
+        return super().draw(replica, request)
+
+    def allow(self, keys: Sequence[int]) -> None:
+        with self.changing:
+            self.allowed |= set(keys)
+            self.changing.notify_all()
+
+    def wait_for(self, rows: int) -> list[int]:
+        """Noise of as many rows, once they are asked for."""
+        with self.changing:
+            assert self.changing.wait_for(lambda: len(self.keys) >= rows, LIMIT)
+            return self.keys[:rows]
+
+
+def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
+    return list(iter(lambda: engines.run(begun.arrived()), None))
+
+
+def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> None:
+    engines = use(OneByOne())
+    progress: list[tuple[int, int]] = []
+    begun = source(engines, singly=True, on_progress=lambda *counts: progress.append(counts))
+    parts: list[Arrived | None] = []
+    waiting = threading.Thread(target=lambda: parts.append(engines.run(begun.arrived())))
+    waiting.start()
+    keys = engines.wait_for(PROMPTS * SAMPLES)[::SAMPLES]
+    assert parts == []
+    engines.allow(keys[1:2])
+    waiting.join(LIMIT)
+    (first,) = parts
+    assert first is not None and len(first.prompts) == 1
+    engines.allow(keys)
+    places = [place for part in [first, *arrivals(engines, begun)] for place in part.prompts]
+    assert sorted(places) == list(range(PROMPTS))
+    assert (
+        engines.next(begun).rollout.batch.row_columns["group"].tolist() == np.repeat(range(PROMPTS), SAMPLES).tolist()
+    )
+    assert progress[0] == (0, PROMPTS * SAMPLES)
+    begun.close()
 
 
 # ---- what a step has -------------------------------------------------------------------------------------------------

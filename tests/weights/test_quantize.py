@@ -140,3 +140,31 @@ def test_quantized_buckets_travel_and_are_verified_as_sent(transport: str, tmp_p
         else:
             assert torch.equal(loaded[name], weight)
     assert sender.sums == bit_sums(loaded)
+
+
+def test_equal_weights_make_equal_bytes_whatever_lay_there_before() -> None:
+    bucket, as_sent = MANIFEST.buckets[1], quantized(MANIFEST).buckets[1]
+    flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
+    first, second = torch.zeros(as_sent.numel, dtype=torch.uint8), torch.full((as_sent.numel,), 255, dtype=torch.uint8)
+    for out in (first, second):
+        quantize(bucket, flat, as_sent, out)
+    assert torch.equal(first, second)
+
+
+def test_precise_tensors_keep_their_dtype() -> None:
+    name = "model.layers.0.norm.weight"
+    exact = torch.linspace(1, 2, 130)
+    assert not torch.equal(exact, exact.bfloat16().float())
+    for left_out in (None, ()):
+        sent = quantized(MANIFEST, left_out, precise={name: "float32"})
+        dtypes = {entry.name: entry.dtype for bucket in sent.buckets for entry in bucket.entries}
+        assert dtypes[name] == "float32" and dtypes["lm_head.weight"] == "bfloat16"
+        assert ("float8_e4m3fn" in dtypes.values()) is (left_out is not None)
+        (number,) = (bucket.index for bucket in MANIFEST.buckets if name in {entry.name for entry in bucket.entries})
+        bucket, as_sent = MANIFEST.buckets[number], sent.buckets[number]
+        flat = torch.cat([WEIGHTS[entry.name].reshape(-1) for entry in bucket.entries])
+        out = torch.empty(as_sent.numel, dtype=torch.uint8)
+        quantize(bucket, flat, as_sent, out, {name: exact})
+        views = as_sent.views(out)
+        assert torch.equal(views[name], exact)
+        assert torch.equal(views["model.embed_tokens.weight"], WEIGHTS["model.embed_tokens.weight"])
