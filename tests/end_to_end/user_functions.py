@@ -30,6 +30,12 @@ def held(scored: Any) -> Any:
     return scored
 
 
+def slow(scored: Any) -> Any:
+    """A run that only has to be there leaves the cores to others."""
+    time.sleep(0.5)
+    return scored
+
+
 def spoil_a_logprob(scored: Any) -> Any:
     """As an engine might: one token of sample 5 has a log-prob that is no number."""
     batch = scored.rollout.batch
