@@ -92,18 +92,6 @@ def test_an_interrupted_wait_can_be_repeated() -> None:
     assert [future.result(), future.result()] == ["a", "a"]
 
 
-def test_then_maps_results_once_and_passes_errors() -> None:
-    ranks, (good, bad) = answering("a", SaveFailed("disk full"))
-    made: list[str] = []
-    longer = good.then(lambda result: made.append(result) or result + "!")  # type: ignore[func-returns-value]
-    assert longer.group is ranks and longer.done() and made == []
-    assert [longer.result(), longer.result(), good.result(), made] == ["aA!", "aA!", "aA", ["aA"]]
-    with pytest.raises(SaveFailed, match="^disk full$"):
-        bad.then(str.upper).result()
-    ranks.calls.raise_unread()  # it was heard
-    assert good.then(len).done() and good.then(len).result() == 2  # of one that has ended
-
-
 # ---- in an event loop ------------------------------------------------------------------------------------------------
 
 
@@ -163,27 +151,6 @@ def test_a_cancelled_await_leaves_the_call_running() -> None:
     assert (later.result(), futures[0].result()) == ("bB", "aA")
     with pytest.raises(SaveFailed, match="^disk full$"):
         ranks.calls.raise_unread()
-
-
-def test_threads_and_a_loop_get_the_same_result() -> None:
-    ranks = Ranks()
-    futures = [ranks.start(answer) for answer in "abc"]
-    found: list[str] = []
-
-    async def awaits() -> list[str]:
-        asking = [threading.Thread(target=lambda: found.append(futures[2].result())) for _ in range(2)]
-        for each in asking:
-            each.start()
-        awaited = asyncio.gather(*futures)
-        await asyncio.sleep(0)
-        ranks.go(*"cba")
-        results = await awaited
-        for each in asking:
-            each.join()
-        return results
-
-    assert asyncio.run(awaits()) == ["aA", "bB", "cC"]
-    assert (found, ranks.log) == (["cC", "cC"], ["a", "b", "c"])
 
 
 # ---- one group -------------------------------------------------------------------------------------------------------

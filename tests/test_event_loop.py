@@ -27,24 +27,6 @@ async def name() -> str:
     return threading.current_thread().name
 
 
-def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventLoop) -> None:
-    def broken() -> None:
-        raise ValueError("no way")
-
-    async def caught() -> list[str]:
-        found = []
-        for call in (lambda: loop.in_caller(broken), lambda: in_thread(broken, name="mine")):
-            try:
-                await call()
-            except ValueError as error:
-                found.append(str(error))
-        return found
-
-    assert loop.run(caught()) == ["no way", "no way"]
-    with pytest.raises(ValueError, match="^no way$"):
-        loop.run(in_thread(broken, name="mine"))
-
-
 def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
     cancelled = threading.Event()
 

@@ -3,11 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from corerl.engines.base import Generation
-from corerl.engines.continuation import continued
 from corerl.errors import UserError
-from corerl.types import AdamSettings, Metric, Reduction, SampleBatch, merge_metrics, offsets_of
-from tests.pictured import batch_of, random_rows, request_of, rows_in
+from corerl.types import AdamSettings, Metric, Reduction, SampleBatch, merge_metrics
+from tests.pictured import batch_of, random_rows, rows_in
 
 
 def batch(*lengths: int, start: int = 0) -> SampleBatch:
@@ -42,20 +40,6 @@ def test_targets_that_are_no_ids_of_each_token_are_refused(targets: np.ndarray) 
         ValueError, match=rf"'targets' is {targets.dtype} .*, expected int32 or int64, \[N\] or \[N, K\]"
     ):
         batch(3).with_columns(targets=targets)
-
-
-def test_an_episode_is_its_sample_with_the_last_answer() -> None:
-    every = batch(2, 1, 1, 3, 1)
-    for found in every.episodes:
-        assert found.tolist() == [0, 1, 2, 3, 4]
-    several = every.with_row_columns(episode=np.array([7, 2, 7, 2, 5]))
-    chosen, episode_of = several.episodes
-    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 4], [0, 1, 0, 1, 2])
-    final = several.with_row_columns(final=np.array([False, True, True, False, True]))
-    chosen, episode_of = final.episodes
-    assert (chosen.tolist(), episode_of.tolist()) == ([1, 2, 4], [1, 0, 1, 0, 2])
-    chosen, episode_of = final.take_rows(np.array([4, 3, 0])).episodes  # a user has left out the last answers
-    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize("reduction", Reduction)
@@ -100,19 +84,3 @@ def test_adam_settings_outside_their_range_are_refused(given: dict[str, object],
     with pytest.raises(UserError) as caught:
         AdamSettings(**given)  # type: ignore[arg-type]  # what is refused
     assert caught.value.message == f"AdamSettings: {wanted}; leave it out to keep the config's"
-
-
-def test_a_continued_request_shows_the_pictures_of_unfinished_rows() -> None:
-    rows = random_rows(np.random.default_rng(3), 6)
-    said = [np.arange(40, 40 + count) for count in range(6)]
-    unfinished = np.array([False, True, True, False, False, True])
-    generation = Generation(
-        tokens=np.concatenate(said),
-        offsets=offsets_of([len(each) for each in said]),
-        logprobs=np.zeros(15, np.float32),
-        versions=np.zeros(15, np.int64),
-        truncated=np.zeros(6, np.bool_),
-        unfinished=unfinished,
-    )
-    following = rows_in(continued(request_of(rows), generation))
-    assert following == [rows[row] + [(int(token), "") for token in said[row]] for row in np.flatnonzero(unfinished)]

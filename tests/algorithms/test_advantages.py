@@ -10,10 +10,8 @@ import pytest
 
 from corerl.algorithms.advantages import (
     STD_EPS,
-    explained_variance,
     gae,
     group_advantages,
-    soft_overlong_penalty,
     spread,
     whiten,
     without_truncated,
@@ -108,30 +106,6 @@ def test_rewards_equal_within_rounding_teach_nothing(rewards: list[float]) -> No
 def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
     """Numbers at loss tokens, after one that is at none."""
     return np.array([np.nan, *numbers], dtype=np.float32), np.array([False] + [True] * len(numbers))
-
-
-def test_explained_variance_is_that_of_pythons_statistics() -> None:
-    rng = np.random.default_rng(6)
-    batch = random_batch(rng)
-    returns, values, mask = random_numbers(rng, batch), random_numbers(rng, batch), batch.columns["loss_mask"]
-    errors = [r - v for r, v in zip(returns[mask].tolist(), values[mask].tolist(), strict=True)]
-    expected = 1 - statistics.pvariance(errors) / statistics.pvariance(returns[mask].tolist())
-    assert explained_variance(values, returns, mask) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("buffer", [0, 1, 7, 50])
-def test_the_penalty_is_the_papers_equation(buffer: int) -> None:
-    expected = []
-    for length in range(61):
-        if length <= 50 - buffer:
-            expected.append(0.0)
-        elif length <= 50:
-            expected.append(((50 - buffer) - length) / buffer)
-        else:
-            expected.append(-1.0)
-    got = soft_overlong_penalty(np.arange(61), max_tokens=50, buffer=buffer)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 def test_truncated_samples_lose_their_loss_tokens_alone() -> None:

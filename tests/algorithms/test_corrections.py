@@ -74,23 +74,6 @@ def test_where_trainer_and_engine_agree_every_weight_is_exactly_one(level: Level
     assert not found.outside.any()
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_log_ratios_beyond_all_measure_give_the_bounds_or_zero(level: Level) -> None:
-    batch = SampleBatch(
-        tokens=np.zeros(2, dtype=np.int64), offsets=np.array([0, 1, 2]), columns={"loss_mask": np.ones(2, np.bool_)}
-    )
-    far, near = np.array([-1, -2000], dtype=np.float32), np.array([-2000, -1], dtype=np.float32)
-
-    def weights(cap: float, floor: float = 0.0, beyond: Beyond = "truncate") -> list[float]:
-        found = importance_weights(far, near, batch, level=level, floor=floor, cap=cap, beyond=beyond)
-        return [float(weight) for weight in found.weights]
-
-    assert weights(2.0) == [2.0, 0.0]
-    assert weights(2.0, floor=0.5) == [2.0, 0.5]
-    assert weights(2.0, beyond="mask") == [0.0, 0.0]
-    assert weights(math.inf) == [pytest.approx(math.exp(20)), 0.0]
-
-
 @pytest.mark.parametrize(("beyond", "name"), [("truncate", "truncated"), ("mask", "masked")])
 def test_metrics_of_random_samples_are_those_of_a_loop(beyond: Beyond, name: str) -> None:
     batch, trainer, engine = random_batch(np.random.default_rng(3))

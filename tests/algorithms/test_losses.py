@@ -13,7 +13,6 @@ from corerl.algorithms.losses import (
     LossResult,
     TensorMetric,
     clipped,
-    mismatch,
     value,
     weighted_logprobs,
 )
@@ -158,36 +157,6 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     assert not any(metric.total.requires_grad for metric in metrics.values())
 
 
-def test_the_mismatch_of_three_tokens_worked_by_hand() -> None:
-    trainer, engine = torch.tensor([-1.0, -2.0, -3.05, -math.inf]), torch.tensor([-2.5, -2.0, -3.0, math.nan])
-    found = mismatch(trainer, engine, torch.tensor([True, True, True, False]))
-    assert {name: mean(metric) for name, metric in found.items() if name != "logprob_diff_max"} == {
-        "logprob_diff": pytest.approx((1.5 + 0.05) / 3),
-        "logprob_kl": pytest.approx((math.exp(1.5) - 1 - 1.5 + math.exp(-0.05) - 1 + 0.05) / 3, rel=1e-5),
-        "logprob_diff_above_0.1": pytest.approx(1 / 3),
-        "logprob_diff_above_1": pytest.approx(1 / 3),
-    }
-    assert found["logprob_diff_max"].total.item() == 1.5
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_an_impossible_token_does_not_make_a_step_infinite(advantage: float) -> None:
-    inputs = LossInputs(
-        logprobs=torch.tensor([-1.0], requires_grad=True),
-        columns={
-            "weights": torch.ones(1),
-            "advantages": torch.tensor([advantage]),
-            "old_logprobs": torch.tensor([-91.0]),
-            "rollout_logprobs": torch.tensor([-91.0]),
-        },
-    )
-    loss = clipped(inputs).loss
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert inputs.logprobs.grad is not None
-    assert inputs.logprobs.grad.tolist() == [0.0]
-
-
 def test_the_critics_metrics_of_three_tokens_worked_by_hand() -> None:
     result = value(three_tokens(), value_clip=0.5)
     metrics = dict(result.metrics)
@@ -247,36 +216,3 @@ def test_losses_of_one_logprob_for_each_token_refuse_several() -> None:
         clipped(several)
     with pytest.raises(ContractError, match=r"column 'logprob_weights' \[3\] for log-probs \[3, 3\]"):
         weighted_logprobs(several)
-
-
-def preference(logprobs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Of two samples of three tokens, that the first be likelier: no sum over tokens, and over no micro-batch."""
-    first, second = torch.where(counted, logprobs, 0.0).split(3)
-    return -torch.nn.functional.logsigmoid(0.3 * (first.sum() - second.sum()))
-
-
-def test_a_loss_computed_elsewhere_moves_the_model_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    targets = torch.randint(8, (6, 1), generator=generator)
-    counted = torch.tensor([False, True, True, False, True, True])
-    start = torch.randn(4, 8, generator=generator, dtype=torch.float64)
-
-    def logprobs_of(weight: torch.Tensor) -> torch.Tensor:
-        return (features @ weight).log_softmax(-1).gather(-1, targets)[:, 0]
-
-    direct = start.clone().requires_grad_()
-    preference(logprobs_of(direct), counted).backward()
-
-    seen = logprobs_of(start).requires_grad_()  # as a pass without gradients gives them
-    (slopes,) = torch.autograd.grad(preference(seen, counted), seen)
-    by_weights = start.clone().requires_grad_()
-    columns = {"weights": counted.double(), "logprob_weights": slopes.where(counted, math.nan)}
-    # In two micro-batches, each of one sample.
-    for part in (slice(3), slice(3, None)):
-        logprobs = logprobs_of(by_weights)[part]
-        weighted_logprobs(
-            LossInputs(logprobs=logprobs, columns={name: column[part] for name, column in columns.items()})
-        ).loss.backward()
-    assert direct.grad is not None and by_weights.grad is not None and direct.grad.abs().max() > 0.01
-    torch.testing.assert_close(by_weights.grad, direct.grad, rtol=1e-12, atol=1e-14)

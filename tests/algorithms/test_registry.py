@@ -53,25 +53,6 @@ def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Lo
     return policy_loss(own, loss=loss, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator="k2")
 
 
-ONE_TOKEN = LossInputs(
-    logprobs=torch.tensor([-1.0]),
-    columns={
-        "weights": torch.tensor([0.5]),
-        "advantages": torch.tensor([2.0]),
-        "old_logprobs": torch.tensor([-3.0]),
-        "rollout_logprobs": torch.tensor([-3.0]),
-    },
-)
-
-
-def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = [LossSpec(name="my_losses:anything", params={"clip_low": value}) for value in (2.0, 3.0, 2.0)]
-    first = [resolve_loss(spec) for spec in specs]
-    monkeypatch.delitem(sys.modules, "my_losses")  # who looks for it again does not find it
-    assert [resolve_loss(spec) for spec in specs] == first
-    assert [loss(ONE_TOKEN).loss.item() for loss in first] == [-2.0, -3.0, -2.0]
-
-
 def test_losses_of_earlier_coefficients_are_not_kept() -> None:
     first = weakref.ref(resolve_loss(LossSpec(name="clipped", params={"kl_coef": 2.0})))
     for step in range(200):

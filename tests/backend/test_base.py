@@ -248,15 +248,6 @@ def test_host_memory_is_reserved_for_what_will_sleep(setup: Setup, host_memory: 
     assert host_memory.closed
 
 
-def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Noting) -> None:
-    backend = initialized(PlainBackend(), setup)
-    notes = []
-    for _ in range(2):
-        notes.append(backend.sleep(set(MemoryKind)).notes)
-        backend.wake_up(set(MemoryKind))
-    assert notes == [("it could not be pinned",), ()]
-
-
 TORCHS = (
     "CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is "
     "free. Including non-PyTorch memory, this process has 138.24 GiB memory in use. Of the allocated memory 135.26 GiB "

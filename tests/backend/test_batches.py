@@ -44,21 +44,6 @@ def tokens_of(samples: IntArray, lengths: list[int]) -> list[float]:
     return [-(100 * s + t) / 2 for s, length in zip(samples.tolist(), lengths, strict=True) for t in range(length)]
 
 
-def test_the_loss_is_given_the_outputs_that_there_are_and_all_columns() -> None:
-    micro = micro_batch([0], [3], multiple=1)
-    batch = to_device(micro, CPU)
-    logprobs = torch.arange(3.0)
-    inputs = batch.loss_inputs({Output.LOGPROBS: logprobs})
-    assert inputs.logprobs is logprobs
-    assert inputs.entropy is None and inputs.values is None
-    assert inputs.columns is batch.columns
-    values_alone = batch.loss_inputs({Output.VALUES: logprobs})
-    assert values_alone.logprobs is None and values_alone.values is logprobs
-    every = {output: torch.arange(3.0) for output in Output}
-    inputs = batch.loss_inputs(every)
-    assert inputs.entropy is every[Output.ENTROPY] and inputs.values is every[Output.VALUES]
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("extra", [0, 5])
 def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra: int, device: str) -> None:

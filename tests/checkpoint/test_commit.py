@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import zlib
 from pathlib import Path
 
 import pytest
@@ -37,24 +35,6 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     assert read_state(path) == STATE
 
 
-def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
-    partial = begin(tmp_path, 4)
-    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
-    (partial / "step-00000004.npz").write_bytes(b"a batch in flight")
-    path = commit(partial, STATE)
-    index, tensors, batch = "actor/rank-00000.json", "actor/rank-00000.safetensors", "step-00000004.npz"
-    content = {name: (path / name).read_bytes() for name in (index, tensors, batch)}
-    header = content[tensors][: 8 + int.from_bytes(content[tensors][:8], "little")]  # its tensors' are in the index
-    summed = {**content, tensors: header}
-    assert json.loads((path / "checkpoint.json").read_text())["files"] == {
-        name: {"bytes": len(content[name]), "crc32": zlib.crc32(summed[name])} for name in content
-    }
-    (path / "step-00000004.npz").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17; the checkpoint is damaged"):
-        read_state(path)
-    assert latest(tmp_path) is None
-
-
 def test_driver_files_are_synced_before_the_checkpoint_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,14 +50,6 @@ def test_driver_files_are_synced_before_the_checkpoint_is_visible(
     monkeypatch.setattr(commit_module, "sync", sync)
     commit(partial, STATE)
     assert "step-00000004.npz" in synced
-
-
-def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
-    save(tmp_path, 5, seed=0)
-    path = save(tmp_path, 5, seed=1)
-    read = CheckpointSource(path / "actor", "master").read("embed", (0, 0), (6, 4))
-    assert torch.equal(read, whole(1)["master"]["embed"])
-    assert [p.name for p in path.parent.iterdir()] == ["step-00000005"]
 
 
 def broken(run_dir: Path, change: str) -> Path:

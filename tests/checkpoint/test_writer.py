@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from corerl.checkpoint.reader import read_extra
-from corerl.checkpoint.writer import BackgroundWriter, Job, rooms, stage, write
+from corerl.checkpoint.writer import BackgroundWriter, rooms, stage, write
 from corerl.errors import SaveFailed
 from corerl.weights.chunks import Chunk
 from tests.checkpoint.roles import cut, whole
@@ -115,21 +114,6 @@ def test_values_that_are_not_finite_are_not_written(tmp_path: Path, key: str, va
     with pytest.raises(SaveFailed, match=f"^'{key}' of 'q' has NaN or infinite values, so nothing is saved; complete"):
         write(stage({key: [sound, broken]}, {}), tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_held_background_writer_does_not_hold_the_caller() -> None:
-    release, done = threading.Event(), []
-
-    def held(job: Job) -> object:
-        release.wait(10)
-        return job()
-
-    writer = BackgroundWriter(run=held)
-    writer.submit(lambda: done.append(1))
-    assert not writer.idle() and done == []
-    release.set()
-    writer.wait()
-    assert writer.idle() and done == [1]
 
 
 @pytest.mark.parametrize("look", ["submit", "wait", "idle", "close"])

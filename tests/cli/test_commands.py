@@ -107,16 +107,6 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return said.err.removeprefix("corerl: error: ").rstrip("\n")
 
 
-def test_a_command_gets_its_words_and_gives_its_status(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("hello", "corerl-hello:hello", "commands_hello:SPEC"):
-        assert main([name, "you", "a=1"]) == 7
-        assert capsys.readouterr() == ("hello you ['a=1']\n", "")
-    with pytest.raises(SystemExit) as ended:
-        main(["hello"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("corerl hello: error: the following arguments are required: whom\n")
-
-
 def test_config_check_lets_a_command_check_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "greeting.toml")
     Path(file).write_text("backend.name = 'mine'\n[table]\nwhom = 'all'")

@@ -146,19 +146,6 @@ def test_moved_ranks_share_devices_with_staying_engines(rooms: Rooms) -> None:
     assert rooms.given_back == ["reservation 1"]
 
 
-def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
-    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
-    rooms.begin({"actor": 1, "engines": 1}, **how)
-    assert gpus(rooms["engines"]) == [(1, 2)]
-    slots = rooms.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
-    assert gpus(slots["engines"]) == [(1, 2), (3, 4)] and slots["engines"][0] is rooms["engines"][0]
-    assert slots["engines"][1].environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}
-    assert (slots["engines"][1].cpus, slots["engines"][1].gpus, rooms.reserved) == (0.0, 0.0, [3, 2])
-    rooms.take({"engines": slots["engines"]})
-    rooms.take({"engines": rooms.moved({"actor": 1, "engines": 1}, {"actor": 1, "engines": 1}, **how)["engines"]})
-    assert rooms.given_back == ["reservation 1"]
-
-
 def test_a_wide_process_on_two_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = rooms_of(monkeypatch, 4)
     how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}

@@ -165,22 +165,6 @@ def test_a_missing_backend_is_asked_for_by_its_full_path(tmp_path: Path) -> None
     ]
 
 
-def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "[backend]\nnmae = 'plain'\n[train]\nepochs = 0\nmini_batches = 0\n")
-    assert problems_of(path, "steps", "algorithm.entropy_ceof=0.28", "run.steps=many") == [
-        "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
-        "run.steps: expected integer, got string 'many' (override run.steps)",
-        (
-            "backend.name: required but missing; set string: an installed training backend, 'distribution:name', or "
-            "'package.module:SPEC'"
-        ),
-        "backend.nmae: unknown key; did you mean 'name'?",
-        "train.mini_batches: must be at least 1, got 0",
-        "train.epochs: must be at least 1, got 0",
-        "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof)",
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "line"),
     [

@@ -1,6 +1,5 @@
 """Digests are compared with what equal rows are, places with a search row by row."""
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -9,26 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from xxhash import xxh3_64_intdigest
 
-from corerl.data.digests import digest, packed, unpacked
+from corerl.data.digests import packed, unpacked
 from corerl.data.prompts import PromptSource
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered, write
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3}
-KEYS = ("prompt", "answer", "tools")
 
 
 def digests_of(source: PromptSource) -> list[int]:
     (share,) = source.shares
     return share.digests.tolist()
-
-
-def test_a_digest_is_the_same_on_every_platform() -> None:
-    written = b'[["prompt","answer","tools"],{"answer":"4","day":"2026-01-02","level":3,"prompt":"2+2?"}]'
-    found = digest({**ROW, "day": datetime.date(2026, 1, 2)}, *KEYS)
-    assert found == xxh3_64_intdigest(written) == 11038366452130420178
 
 
 def test_equal_rows_have_equal_digests_in_any_kind_of_file(tmp_path: Path) -> None:

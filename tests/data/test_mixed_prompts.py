@@ -10,7 +10,7 @@ from corerl.config.schema import DataConfig, DataSource
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError
-from tests.data.files import numbered, write
+from tests.data.files import numbered
 
 WEIGHTS = {"math": 3.0, "code": 1.5, "chat": 0.5}
 
@@ -44,20 +44,6 @@ def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> No
     resumed.restore(json.loads(json.dumps(begun.position)))
     assert resumed.take(90) == begun.take(90) == whole.take(77 + 90)[77:]
     assert resumed.position == begun.position == whole.position
-
-
-def test_keys_of_a_source_override_the_common_ones(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", '{"question": "q", "solution": "s"}')
-    second = write(tmp_path / "b.jsonl", '{"text": "t", "label": "l"}')
-    sources = (
-        DataSource(source=str(first)),
-        DataSource(source=str(second), name="other", prompt_key="text", answer_key="label"),
-        DataSource(source="sort-digits"),
-    )
-    data = DataConfig(sources=sources, prompt_key="question", answer_key="solution", held_out=0)
-    mix = load_prompts(data, seed=0)
-    found = [(each.source, each.text, each.answer) for each in (mix.prompt(0), mix.prompt(1), mix.prompt(2 + 35018))]
-    assert found == [("a", "q", "s"), ("other", "t", "l"), ("sort-digits", "35018>", "01358")]
 
 
 def test_contradictions_are_named(tmp_path: Path) -> None:

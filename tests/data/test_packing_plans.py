@@ -57,26 +57,6 @@ def real_samples(plan: StepPlan) -> list[int]:
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected", "denominator"),
-    [
-        ("token-mean", [1, 1, 1, 1, 1], 2 + 5 + 0 + 5 + 0),
-        # The first episode has loss tokens in two of its three samples, the last one in none.
-        ("sequence-mean", [1 / (2 * 2), 1 / (2 * 5), 0, 1 / 5, 0], 2),
-        ("constant-length", [1 / 16] * 5, 3),
-    ],
-)
-def test_a_part_of_a_step_has_weights_without_the_count(
-    aggregation: str, expected: list[float], denominator: int
-) -> None:
-    batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
-    for unit in (1.0, 8.0):
-        plan, found = plan_part(batch, **{**PART, "aggregation": aggregation, "unit": unit})
-        assert plan.scales.tolist() == pytest.approx([each / unit for each in expected])
-        assert found == denominator
-        assert real_samples(plan) == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize("unit", [1.0, 37.0])
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant-length"])
 def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float) -> None:
@@ -91,22 +71,6 @@ def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float
         assert real_samples(plan) == list(range(len(members)))
         scales[members], denominator = plan.scales, denominator + count
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_micro_batches_keep_to_budget_and_equal_counts(multiple: int) -> None:
-    batch, ranks = random_batch(60), layout(3, sequence_multiple=multiple, micro_batch_multiple=4)
-    forward = plan_forward(batch, ranks, tokens_per_micro_batch=64)
-    (step,) = plan_steps(batch, **{**DEFAULTS, "layout": ranks, "tokens_per_micro_batch": 64})
-    padded = [-(-int(length) // multiple) * multiple for length in batch.lengths]
-    for plan in (forward, step):
-        assert real_samples(plan) == list(range(60))
-        assert len({len(rank) for rank in plan.micro_batches}) == 1
-        assert len(plan.micro_batches[0]) % 4 == 0
-        for rank in plan.micro_batches:
-            for members in rank:
-                assert sum(padded[sample] for sample in members) <= 64
-    assert not forward.scales.any()
 
 
 def test_rectangular_micro_batches_are_as_few_as_the_budget_allows() -> None:

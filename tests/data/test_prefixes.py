@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from corerl.data.packing import pack, plan_forward, plan_steps
-from corerl.data.prefixes import groups_in_order, in_trees, shared_tokens
+from corerl.data.prefixes import groups_in_order, in_trees
 from corerl.types import ParallelLayout, SampleBatch, offsets_of
 from corerl_testing.harness import make_branches
 
@@ -29,16 +29,6 @@ def nodes(batch: SampleBatch, members: np.ndarray) -> int:
         tokens = batch.tokens[batch.offsets[row] : batch.offsets[row + 1]].tolist()
         beginnings |= {(batch.row_columns["group"][row], *tokens[:end]) for end in range(1, len(tokens) + 1)}
     return len(beginnings)
-
-
-def test_shared_tokens_end_where_rows_or_their_targets_differ() -> None:
-    batch = rows([5, 6, 7, 8], [5, 6, 7, 9, 9], [5, 6, 7], [4, 6, 7])
-    every = np.arange(4)
-    assert shared_tokens(batch, every).tolist() == [0, 3, 3, 0]
-    targets = np.array([0, 1, 2, 3, 0, 1, 3, 3, 3, 0, 1, 3, 0, 0, 0])
-    named = batch.with_columns(targets=targets, advantages=np.arange(15.0))
-    assert shared_tokens(named, every).tolist() == [0, 2, 3, 0]
-    assert shared_tokens(named, every, columns=("advantages",)).tolist() == [0, 3, 3, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))

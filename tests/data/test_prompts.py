@@ -22,16 +22,6 @@ def test_held_out_prompts_follow_from_the_seed() -> None:
     assert trained == set(range(100_000)) - set(held_out)
 
 
-def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> None:
-    source = load(numbered(tmp_path / "p.jsonl", 21), held_out=1)
-    stream, fresh = PromptStream(source, seed=5), PromptStream(source, seed=5)
-    stream.take(33)
-    position = json.loads(json.dumps(stream.position))
-    fresh.restore(position)
-    assert fresh.take(50) == stream.take(50)
-    assert fresh.position == stream.position
-
-
 def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
     position = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5).position
     with pytest.raises(CheckpointError, match="has data=[0-9a-f]{16}, but this run has data=[0-9a-f]{16}; resume"):

@@ -54,12 +54,6 @@ def advantages(found: TrainBatch) -> list[float]:
     return found.samples.columns["advantages"].tolist()
 
 
-def test_a_group_is_compared_with_its_mean() -> None:
-    found = computed(batch())
-    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert found.metrics == {}
-
-
 def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
@@ -111,14 +105,6 @@ def test_ratios_outside_the_band_give_advantages_of_zero() -> None:
         "correction/masked_samples": 1.0,
     }
     assert all(map(math.isfinite, found.metrics.values()))
-
-
-def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
-    # Two tokens of at most three, the last two of which are the buffer: half of it is used.
-    found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
-    assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
-    assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
-    assert found.samples.row_columns["shaped_rewards"].tolist() == [1.0, -0.5]
 
 
 @pytest.mark.parametrize(

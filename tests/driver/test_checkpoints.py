@@ -136,18 +136,6 @@ def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Pa
     assert len(heard.of(CheckpointSaved)) == 3
 
 
-def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
-    heard, actor = Ears(), Group()
-    checkpoints = make(tmp_path, heard, actor=actor)
-    checkpoints.start(*at(2), background=False)
-    checkpoints.start(*at(4), background=True)
-    actor.broken = True
-    with pytest.raises(SaveFailed, match="^the disk is full$"):
-        checkpoints.complete(wait=False)
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
-
-
 def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path) -> None:
     class Refusing(Group):
         def save(self, path: str, step: Step, *, background: bool) -> Future[int]:

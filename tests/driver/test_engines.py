@@ -219,21 +219,6 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
         push(engines)
 
 
-def test_an_update_that_some_missed_is_not_compared() -> None:
-    actor, fleet = Group(), Group()
-    manifest = build_manifest([("a", (1,))], dtype="float32", bucket_bytes=8)
-    actor.manifests = manifest, None
-    engines = make_engines(make_config(weights={"verify_every": 1}), actor, fleet)
-    right = {"engine-0": {"a": 5}, "engine-1": {"a": 5}}
-    actor.sent, fleet.sums = evolve(actor.sent, sums={"a": 5}), right
-    push(engines)
-    replace = fleet.replace
-    fleet.replace = lambda failed: (replace(failed), setattr(fleet, "sums", right))[0]  # type: ignore[method-assign]
-    fleet.fared["engine-1"], fleet.sums = FAILED, {**right, "engine-1": {"a": 4}}  # it holds what it held before
-    push(engines)
-    assert fleet.log[-1] == "receive 2" and actor.verified == [True] * 3
-
-
 # ---- while something is sampled --------------------------------------------------------------------------------------
 
 

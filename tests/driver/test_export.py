@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.checkpoint.commit import begin, commit
-from corerl.config.schema import Config, ModelConfig
+from corerl.config.schema import ModelConfig
 from corerl.driver.export import export, export_directory, write_adapters
 from corerl.errors import CheckpointError, ModelError, SaveFailed
 from corerl.models.config import hf_config
@@ -102,27 +101,6 @@ def test_an_export_has_the_dtype_of_the_model_or_its_training(
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     model, config = make_model(make_config(), seed=2), make_config(**tables)
     assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
-
-
-def with_vocabulary(size: int, **fields: Any) -> Config:
-    """A model of `size` tokens, whose tokenizer may have more special ones."""
-    return make_config(model={**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": size, **fields}})
-
-
-@pytest.mark.parametrize(("size", "pad"), [(15, None), (16, 15), (17, 15)])
-def test_a_pad_token_that_the_model_has_no_embedding_for_is_left_out(
-    tmp_path: Path, size: int, pad: int | None
-) -> None:
-    tokenizer = character_tokenizer("0123456789>")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert (len(tokenizer), tokenizer.pad_token_id) == (16, 15)
-    config = with_vocabulary(size)
-    config = evolve(config, model=evolve(config.model, tokenizer=str(tmp_path / "tokenizer")))
-    model = make_model(config, seed=1)
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    assert_holds(written, model, torch.float32)
-    assert AutoConfig.from_pretrained(written).pad_token_id == pad
 
 
 def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from attrs import evolve
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import logprob_check as module
-from corerl.driver.logprob_check import LogprobCheck, bound_of, spread_over
+from corerl.driver.logprob_check import LogprobCheck, bound_of
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
@@ -77,21 +77,6 @@ def test_each_engines_own_difference_is_named() -> None:
         with pytest.raises(LogprobMismatch, match=re.escape(f"over 5 sampled tokens{named}, wanted")) as caught:
             make_check(bound=bound).judge(batch.with_columns(engines=np.repeat(engines, [3, 4])), trainer)
         assert look in caught.value.message
-
-
-def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = [2, 1, 2, 2, 3, 2]
-    batch = samples([5, 9, 4, 8, 6, 7], versions)
-    assert spread_over(batch, since=2).lengths.tolist() == [4, 5, 6, 7, 8]
-    monkeypatch.setattr(module, "SAMPLES", 2)
-    monkeypatch.setattr(module, "SCORED", 15)  # of 5 loss tokens each, on average
-    assert spread_over(batch, since=2).lengths.tolist() == [4, 6, 8]
-    assert len(spread_over(samples([5, 9], [1, 1]), since=2)) == 0
-    batch = samples([4, 4], [2, 2])
-    continued = {"versions": np.array([0, 1, 2, 2, 0, 2, 2, 2])}  # the first one began with older weights
-    silent = {"loss_mask": np.array([False, True, True, True] + 4 * [False])}  # of an episode without an answer
-    assert spread_over(batch.with_columns(**continued), since=2).tokens.tolist() == [104, 105, 106, 107]
-    assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
 
 
 def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,15 +41,6 @@ def scored(exact_match: float | None) -> ScoredRollout:
     return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=exact_match, seconds={})
 
 
-def result(
-    loss: float, *, applied: bool = True, norm: float = 1.0, diff: tuple[float, float] | None = None
-) -> TrainResult:
-    metrics = {"loss": Metric(loss, 4.0, Reduction.LOSS), "entropy": Metric(6.0 * loss, 3.0)}
-    if diff is not None:
-        metrics |= {"logprob_diff": Metric(4 * diff[0], 4.0), "logprob_diff_max": Metric(diff[1], 1.0, Reduction.MAX)}
-    return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
-
-
 def test_rollout_metrics_are_means_over_samples() -> None:
     assert rollout_metrics(scored(0.5)) == {
         "rollout/reward": 0.75,
@@ -95,18 +86,6 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     told = {name: metrics[f"rollout/{name}"] for name in ("reward", "reward_std", "truncated", "turns", "rows")}
     assert told == {"reward": 0.75, "reward_std": 0.25, "truncated": 1.0, "turns": 2.0, "rows": 1.5}
     assert metrics["rollout/response_length"] == pytest.approx((1 + 1 + 3) / 3)
-
-
-def test_train_metrics_are_means_over_optimizer_steps() -> None:
-    steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
-    assert train_metrics(steps, lr=0.01) == {
-        "train/loss": 2.0,
-        "train/entropy": 4.0,
-        "train/grad_norm": 2.0,
-        "train/skipped_steps": 1.0,
-        "train/lr": 0.01,
-        "train/tokens": 20.0,
-    }
 
 
 def test_extremes_stay_extremes() -> None:

@@ -202,15 +202,6 @@ def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: 
     assert not device.engine
 
 
-@pytest.mark.parametrize(("trained", "steps"), [(("actor",), 1), ((), 3), (("critic",), 3)])
-def test_nothing_stays_before_each_role_was_trained_twice(trained: tuple[str, ...], steps: int) -> None:
-    """A critic alone is trained at first, or a batch teaches nothing."""
-    residency, _, engine = measured(99, 99, roles=("actor", "critic"), trained=trained, steps=steps)
-    assert residency.settle() == ""
-    take_steps(residency, engine, train_stage("critic"), train_stage("actor"))
-    assert residency.settle()
-
-
 @pytest.mark.parametrize("changed", ["ranks", "engines", "moved"])
 def test_new_ranks_or_engines_take_turns_until_measured(changed: str) -> None:
     residency, device, engine = measured(38, 38)

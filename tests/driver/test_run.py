@@ -213,17 +213,6 @@ def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
         run.prepare(scored())
 
 
-def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
-    ppo = {"algorithm": {"name": "ppo"}, "algorithms": {"ppo": {"whiten": False}}}
-    config = make_config(**ppo, roles={"critic": {}})
-    roles = {"actor": role("actor"), "critic": role("critic")}
-    columns = make_run(config, roles=roles).prepare(scored()).samples.columns
-    assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
-    # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
-    assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
-    assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
-
-
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
@@ -245,20 +234,6 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Ru
 
 
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
-
-
-def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
-    run = make_run(make_config(), roles=roles, engines=make_engines(make_config(), actor, fleet, version=3))
-    run.push_weights()
-    trained_on = run.prepare(scored())
-    for run.progress.steps_done in range(4):
-        trained = list(run.optimize(trained_on))
-        assert trained == (["critic"] if run.progress.steps_done < 2 else ["actor", "critic"])
-        run.push_weights()
-    # Weights that no step has changed are not sent again.
-    assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
 
 
 def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:

@@ -19,10 +19,6 @@ def rates(decay: str, *, warmup_steps: int, total_steps: int, final_ratio: float
     ]
 
 
-def test_warm_up_begins_above_zero_and_ends_at_the_peak() -> None:
-    assert rates("constant", warmup_steps=4, total_steps=6) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-
-
 def test_linear_decay_falls_evenly_to_the_final_share() -> None:
     assert rates("linear", warmup_steps=2, total_steps=6, final_ratio=0.2) == pytest.approx(
         [1.0, 2.0, 1.6, 1.2, 0.8, 0.4]

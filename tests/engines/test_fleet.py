@@ -304,28 +304,6 @@ def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
         sample(fleet, REQUEST)
 
 
-def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
-    sampling = threading.Event()
-
-    def interrupted(request: GenerateRequest) -> Generation:
-        sampling.set()
-        assert scripted.paused.wait(60.0)
-        return respond(request, rows=2)
-
-    scripted = Scripted(interrupted)
-    fleet = fleet_of(scripted, loop, 1)
-    parts: list[int] = []
-    first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: parts.append(len(part.tokens))))
-    assert sampling.wait(60.0)
-    second = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))
-    loop.run(fleet.pause())  # until nothing is generated
-    assert len(scripted.asked) == 1 and not first.done() and not second.done()
-    loop.run(fleet.resume())
-    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
-    assert parts == [2, 3]
-    assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
-
-
 def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> None:
     sampling = threading.Event()
 

@@ -36,25 +36,6 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
         assert sum(map(len, parts)) == prompts  # none is in two
 
 
-def test_turns_stay_on_a_replica_until_weights_change() -> None:
-    shares = PrefixRouter()
-    prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
-    responses = [[5], [6, 6], [7], [8]]
-    shares.remember(0, request_of([prompts[0], prompts[3]]), generation_of([responses[0], responses[3]]))
-    shares.remember(1, request_of([prompts[1], prompts[2]]), generation_of([responses[1], responses[2]]))
-    turns = [prompt + response + [2] for prompt, response in zip(prompts, responses, strict=True)]
-    assert shared(shares, turns, [0, 1]) == {0: [0, 3], 1: [1, 2]}
-    assert shared(shares, turns[::-1], [0, 1]) == {0: [0, 3], 1: [1, 2]}
-    # The prompt alone is enough; what only shares tokens with it is not.
-    assert shared(shares, [[9, 1, 4, 4], [8, 4, 4]], [0, 1]) == {0: [0], 1: [1]}
-    # Not more than the slack of an even share of two, and who is gone keeps nothing.
-    again = [turns[0], [*turns[0], 1], [*turns[0], 2], [*turns[0], 3]]
-    assert shared(shares, again, [0, 1]) == {0: [0, 1, 2], 1: [3]}
-    assert shared(shares, turns, [1]) == {1: [0, 1, 2, 3]}
-    shares.forget()
-    assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
-
-
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
     shares = PrefixRouter()

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from corerl.config.schema import ModelConfig
 from corerl.engines import stops as module
 from corerl.engines.base import Engine, GenerateRequest, Generation, SamplingParams
-from corerl.engines.continuation import append, continued
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.engines.stops import Stops, stops_of, until_stop
 from corerl.models.tokenizer import character_tokenizer
@@ -23,7 +22,7 @@ from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import MOE, TIED, context, hf_tensors, pause_after, random_model, update
+from tests.engines.models import MOE, TIED, context, hf_tensors, random_model, update
 from tests.engines.services import generation_of
 from tests.engines.stopping import assert_cut_at
 
@@ -132,24 +131,6 @@ def test_engines_keep_tokens_up_to_the_stop_texts_end(
         for mine, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(mine[:-1], other[: len(mine) - 1])
             assert (mine[-1] == -1).all()
-
-
-@pytest.mark.parametrize("asked_first", [1, 3, 6, 10])
-def test_a_stop_text_is_found_across_a_pause(
-    asked_first: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engines["fake"]
-    stop = ("12", "84")
-    asked = evolve(request(24), params=evolve(request(24).params, stop=stop))
-    whole = engine.generate(request(24))
-    stops = Stops(CHARACTERS, stop)
-    monkeypatch.setattr(module, "PART", 4)
-    with monkeypatch.context() as patched:
-        pause_after(patched, asked_first)
-        first = until_stop(engine.generate, asked, stops)
-    assert first.unfinished.any()
-    more = until_stop(engine.generate, continued(asked, first), stops)
-    assert_cut_at(stop, append(asked, first, more), whole, CHARACTERS)
 
 
 def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> None:

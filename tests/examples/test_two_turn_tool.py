@@ -24,15 +24,6 @@ def test_half_of_the_digits_are_worth_half() -> None:
         assert fetch(script.episode) == pytest.approx(0.2 + 0.8 * 0.5)
 
 
-def test_drawers_are_empty_without_the_tool() -> None:
-    with scripted(PROMPT, ["2", "00000"]) as script:
-        assert fetch(script.episode) == pytest.approx(0.8 * 0.2)
-    assert script.asked[1] == ["6?", "2", ">"]
-    with scripted(PROMPT, ["6", "01358"]) as script:
-        assert fetch(script.episode, tool=False) == pytest.approx(1.0)
-    assert script.asked[1] == ["6?", "6", ">"]
-
-
 def test_a_run_of_episodes_trains_on_its_engines_tokens(tmp_path: Path) -> None:
     tiny = ["model.tokenizer=characters:0123456789>s?", "model.config.vocab_size=17", "rollout.max_tokens=16"]
     summary = execute_here(

@@ -62,16 +62,6 @@ def sizes(pieces: list[Any]) -> list[int]:
     return [piece.memory.numel() for piece in pieces]
 
 
-def test_reserving_is_asynchronous_and_taking_waits(pool: PinnedPool, driver: Driver) -> None:
-    driver.allowed.clear()
-    pool.reserve(10 * PAGE)
-    assert (pool.size, driver.pinned) == (12 * PAGE, [])  # three segments, equal and of whole pages
-    threading.Timer(0.2, driver.allowed.set).start()
-    assert sizes(pool.take(9 * PAGE)) == [4 * PAGE, 4 * PAGE, PAGE]  # only what has been pinned is handed out
-    assert driver.bytes == 12 * PAGE
-    assert threading.current_thread().name not in driver.threads
-
-
 def test_returned_memory_is_reused_without_pinning_again(pool: PinnedPool, driver: Driver) -> None:
     pool.reserve(8 * PAGE)
     first, second, third = (pool.take(2 * PAGE) for _ in range(3))

@@ -20,28 +20,6 @@ from corerl.weights.chunks import Chunk
 CPU = torch.device("cpu")
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
-    values: list[int] = tensor.detach().contiguous().view(torch.int32).flatten().tolist()
-    return values
-
-
-def test_released_memory_comes_back_under_every_alias() -> None:
-    weight = torch.nn.Parameter(torch.randn(8, 4))
-    weight.data[0, 0] = float("nan")
-    view, tied = weight.data[2:4], weight.data.t()
-    expected, expected_view = bits(weight), bits(view)
-    sleeper = StorageSleeper(CPU)
-
-    assert sleeper.release(MemoryKind.PARAM, [weight, view, tied]) == 8 * 4 * 4  # one storage, counted once
-    assert resident_bytes([weight, view, tied]) == 0
-    assert weight.shape == (8, 4)
-
-    assert sleeper.restore(MemoryKind.PARAM) == 8 * 4 * 4
-    assert bits(weight) == expected and bits(view) == expected_view
-    view.fill_(7.0)
-    assert weight.data[2].tolist() == [7.0] * 4  # still the same storage
-
-
 def test_gradients_come_back_as_zeros() -> None:
     grad = torch.randn(5)
     sleeper = StorageSleeper(CPU)

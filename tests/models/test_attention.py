@@ -111,22 +111,6 @@ class Sums(nn.Module):
         return total, total[:, -1]
 
 
-@pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
-def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
-    block = nn.ModuleDict({"mixer": Sums()})
-    assert run_on_rows(block) == [block["mixer"]]
-    hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
-    packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
-    got, state = block["mixer"](hidden, scale=scale, packing=packing)
-    parts = zip(hidden[0].split(lengths), scale[0].split(lengths), strict=True)
-    wanted = torch.cat([part.cumsum(0) * by for part, by in parts])[None]
-    torch.testing.assert_close(got, wanted)
-    assert state is None
-    weights = torch.rand(got.shape, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), hidden) for each in (got, wanted)))
-
-
 def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:
     block = nn.ModuleDict({"mixer": Sums()})
     run_on_rows(block)

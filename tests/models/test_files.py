@@ -195,32 +195,6 @@ def whole(source: RandomSource, name: str) -> torch.Tensor:
     return source.read(name, (0,) * len(shape), shape)
 
 
-def test_a_box_has_the_values_that_the_whole_tensor_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomSource(tiny_config("qwen3"), {"w": (7, 5, 6)}, seed=3)
-    full = whole(source, "w")
-    for offsets, sizes in [
-        ((0, 0, 0), (7, 5, 6)),
-        ((2, 1, 3), (4, 3, 2)),
-        ((6, 4, 5), (1, 1, 1)),
-        ((1, 0, 0), (0, 5, 6)),
-    ]:
-        part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        assert torch.equal(source.read("w", offsets, sizes), full[part])
-    monkeypatch.setattr("corerl.models.files.VALUES", {"cpu": 40})
-    assert torch.equal(whole(source, "w"), full)
-
-
-def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
-    config, shape = tiny_config("qwen3"), (50, 40)
-    values = [
-        whole(RandomSource(config, {name: shape, "other": (2, 2)}, seed), name)
-        for name, seed in [("a", 0), ("a", 1), ("b", 0), ("a", 0)]
-    ]
-    assert torch.equal(values[0], values[3])
-    for other in values[1:3]:
-        assert abs(torch.corrcoef(torch.stack([values[0].flatten(), other.flatten()]))[0, 1]) < 0.1
-
-
 def test_a_vector_of_unknown_purpose_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no initialization is known for 'layers.0.A_log' \[8\]"):
         RandomSource(tiny_config("qwen3"), {"layers.0.A_log": (8,)}, seed=0)

@@ -32,9 +32,9 @@ from corerl.models.lora import (
     saved_settings,
     targets_in,
 )
-from corerl.models.names import peft_names, shapes_of
+from corerl.models.names import shapes_of
 from corerl.types import LossSpec, Output
-from corerl.weights.adapters import PREFIX, A, B, adapted, is_adapter
+from corerl.weights.adapters import PREFIX, A, is_adapter
 from corerl_testing import smallest_config
 from corerl_testing.harness import Setup, forward, packed_for_training, running, samples_at
 from corerl_testing.models import drawn_model, tiny_config
@@ -42,32 +42,10 @@ from corerl_testing.tolerances import LOGPROBS
 from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
-ATTENTION = [f"self_attn.{name}_proj" for name in ("k", "o", "q", "v")]
-MLP = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
 
 
 def of(*targets: str) -> LoraConfig:
     return evolve(LORA, targets=targets)
-
-
-def in_layers(*names: str) -> set[str]:
-    return {f"model.layers.{layer}.{name}" for layer in range(2) for name in names}
-
-
-@pytest.mark.parametrize(
-    ("kind", "targets", "wanted"),
-    [
-        ("qwen3", ("all-linear",), in_layers(*ATTENTION, *MLP)),
-        ("qwen3-tied", ("all-linear",), in_layers(*ATTENTION, *MLP)),
-        ("qwen3-moe", ("all-linear",), in_layers(*ATTENTION)),  # neither routers nor the experts' fused matrices
-        ("qwen3", ("q_proj", "mlp.up_proj"), in_layers("self_attn.q_proj", "mlp.up_proj")),
-        ("qwen3", ("q_proj", "all-linear"), in_layers(*ATTENTION, *MLP)),
-        ("qwen3", ("layers.1.mlp.up_proj", "v_proj"), {"model.layers.1.mlp.up_proj"} | in_layers("self_attn.v_proj")),
-        ("qwen3", ("model.layers.0.self_attn.o_proj",), {"model.layers.0.self_attn.o_proj"}),
-    ],
-)
-def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...], wanted: set[str]) -> None:
-    assert targets_in(meta_model(tiny_config(kind)), of(*targets)).keys() == wanted
 
 
 @pytest.mark.parametrize(
@@ -131,18 +109,6 @@ def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> No
         found, wanted = model(tokens).logits, merged(tokens).logits
     assert (wanted - before).abs().max() > 0.1
     assert (found - wanted).abs().max() < 1e-5
-
-
-def test_adapters_of_renamed_weights_have_the_names_of_their_modules_in_peft() -> None:
-    model = meta_model(smallest_config("laguna"), lora=LORA)  # whose shared experts are called otherwise in its files
-    ours = f"{PREFIX}model.layers.1.mlp.shared_expert.gate_proj.lora_B.weight"
-    assert peft_names(model)[ours] == f"{PREFIX}model.layers.1.mlp.shared_experts.gate_proj.lora_B.weight"
-    adapters = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
-    assert peft_names(model).keys() == adapters.keys()
-    for name, shape in adapters.items():  # of A [rank, in] and B [out, rank]
-        assert shapes_of(model)[adapted(name)][not name.endswith(B)] == shape[not name.endswith(B)]
-    same = meta_model(tiny_config("qwen3"), lora=LORA)
-    assert all(ours == theirs for ours, theirs in peft_names(same).items())
 
 
 def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from corerl.errors import ModelError
-from corerl.models import readers
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 
 
@@ -44,15 +43,3 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ModelError, match=r"index\.json is damaged"):
             SafetensorsSource(tmp_path)
-
-
-def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object) -> None:
-        raise RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)\nat 0x1")
-
-    (tmp_path / SINGLE).touch()
-    monkeypatch.setattr(readers, "safe_open", no_memory)
-    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: unable to mmap 8 bytes: Cannot allocate"):
-        SafetensorsSource(tmp_path)

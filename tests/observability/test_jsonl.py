@@ -3,13 +3,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from attrs import evolve
 
 from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices
-from corerl.plugin.events import Evaluated, Notice, RunRewound, SampleShown, StepFinished
+from corerl.plugin.events import Notice, RunRewound, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -85,22 +85,6 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     jsonl.shutdown("finished")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 2.0}\n'
     assert not (tmp_path / "samples.jsonl").exists()
-
-
-def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path: Path) -> None:
-    texts: list[dict[str, Any]] = [
-        {"prompt": f"{n // 2}+1=", "response": str(n), "answer": "", "reward": float(n)} for n in range(8)
-    ]
-    texts[7]["pictures"] = ["00112233aabbccdd", "0" * 16]
-    samples = [SampleShown(**each) for each in texts]
-    jsonl = extension(tmp_path, samples="all")
-    jsonl.observe(started(str(tmp_path)))
-    jsonl.observe(StepFinished(step=0, metrics={}, shown=samples[:2], samples=samples[:6]))
-    jsonl.observe(Evaluated(step=1, metrics={}, shown=samples[6:7], samples=samples[6:]))
-    jsonl.shutdown("finished")
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    wanted = [{"step": 0, "kind": "sampled"}] * 6 + [{"step": 1, "kind": "held-out"}] * 2
-    assert lines == [{**where, **text, "sample": 0, "source": ""} for where, text in zip(wanted, texts, strict=True)]
 
 
 # ---- notices -----------------------------------------------------------------------------------------------------

@@ -32,20 +32,6 @@ def test_gradients_are_scaled_down_to_the_bound_and_never_up(bound: float, norm_
     assert params[2].grad is None
 
 
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25)])
-def test_gradients_are_multiplied_in_place_where_there_are_any(factor: float | torch.Tensor) -> None:
-    params = plain_params()
-    before = [param.grad for param in params]
-    scale_grads(iter(params), factor)
-    assert [param.grad is grad for param, grad in zip(params, before, strict=True)] == [True] * 3
-    assert [None if grad is None else grad.tolist() for grad in before] == [
-        [0.75, 0.0],
-        [[0.0, 1.0], [3.0, 0.0]],
-        None,
-    ]
-    assert float(grad_norm(params)) == 13.0 / 4
-
-
 def on_ranks(world_size: int, body: Callable[[int], None]) -> None:
     """Run `body(rank)` on threads that are ranks of one process group, with real collectives between them.
 

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from corerl.ops.noise import GAMMA, mix, uniform
+from corerl.ops.noise import GAMMA, mix
 
 
 def reference_mix(z: int) -> int:
@@ -28,14 +28,3 @@ def test_torch_numpy_and_unbounded_integers_mix_alike_negative_numbers_included(
     expected = [reference_mix(value % 2**64) for value in values]
     assert [value % 2**64 for value in mix(torch.tensor(values)).tolist()] == expected
     assert [value % 2**64 for value in mix(np.array(values)).tolist()] == expected
-
-
-def test_uniform_numbers_fill_their_cells_evenly_along_counters_and_along_neighboring_keys():
-    along_counters = uniform(torch.tensor([7]), torch.arange(64_000))[0]
-    along_keys = uniform(torch.arange(64_000), torch.tensor([7]))[:, 0]
-    for sample in (along_counters, along_keys):
-        counts = torch.histc(sample, bins=64, min=0, max=1)
-        chi_square = ((counts - 1000) ** 2 / 1000).sum().item()
-        assert 32 < chi_square < 107  # the central 99.9 % of chi-square with 63 degrees of freedom
-        assert abs(torch.corrcoef(torch.stack([sample[:-1], sample[1:]]))[0, 1].item()) < 0.015
-        assert sample.min() > 0 and sample.max() < 1

@@ -25,7 +25,6 @@ from corerl.plan.algorithm import (
     AlgorithmPlan,
     against_algorithm,
     notices_of_learning,
-    notices_of_sampling,
     plan_algorithm,
 )
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
@@ -95,22 +94,6 @@ def test_an_algorithm_that_learns_from_files_does_not_sample() -> None:
         f"run.mode: 'train' samples, but algorithm.name={NAME!r} learns from saved batches; set it to 'train-only'"
     ]
     assert lines(evolve(config, run=RunConfig(mode="train-only"))) == []
-
-
-def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
-    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), rollout=RolloutConfig(max_tokens=12))
-    settled = settle_algorithm(config).algorithm
-    assert (settled.aggregation, settled.overlong, settled.dynamic_sampling) == ("constant-length", "penalty", 3)
-    assert settled.overlong_buffer == 2  # a fifth of 12 tokens
-    own = evolve(config, algorithm=AlgorithmConfig(name=NAME, aggregation="token-mean", overlong="keep"))
-    settled = settle_algorithm(own).algorithm
-    assert (settled.aggregation, settled.overlong, settled.overlong_buffer) == ("token-mean", "keep", 0)
-    # Where there is nothing that dynamic sampling could do, the algorithm's default gives way.
-    from_files, penalised = evolve(config, run=RunConfig(mode="train-only")), changed(config, kl_in="reward")
-    assert [settle_algorithm(each).algorithm.dynamic_sampling for each in (from_files, penalised)] == [0, 0]
-    common = settle_algorithm(GRPO).algorithm
-    assert (common.aggregation, common.overlong, common.dynamic_sampling) == ("token-mean", "keep", 0)
-    assert common.settled({"aggregation": "sequence-mean"}, max_tokens=1) == common
 
 
 def test_each_role_is_trained_on_its_own_loss() -> None:
@@ -223,20 +206,6 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
         ConfigError, match="^algorithm.name: loss 'clipped' takes .* unexpected keyword argument 'clip_hihg'$"
     ):
         planned(config)
-
-
-@pytest.mark.parametrize(
-    ("mode", "rollout", "start"),
-    [
-        ("train", {}, ""),
-        ("rollout-only", {"top_p": 0.9}, ""),
-        ("train", {"top_p": 0.95}, "rollout.top_p=0.95: only the likeliest"),
-        ("train", {"top_p": 0.95, "top_k": 20}, "rollout.top_p=0.95 and rollout.top_k=20: only the likeliest"),
-    ],
-)
-def test_training_on_the_likeliest_tokens_alone_is_noted(mode: Any, rollout: dict[str, Any], start: str) -> None:
-    config = evolve(GRPO, run=RunConfig(mode=mode), rollout=RolloutConfig(**rollout))
-    assert [line.startswith(start) for line in notices_of_sampling(config)] == [True] * bool(start)
 
 
 @pytest.mark.parametrize(

@@ -17,26 +17,6 @@ def lines(*overrides: str) -> list[str]:
     return contradictions(config_of(DATA, overrides))
 
 
-@pytest.mark.parametrize(
-    "sound",
-    [
-        "rollout.source=asynchronous rollout.max_staleness=4",
-        "rollout.source=asynchronous run.mode=eval",
-        "algorithm.routing_replay=engine",
-        "algorithm.routing_replay=recompute algorithm.old_logprobs=recompute",
-        "algorithm.overlong=penalty algorithm.overlong_buffer=256",
-        "cluster.address=h:1 cluster.resources.h200=1 roles.actor.ranks=1000",
-        "weights.every=3 run.mode=rollout-only",  # nothing is sent
-        "eval.samples=8 eval.temperature=0.5 eval.top_p=0.9",
-        "eval.samples=3 eval.answer=mine:f",
-        'eval.top_p=0.9 eval.sets=[{source="sort-digits",samples=8}]',  # which is for the set
-        "data.held_out=0 run.mode=eval eval.sets=[{source='sort-digits'}]",
-    ],
-)
-def test_settings_that_fit_each_other_are_not_refused(sound: str) -> None:
-    assert lines(*sound.split()) == []
-
-
 def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = "Qwen/Qwen3-0.6B"

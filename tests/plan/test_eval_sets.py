@@ -32,26 +32,6 @@ def planned(
     return make_plan(config_in(tmp_path / "run", **tables))
 
 
-def test_a_set_falls_back_to_eval_and_then_to_rollout(tmp_path: Path) -> None:
-    first = {"source": write(tmp_path / "first.jsonl", {"q": "1>", "a": "1"}), "prompt_key": "q", "answer_key": "a"}
-    second = {"source": write(tmp_path / "other.jsonl", {"prompt": "2>"}, {"prompt": "3>"}), "name": "second"}
-    second |= {"samples": 1, "max_tokens": 4, "every": 7, "correct_from": 0.5, "reward": {"name": "exact-match"}}
-    plan = planned(tmp_path, first, second, samples=8, top_p=0.9, every=3)
-    own, one, two = plan.eval_sets
-    assert [each.name for each in plan.eval_sets] == ["", "first", "second"]
-    assert [each.every for each in plan.eval_sets] == [3, 3, 7]
-    assert [each.samples for each in plan.eval_sets] == [8, 8, 1]
-    assert [each.params.greedy for each in plan.eval_sets] == [False, False, True]
-    assert all((each.params.temperature, each.params.top_p, each.params.top_k) == (0.7, 0.9, 4) for each in (own, one))
-    assert [each.params.max_tokens for each in plan.eval_sets] == [10, 10, 4]
-    assert [each.reward and each.reward.name for each in plan.eval_sets] == [None, None, "exact-match"]
-    assert (two.counts, two.correct_from) == (True, 0.5)
-    prompts = [*one.source.held_out_prompts(), *two.source.held_out_prompts()]
-    asked = [(each.text, each.answer, each.source) for each in prompts]
-    assert asked == [("1>", "1", "first"), ("2>", "", "second"), ("3>", "", "second")]
-    assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts of ") for line in plan.notices)
-
-
 def test_prompts_too_long_for_a_set_stay_in_others(tmp_path: Path) -> None:
     longer = {"source": write(tmp_path / "set.jsonl", {"prompt": "1" * 19}, {"prompt": "1" * 3}), "max_tokens": 20}
     plan = planned(tmp_path, longer, held_out=9, max_tokens=15)

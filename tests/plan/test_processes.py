@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from corerl.cluster.arrangement import arrange
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
-from corerl.plan.processes import choose_transport, senders
+from corerl.plan.processes import choose_transport
 from tests.driver.saved import CRITIC, config_in, make_config, make_model
 
 
@@ -30,29 +29,6 @@ def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) 
 
 
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
-
-
-def places(ranks: int, engines: int, *own_devices: str) -> dict[str, tuple[int, ...]]:
-    groups = {"actor": ranks, "critic": 3, "engines": engines}
-    return dict(arrange(groups, own_devices=["critic", *own_devices], cpus=1.0, gpus=1.0).places)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "engines", "own_devices", "sending"),
-    [
-        (4, 4, [], (0, 1, 2, 3)),
-        (4, 2, [], (0, 2)),
-        (1, 1, [], (0,)),
-        (2, 4, [], ()),  # two engines have a device of their own
-        (2, 2, ["engines"], ()),
-    ],
-)
-def test_an_engine_takes_from_the_rank_on_its_bundle(
-    ranks: int, engines: int, own_devices: list[str], sending: tuple[int, ...]
-) -> None:
-    found = places(ranks, engines, *own_devices)
-    assert senders(found["engines"], found["actor"], one_machine=False) == sending
-    assert senders(found["engines"], found["actor"], one_machine=True) == (0,) * engines
 
 
 @pytest.mark.parametrize(

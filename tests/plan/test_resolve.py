@@ -25,7 +25,6 @@ from corerl.plan.resolve import (
     check_spec,
     resolve_tables,
     role_options,
-    settle_extensions,
 )
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
@@ -103,28 +102,6 @@ def test_problems_of_model_and_train_name_their_tables() -> None:
         "roles.critic.train.optimizer.lr",
     ]
     assert told(config(roles=RolesConfig(critic=SideRoleChoice())), "critic") == [*own, *common]
-
-
-def joining(spec: str, how: str, place: int) -> str:
-    return spec.replace('summary="an extension",', f'summary="an extension", joins="{how}", place={place},')
-
-
-def test_defaults_join_a_config_that_says_nothing_by_their_place(install: Install, extension_spec: str) -> None:
-    before = [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions]
-    for name, how, place in (("late", "default", 999), ("early", "default", -1), ("other", "listed", 0)):
-        install(
-            f"corerl-{name}",
-            {"extensions": {name: f"{name}_j:SPEC"}},
-            **{f"{name}_j": joining(extension_spec, how, place)},
-        )
-    assert [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions] == [
-        "early",
-        *before,
-        "late",
-    ]
-    assert settle_extensions(config(extensions=())).extensions == ()
-    given = config(extensions=(ExtensionChoice(name="other"),))
-    assert settle_extensions(given) == given
 
 
 def test_a_broken_extension_that_may_join_is_noted(install: Install) -> None:

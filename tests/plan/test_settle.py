@@ -8,7 +8,7 @@ from attrs import evolve
 
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from tests.driver.saved import CRITIC, DATA, config_in
+from tests.driver.saved import CRITIC, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -45,17 +45,3 @@ def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
     plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
-
-
-@pytest.mark.parametrize(("asked", "rows", "vocabulary"), [(0, 16, 0), (0, 40, 16), (20, 40, 20), (40, 40, 0)])
-def test_ids_that_the_tokenizer_lacks_are_left_out(tmp_path: Path, asked: int, rows: int, vocabulary: int) -> None:
-    config = {**DATA["model"]["config"], "vocab_size": rows}
-    model = {**DATA["model"], "config": config, "vocabulary": asked}
-    plan = make_plan(config_in(tmp_path / "run", model=model))
-    assert plan.processes.engine is not None
-    given = [
-        *(each.config.model for each in plan.processes.roles["actor"].assignments),
-        *(each.model for each in plan.processes.engine.assignments),
-    ]
-    assert {each.vocabulary for each in given} == {vocabulary}
-    assert plan.rollout.vocab_size == (vocabulary or rows)

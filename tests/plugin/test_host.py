@@ -189,21 +189,6 @@ def test_neither_host_nor_backend_can_be_pickled() -> None:
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_init_comes_first_and_only_once() -> None:
-    backend = Fake()
-    host = PluginHost(backend, name="mine", context=CONTEXT)
-    with pytest.raises(WrongState) as caught:
-        train(host)
-    assert caught.value.message == "forward_backward on actor rank 1 is not allowed in state new: call init first"
-    assert backend.calls == []
-    host.init(CONFIG, CONTEXT)
-    with pytest.raises(
-        WrongState, match="init on actor rank 1 is not allowed in state ready: it is already initialized"
-    ):
-        host.init(CONFIG, CONTEXT)
-    assert backend.calls == [("init", 1)]
-
-
 @pytest.mark.parametrize("error", [ValueError("boom"), ModelError("no such tensor"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("half", "called"), [("forward_backward", 1), ("optimizer_step", 2)])
 def test_whatever_leaves_a_half_of_a_step_leaves_only_shutdown(half: str, called: int, error: BaseException) -> None:
@@ -273,23 +258,6 @@ def test_pending_gradients_refuse_save_and_sleep() -> None:
     host.save("somewhere", STEP, False)
     host.sleep(EVERY)
     assert backend.calls == [("optimizer_step", 12, 1.0), ("save", "somewhere"), ("sleep", EVERY)]
-
-
-def test_between_calls_of_a_step_all_but_gradients_sleep() -> None:
-    others = EVERY - {MemoryKind.GRAD}
-    host, backend = added(False)
-    host.forward(BATCH, (), "ref")
-    host.update_weights(None, 1)
-    host.sleep(others)
-    with pytest.raises(NotResident):
-        host.forward_backward(BATCH, LOSS, (), True)
-    host.wake_up(others)
-    host.forward_backward(BATCH, LOSS, (), True)
-    host.forward(BATCH, (), "")
-    host.optimizer_step(STEP, 1.0)
-    assert [call[0] for call in backend.calls] == [
-        "forward", "update_weights", "sleep", "wake_up", "forward_backward", "forward", "optimizer_step",
-    ]  # fmt: skip
 
 
 def test_an_empty_batch_does_not_reach_the_backend() -> None:

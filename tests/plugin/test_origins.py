@@ -75,23 +75,6 @@ def test_unmet_requirements_are_one_line(wants: Wants) -> None:
 
 
 @pytest.mark.parametrize(
-    ("requirement", "lacking"),
-    [
-        ("lib>=2; extra == 'server'", False),
-        ("lib>=2; python_version < '3'", False),
-        ("lib>=2; sys_platform == 'win32' or extra == 'all'", False),
-        ("lib>=2; python_version >= '3' and extra != 'server'", True),
-        ("lib[fast]>=1", False),
-        ("LIB>=1", False),
-        ("lib @ https://example.org/lib.whl", False),
-        ("lib ~= 1.1", True),
-    ],
-)
-def test_markers_and_extras_are_read_as_pip_reads_them(wants: Wants, requirement: str, lacking: bool) -> None:
-    assert bool(wants(requirement, lib="1.0")) is lacking
-
-
-@pytest.mark.parametrize(
     ("version", "admitted"),
     [
         ("2.9.0", True),

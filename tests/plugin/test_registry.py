@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,14 +151,6 @@ def test_damaged_metadata_of_an_unrelated_distribution_is_passed_over(install: I
     (site / "nameless-1.dist-info" / "entry_points.txt").write_text("[corerl.backends]\nno-name = mine_n:SPEC\n")
     assert load(Kind.BACKENDS, "mine").name == "mine"
     assert "no-name" not in installed_names(Kind.BACKENDS)
-
-
-def test_a_reinstalled_distribution_is_read_again(install: Install, backend_spec: str) -> None:
-    site = install("corerl-mine", {"backends": {"mine": "mine_a:SPEC"}}, mine_a=backend_spec)
-    assert "mine" in installed_names(Kind.BACKENDS)
-    shutil.rmtree(site / "corerl_mine-0.1.0.dist-info")
-    install("corerl-mine", {"backends": {"renamed": "mine_a:SPEC"}})
-    assert {"mine", "renamed"} & set(installed_names(Kind.BACKENDS)) == {"renamed"}
 
 
 @pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])

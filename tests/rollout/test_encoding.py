@@ -14,7 +14,7 @@ from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, 
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.pictures import FoundPicture, read
+from corerl.pictures import FoundPicture
 from corerl.rollout.encoding import PromptCheck, encode, expand, require_encodable
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.refused import Refused
@@ -45,14 +45,6 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
     made = load_tokenizer(tokenizer="characters:0123456789>ua:;", path="")
     made.chat_template = template
     return made
-
-
-def test_chats_and_texts_are_encoded_as_transformers_does() -> None:
-    ours = tokenizer()
-    by_hand = ours.apply_chat_template([dict(each) for each in CHAT.messages], add_generation_prompt=True)["input_ids"]
-    assert encode(ours, [CHAT, TEXT, CHAT]) == [by_hand, ours("12>")["input_ids"], by_hand]
-    assert ours.decode(by_hand) == "<bos>u:12;a:3;u:45;a:"
-    assert by_hand.count(ours.bos_token_id) == 1
 
 
 def test_a_refused_chat_is_named_with_the_templates_reason() -> None:
@@ -267,14 +259,6 @@ def pictured(text: str, *references: str) -> tuple[Prompt, TinyReader]:
     messages, found = reader.find({"images": list(references)}, [{"role": "user", "content": text}], root="")
     pictures = tuple(FoundPicture(reader=reader, reference=each) for each in found)
     return Prompt(index=0, text=text, answer="", messages=messages, pictures=pictures), reader
-
-
-def test_a_template_s_placeholders_become_whole_pictures() -> None:
-    prompt, reader = pictured("1<image><image>2", "2x2:9", "3x1:4")
-    (ids,) = encode(PICTURED, [prompt])
-    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
-    assert PICTURED.decode(tokens) == "u:1**|**!***!2;a:"
-    assert "".join(map(str, column)) == "00011111022200000"
 
 
 def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:

@@ -79,6 +79,21 @@ def test_a_resumed_source_continues_with_the_same_samples(kind: str, engines: En
         source(engines, seed=8, **KINDS[kind]).restore(position)
 
 
+@pytest.mark.parametrize("kind", ["synchronous", "streamed"])
+def test_dying_replicas_change_no_sample(kind: str, use: Use[Engines]) -> None:
+    undisturbed = use(Engines(2))
+    wanted = undisturbed.rest(source(undisturbed))
+    for deaths, log in ((1, []), (2, ["receive", "replace 0", "replace 1"])):
+        engines = use(Engines(2))
+        begun = source(engines, **KINDS[kind])
+        steps = [engines.next(begun)]
+        engines.deaths = deaths
+        steps += engines.rest(begun)
+        assert sorted(engines.log) == log
+        for found, expected in zip(steps, wanted, strict=True):
+            assert_same(found, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_failed_rewards_end_a_step_only_if_all_failed(kind: str, use: Use[Engines]) -> None:
     def odd(prompt: Prompt, response: str) -> float:

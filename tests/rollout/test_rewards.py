@@ -172,23 +172,6 @@ def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], reward
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
 
 
-def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:
-    seen: list[list[int]] = []
-    mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
-    batch = SampleBatch(
-        tokens=np.arange(12),
-        offsets=np.array([0, 4, 10, 12]),
-        # A response; an episode of two answers; an episode that asked nothing.
-        columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
-        row_columns={"group": np.zeros(3, dtype=np.int64)},
-    )
-    RewardScorer(find_reward("my_rewards:reward", {})).score(
-        Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""])
-    )
-    assert seen == [[2, 3], [7, 8], []]
-    assert {type(token) for tokens in seen for token in tokens} == {int}
-
-
 @pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
 def test_tokens_are_sent_only_to_functions_that_take_them(mine: ModuleType, others: tuple[str, ...]) -> None:
     mine.counting = counting  # type: ignore[attr-defined]
@@ -333,15 +316,6 @@ def test_with_an_async_function_others_run_in_the_callers_thread(
 
 
 # ---- built-in rewards, and those that a config names ---------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("response", "position", "exact"),
-    [("01358", 1.0, 1.0), ("01385", 3 / 5, 0.0), ("013", 3 / 5, 0.0), ("0135889", 5 / 7, 0.0), ("", 0.0, 0.0)],
-)
-def test_built_in_rewards_count_positions_and_exact_answers(response: str, position: float, exact: float) -> None:
-    assert position_match(SORT, response) == pytest.approx(position)
-    assert exact_match(SORT, response) == exact
 
 
 def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:

@@ -9,11 +9,8 @@ import pytest
 from attrs import evolve
 
 from corerl.data.chat import IMAGE
-from corerl.data.prompts import Prompt
 from corerl.errors import DataError
-from corerl.rollout.sampler import Rollout
-from corerl.rollout.scored import ScoredRollout, first_samples, postprocessed
-from corerl.types import SampleBatch
+from corerl.rollout.scored import ScoredRollout, postprocessed
 from tests.rollout.scored import scored, with_pictures
 
 
@@ -75,15 +72,3 @@ def test_parts_of_rows_that_are_gone_are_left_out() -> None:
 
     step = evolve(scored(), values={"right": np.arange(4, dtype=np.float32)})
     assert [each.parts for each in postprocessed(step, second_prompt, name="mine:second").samples()] == [{}, {}]
-
-
-def test_the_first_sample_is_shown_with_all_its_roles() -> None:
-    rows = {"group": [0, 0, 0, 0, 1, 1], "sample": [0, 0, 1, 1, 0, 0], "role": ["a", "b"] * 3, "episode": range(6)}
-    batch = SampleBatch(
-        tokens=np.zeros(6, np.int64),
-        offsets=np.arange(7),
-        row_columns={name: np.array(each) for name, each in rows.items()},
-    )
-    prompts = tuple(Prompt(index=index, text="?", answer="") for index in (0, 1))
-    rollout = Rollout(batch=batch, prompts=prompts, texts=[""] * 6)
-    assert [first_samples(rollout, count).tolist() for count in (1, 2)] == [[0, 1], [0, 1, 4, 5]]

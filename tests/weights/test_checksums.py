@@ -47,21 +47,6 @@ def test_checksums_are_xxh3_on_hosts_and_sums_on_devices(numel: int, monkeypatch
 
 
 @pytest.mark.parametrize("digest", [checksum, summed])
-def test_every_single_flipped_bit_changes_the_digest(
-    digest: Callable[[torch.Tensor], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "WIDTH", 2)
-    data = torch.randint(0, 256, (53,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    whole = digest(data)
-    seen = {whole}
-    for bit in range(8 * len(data)):
-        flipped = data.clone()
-        flipped[bit // 8] ^= 1 << (bit % 8)
-        seen.add(digest(flipped))
-    assert len(seen) == 1 + 8 * len(data)
-
-
-@pytest.mark.parametrize("digest", [checksum, summed])
 def test_a_view_at_an_odd_offset_has_its_copys_digest(digest: Callable[[torch.Tensor], int]) -> None:
     base = torch.randn(41)
     assert digest(base[1:]) == digest(base[1:].clone())

@@ -5,19 +5,6 @@ from corerl.weights.manifest import build_manifest
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("a", (2, 3)), ("b", ()), ("huge", (5, 5)), ("c", (3,)), ("d", (3,))]
 
 
-def test_the_default_bucket_size_follows_the_model() -> None:
-    def most(rows: int, *, dtype: str = "bfloat16") -> int:
-        """MiB of the largest bucket, of 256 layers of 512 x rows."""
-        manifest = build_manifest([(f"layers.{layer}", (512, rows)) for layer in range(256)], dtype=dtype)
-        return manifest.largest * {"bfloat16": 2, "float32": 4}[dtype] // 2**20
-
-    assert most(1024) == 256  # all of a model of 256 MiB
-    assert most(16 * 1024) == 256  # of 4 GiB
-    assert most(32 * 1024) == 512  # of 8 GiB
-    assert most(32 * 1024, dtype="float32") == 1024
-    assert most(256 * 1024) == 1024  # of 64 GiB
-
-
 def test_a_bucket_has_one_sender_and_senders_take_turns() -> None:
     senders = {"a": 0, "b": 4, "huge": 0, "c": 4, "d": 0}
     manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=28, senders=senders)

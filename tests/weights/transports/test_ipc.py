@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,25 +63,6 @@ def test_one_bucket_is_gathered_while_the_previous_one_loads(pair: Any) -> None:
     assert sender.finish() == {} and received.result() == sender.sent == 64
     assert seen == [[float(index)] * 4 for index in range(4)]  # each as it was sent, though two share memory
     assert places[0] == places[2] != places[1] == places[3]
-
-
-def test_the_engine_opens_two_buffers_by_one_handle_each(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    address, sender, engine = pair
-    given: list[Mapping[str, Any]] = []
-    views: list[torch.Tensor] = []
-    handle = shared.SharedOnHost.handle
-    monkeypatch.setattr(shared.SharedOnHost, "handle", lambda self: (given.append(self), handle(self))[1])
-    for version in (1, 2, 3):
-        received = engine.take(address, version, FOUR, lambda bucket, flat: views.append(flat))
-        sender.open(FOUR, version)
-        for bucket in FOUR.buckets:
-            room = sender.acquire_buffer(4, torch.float32)
-            room.fill_(float(version))
-            sender.send(bucket, room)
-        assert sender.finish() == {} and received.result() == 64
-        room[0] = 17.0
-        assert views[-1][0] == 17.0
-    assert len(given) == 2
 
 
 def test_an_update_in_larger_buckets_than_the_last_arrives(pair: Any) -> None:
