@@ -131,6 +131,16 @@ def test_a_process_takes_half_of_its_share_of_the_cores(
     assert os.environ[THREADS] == "9"
 
 
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_code_that_exits_fails_its_call(code: object) -> None:
+    process = Process("actor rank 0", "tests.cluster.members:Leaves")
+    assert process.construct(0, code).error is None
+    error = process.call(1, "leave").error
+    assert isinstance(error, HookFailed)
+    assert error.message.startswith("actor rank 0: leave: SystemExit")
+    assert "raise SystemExit(self.code)" in error.details
+
+
 def test_the_working_directory_comes_last_on_the_module_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["/driver", "", "/installed"])  # as Ray puts it
     Process("actor rank 0", "nowhere:Nothing", here="/driver")

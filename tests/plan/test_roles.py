@@ -23,6 +23,7 @@ from corerl.config.schema import (
     TrainConfig,
     WeightsConfig,
 )
+from corerl.errors import Unsupported
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
 from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
@@ -30,6 +31,8 @@ from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import RolePlan, needed, plan_role
 from corerl.plugin.capabilities import Capability
 from tests.trainer.configs import FAKE, config_for
+
+LIMITED = "tests.trainer.fakes:LIMITED"
 
 
 def planned(
@@ -87,6 +90,23 @@ def test_every_rank_is_told_the_same_but_for_its_rank(tmp_path: Path) -> None:
     assert plan.environment == {"FAKE_SHARDS": "3 of 3 on cpu"}
     assert plan.data_parallel == 1
     assert pickle.loads(pickle.dumps(plan.assignments)) == plan.assignments
+
+
+def test_every_missing_capability_has_its_line_and_reason() -> None:
+    config = config_for(LIMITED, algorithm=AlgorithmConfig(kl_coef=0.01))
+    with pytest.raises(Unsupported) as caught:
+        planned(config, algorithm=algorithm_of(config))
+    assert caught.value.message.splitlines() == [
+        (
+            f"roles.actor.ranks = 2 requires 'multi-rank', which the backend '{LIMITED}' does not support: it is one "
+            "process; change that setting, or choose another backend"
+        ),
+        (
+            "algorithm.kl_coef = 0.01 (its reference is a snapshot) requires 'snapshots', which the backend "
+            f"'{LIMITED}' does not support yet: no host copies yet; change that setting, or choose another backend"
+        ),
+    ]
+    assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
 
 
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
