@@ -6,10 +6,10 @@ python -m benchmarks.tinker --client CLIENT/bin/python --tiny --steps 4         
 CLIENT is an environment with the SDK and the cookbook, as `make test-tinker` installs it; without the option it is the
 variable TINKER_PYTHON. `math_rl` with
 `loss_fn=importance_sampling` takes `--steps` steps, then `corerl train` takes as many with GRPO on prompts of the same
-texts: random weights, LoRA of rank 32, equally many samples of at most `--new` tokens, one optimizer step for each
-batch, and the log-probs of sampling as the old ones. Weights reach the same engine after each step. The first step of
-each does not count. With `--keep DIRECTORY` the steps of a side that are there are not made again, and `--side` makes
-one alone.
+texts: random weights, LoRA of rank 32, equally many samples of at most `--new` tokens that end at the same text, one
+optimizer step for each batch, and the log-probs of sampling as the old ones. Weights reach the same engine after each
+step. The first step of each does not count. With `--keep DIRECTORY` the steps of a side that are there are not made
+again, and `--side` makes one alone.
 """
 
 from __future__ import annotations
@@ -138,6 +138,7 @@ def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, 
         *(f"data.source={data}", "data.held_out=0", "eval.every=0", "checkpoint.every=0", "checkpoint.export=false"),
         *("reward.name=benchmarks.tinker:reward", "algorithm.old_logprobs=rollout", "train.mini_batches=1"),
         *("algorithm.overlong=keep", "algorithm.overlong_buffer=0", "train.optimizer.lr=1e-6"),
+        r'rollout.stop=["\n\nUser:"]',  # as the recipe's renderer asks for it
     ]
     config = directory / "run.toml"
     config.write_text("")

@@ -12,7 +12,7 @@ from corerl.algorithms.advantages import spread
 from corerl.algorithms.losses import TensorMetric, mismatch
 from corerl.algorithms.metrics import MetricSum
 from corerl.data.packing import count_loss_tokens
-from corerl.rollout.scored import ScoredRollout
+from corerl.rollout.scored import ScoredRollout, truncated_share
 from corerl.rollout.source import Policies
 from corerl.types import FloatArray, IntArray, Metric, Reduction, SampleBatch, TrainResult, offsets_of
 
@@ -28,7 +28,7 @@ def rollout_metrics(scored: ScoredRollout, *, placeholder: int | None = None) ->
         "rollout/reward": float(rewards.mean(dtype=np.float64)),
         "rollout/reward_std": float(rewards.std(dtype=np.float64)),
         "rollout/response_length": float(rows["response_length"].mean()),
-        "rollout/truncated": float((np.bincount(episode_of, weights=rows["truncated"]) > 0).mean()),
+        "rollout/truncated": truncated_share(scored.rollout),
         "rollout/tokens": float(rows["response_length"].sum()),
     }
     if groups < len(rewards):  # else no sample has another to differ from

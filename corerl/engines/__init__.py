@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from corerl.engines.base import PromptScores as PromptScores
     from corerl.engines.base import Received as Received
     from corerl.engines.base import SamplingParams as SamplingParams
+    from corerl.engines.base import Watch as Watch
     from corerl.engines.base import ignore as ignore
     from corerl.engines.batching import settle as settle
     from corerl.engines.continuation import append as append

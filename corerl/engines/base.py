@@ -24,6 +24,8 @@ GENERATION_TOKENS = ("tokens", "logprobs", "versions", "engines")  # and [m]
 SCORES = ("logprobs", "top_tokens", "top_logprobs")  # fields of scores, [n, ...]
 
 OnFinished = Callable[[int], None]  # called with a number of rows when that many more have finished
+# Called with a row's index and tokens that have been sampled of it; returns whether it has enough.
+Watch = Callable[[int, Sequence[int]], bool]
 
 
 def ignore(rows: int) -> None:
@@ -264,6 +266,17 @@ class Engine(ABC):
 
         Call `on_finished`, from any thread, with a number of rows when that many more have finished: users see the
         progress, and the watchdog takes an engine that finishes no rows for one that hangs."""
+
+    def generate_watched(self, request: GenerateRequest, watch: Watch, on_finished: OnFinished = ignore) -> Generation:
+        """As `generate`, but end a row once `watch` says that it has enough; it may have a few tokens more by then,
+        which are in the generation, and counts as finished. `watch` is called from any thread, for one row by one
+        thread at a time, with the row's index and its tokens since the last call, until the row ends or has enough.
+
+        An engine that can see and end rows while it samples overrides this, which asks `generate` for a part of each
+        row at a time: a part waits for all rows, and sends them again."""
+        from corerl.engines.continuation import in_parts
+
+        return in_parts(self.generate, request, watch, on_finished)
 
     @abstractmethod
     def pause(self) -> None:

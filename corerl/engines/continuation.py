@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from attrs import evolve
 
-from corerl.engines.base import GENERATION_ROWS, GENERATION_TOKENS, GenerateRequest, Generation
+from corerl.engines.base import GENERATION_ROWS, GENERATION_TOKENS, GenerateRequest, Generation, OnFinished, Watch
 from corerl.types import Array, IntArray, offsets_of
+
+# Tokens of each row that are sampled before they are looked at, and tokens of a response for one more of them.
+PART = 64
+GROWTH = 8
 
 
 def continued(request: GenerateRequest, generation: Generation) -> GenerateRequest:
@@ -66,6 +70,35 @@ def append(request: GenerateRequest, generation: Generation, more: Generation) -
         **{name: np.concatenate(each) for name, each in columns.items()},
         **{name: per_row(name) for name in GENERATION_ROWS},
     )
+
+
+def in_parts(
+    generate: Callable[[GenerateRequest], Generation], request: GenerateRequest, watch: Watch, on_finished: OnFinished
+) -> Generation:
+    """`Engine.generate_watched` by an engine that only generates: part by part, each of the rows that go on."""
+    done, enough = Generation.nothing(request), np.zeros(len(request), np.bool_)
+    while True:
+        going = np.flatnonzero(done.unfinished)
+        rest = continued(request, done)
+        part = np.maximum(PART, rest.answered // GROWTH)
+        asked = evolve(rest, limits=np.minimum(rest.limits, rest.response_lengths + part))
+        generated = generate(asked)
+        sizes = np.diff(generated.offsets)
+        for row, tokens in zip(going.tolist(), _split(generated.tokens, generated.offsets), strict=True):
+            enough[row] = watch(row, tokens.tolist())
+        goes_on = generated.truncated & (sizes < rest.left)
+        done = append(
+            request,
+            done,
+            evolve(
+                generated,
+                truncated=generated.truncated & ~goes_on,
+                unfinished=(generated.unfinished | goes_on) & ~enough[going],
+            ),
+        )
+        on_finished(len(rest) - int(done.unfinished.sum()))
+        if generated.unfinished.any() or not done.unfinished.any():  # the engine was paused, or has ended all
+            return done
 
 
 def split(generation: Generation, requests: list[GenerateRequest]) -> list[Generation]:

@@ -72,7 +72,7 @@ class EngineService:
                 return self.engine.generate(request, on_finished)
             from corerl.engines.stops import until_stop  # slow to import, and few runs have stop texts
 
-            return until_stop(self.engine.generate, request, self._stops(request.params.stop), on_finished)
+            return until_stop(self.engine.generate_watched, request, self._stops(request.params.stop), on_finished)
         finally:
             with self._counting:
                 del self._counts[thread]
@@ -83,15 +83,14 @@ class EngineService:
             return dict(self._counts)
 
     def _stops(self, texts: tuple[str, ...]) -> Stops:
-        """Made once, as long as few are in use: each looks through the vocabulary."""
+        """Made once, as long as few are in use: each looks through the tokenizer's special tokens."""
         from corerl.engines.stops import Stops
 
         with self._looking:
             if texts not in self._known_stops:
                 if len(self._known_stops) == KEPT_STOPS:
                     self._known_stops.pop(next(iter(self._known_stops)))
-                self._known_stops[texts] = stops = Stops(self._tokenizer, texts)
-                stops.completing  # noqa: B018  -- before any other thread has it, since each would look
+                self._known_stops[texts] = Stops(self._tokenizer, texts)
             return self._known_stops[texts]
 
     @cached_property

@@ -1,27 +1,19 @@
-"""End samples at texts: engines know only tokens, so what they generate is searched part by part."""
+"""End samples at texts: engines know only tokens, so what they sample is searched as it comes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import evolve
 
-from corerl.engines.base import GENERATION_TOKENS, GenerateRequest, Generation, OnFinished, ignore
-from corerl.engines.continuation import append, continued
+from corerl.engines.base import GENERATION_TOKENS, GenerateRequest, Generation, OnFinished, Watch, ignore
 from corerl.models.tokenizer import plain, special_tokens
 from corerl.types import IntArray, offsets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Tokens of each row that are generated before they are searched, and tokens of a response for one more of them: what
-# follows a stop text is wasted, but each part waits for all rows and sends them again.
-PART = 64
-GROWTH = 8
-MOST_COMPLETING = 1024  # tokens at which an engine is asked to end a part: each request lists them
 
 
 class Stops:
@@ -37,25 +29,6 @@ class Stops:
         self._silent = frozenset() if self._special else frozenset(special)
         # Tokens that a stop text may span, besides silent ones: each is at least one byte, and some may be none.
         self._span = 4 * max((len(text.encode()) for text in texts), default=0) + 16
-
-    @cached_property
-    def completing(self) -> tuple[int, ...]:
-        """Tokens of which one completes a stop text, judged by what each says after a letter: those with a stop text in
-        theirs, or with the end of one at its start. () if they are too many to list."""
-        before = plain(self._tokenizer, ["a"])[0][-1:]
-        tokens = sorted(self._tokenizer.get_vocab().values())
-        first, *said = self._tokenizer.batch_decode(
-            [before, *([*before, token] for token in tokens)], skip_special_tokens=not self._special
-        )
-        ends = tuple(text[at:] for text in self._texts for at in range(len(text)))
-        if not "".join(self._texts).isascii():
-            ends += ("\ufffd",)  # some of a character's bytes
-        found = []
-        for token, text in zip(tokens, said, strict=True):
-            own = text.removeprefix(first)
-            if own.startswith(ends) or any(each in own for each in self._texts):
-                found.append(token)
-        return tuple(found) if len(found) <= MOST_COMPLETING else ()
 
     def end(self, tokens: Sequence[int], known: int = 0) -> int | None:
         """How many of a response's tokens it takes until their text has a stop text; None if all together have none.
@@ -139,61 +112,57 @@ def _only_token(text: str, ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
 
 
 def until_stop(
-    generate: Callable[[GenerateRequest], Generation],
+    generate: Callable[[GenerateRequest, Watch, OnFinished], Generation],
     request: GenerateRequest,
     stops: Stops,
     on_finished: OnFinished = ignore,
 ) -> Generation:
-    """Complete the rows, ending each at the first stop text. `generate` is asked for a part of each row at a time,
-    which grows with the response; a single row is generated up to the next token that may complete a stop text, unless
-    such tokens come often. An engine's noise does not depend on that, so these are the tokens of one whole request."""
-    done = Generation.nothing(request)
-    ends = stops.completing if len(request) == 1 else ()  # others would wait, since a part ends with its longest row
-    watched = bool(ends)
-    while True:
-        rest = continued(request, done)
-        if watched:
-            asked = evolve(rest, params=evolve(rest.params, stop_tokens=(*rest.params.stop_tokens, *ends)))
-        else:
-            part = np.maximum(PART, rest.answered // GROWTH)
-            asked = evolve(rest, limits=np.minimum(rest.limits, rest.response_lengths + part))
-        generated = generate(asked)
-        interrupted = bool(generated.unfinished.any())  # the engine was paused
-        done = append(request, done, _ended(rest, generated, stops))
-        on_finished(len(rest) - int(done.unfinished.sum()))
-        if interrupted or not done.unfinished.any():
-            return done
-        watched = bool(ends) and (not watched or len(generated.tokens) >= PART)
+    """Complete the rows, ending each at the first stop text. `generate` is an engine's `generate_watched`, whose noise
+    does not depend on how it is watched, so these are the tokens of one whole request."""
+    search = _Search(request, stops)
+    return search.cut(generate(request, search.look, on_finished))
 
 
-def _ended(request: GenerateRequest, generated: Generation, stops: Stops) -> Generation:
-    """The generated part of each row: cut behind a stop text, or unfinished if only the part has ended."""
-    sizes = np.diff(generated.offsets)
-    kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
-    ended = generated.unfinished.copy()  # by a stop token of the request, or a pause
-    responses = np.split(generated.tokens, generated.offsets[1:-1])
-    for row, (tokens, answered, said) in enumerate(zip(request.by_row(), request.answered, responses, strict=True)):
-        before = tokens[len(tokens) - answered :]
-        if (end := stops.end([*before.tolist(), *said.tolist()], int(answered))) is not None:
-            kept[row], stopped[row] = end - answered, True
-        ended[row] |= len(said) > 0 and int(said[-1]) in request.params.stop_tokens
-    cut = ~stopped & ~ended
-    goes_on = cut & (sizes < request.left)
-    experts = generated.routed_experts
-    if experts is not None:
-        prompts = np.diff(request.offsets)
-        experts = experts[_first(prompts + sizes, prompts + kept)]
-        ends = offsets_of(prompts + kept)[1:][kept < sizes] - 1
-        experts[ends] = -1  # as of a row's last token, which no pass has read
-    chosen = _first(sizes, kept)
-    return evolve(
-        generated,
-        **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
-        offsets=offsets_of(kept),
-        truncated=cut & ~goes_on,
-        unfinished=(generated.unfinished & ~stopped) | goes_on,
-        routed_experts=experts,
-    )
+class _Search:
+    """For stop texts, in rows that are being sampled."""
+
+    def __init__(self, request: GenerateRequest, stops: Stops) -> None:
+        self._stops, self._request = stops, request
+        rows = zip(request.by_row(), request.answered.tolist(), strict=True)
+        self._said = [tokens[len(tokens) - answered :].tolist() for tokens, answered in rows]  # of each answer
+        self._ends: dict[int, int] = {}  # row -> how many of its tokens it takes until it has a stop text
+
+    def look(self, row: int, tokens: Sequence[int]) -> bool:
+        """Whether a row has a stop text with these tokens more."""
+        if row not in self._ends:
+            said = self._said[row]
+            known = len(said)
+            said.extend(tokens)
+            if (end := self._stops.end(said, known)) is not None:
+                self._ends[row] = end - int(self._request.answered[row])
+        return row in self._ends
+
+    def cut(self, generated: Generation) -> Generation:
+        """Each row up to its stop text."""
+        sizes = np.diff(generated.offsets)
+        kept, stopped = sizes.copy(), np.zeros(len(sizes), dtype=np.bool_)
+        for row, end in self._ends.items():
+            kept[row], stopped[row] = end, True
+        experts = generated.routed_experts
+        if experts is not None:
+            prompts = np.diff(self._request.offsets)
+            experts = experts[_first(prompts + sizes, prompts + kept)]
+            ends = offsets_of(prompts + kept)[1:][kept < sizes] - 1
+            experts[ends] = -1  # as of a row's last token, which no pass has read
+        chosen = _first(sizes, kept)
+        return evolve(
+            generated,
+            **{name: getattr(generated, name)[chosen] for name in GENERATION_TOKENS},
+            offsets=offsets_of(kept),
+            truncated=generated.truncated & ~stopped,
+            unfinished=generated.unfinished & ~stopped,
+            routed_experts=experts,
+        )
 
 
 def _first(sizes: IntArray, kept: IntArray) -> IntArray:

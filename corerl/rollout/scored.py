@@ -60,6 +60,12 @@ def exact_share(rollout: Rollout) -> float | None:
     return sum(matches) / len(matches) if matches else None
 
 
+def truncated_share(rollout: Rollout) -> float:
+    """The share of samples that were cut off at a limit, in any row."""
+    _, episode_of = rollout.batch.episodes
+    return float((np.bincount(episode_of, weights=rollout.batch.row_columns["truncated"]) > 0).mean())
+
+
 def first_samples(rollout: Rollout, count: int) -> IntArray:
     """[n] rows of the first sample of each of the first `count` prompts, with all of its roles."""
     rows, _ = rollout.batch.episodes

@@ -1,5 +1,6 @@
 """Stop texts of any length: every engine keeps exactly the tokens up to the one that completes the text."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from corerl.config.schema import ModelConfig
-from corerl.engines import stops as module
+from corerl.engines import continuation as module
 from corerl.engines.base import Engine, GenerateRequest, Generation, SamplingParams
+from corerl.engines.continuation import append, continued, in_parts
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.engines.stops import Stops, stops_of, until_stop
 from corerl.models.tokenizer import character_tokenizer
@@ -22,7 +24,7 @@ from corerl_testing.fake_engine import FakeEngine
 from corerl_testing.fake_spec import FakeConfig
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import MOE, TIED, context, hf_tensors, random_model, update
+from tests.engines.models import MOE, TIED, context, hf_tensors, pause_after, random_model, update
 from tests.engines.services import generation_of
 from tests.engines.stopping import assert_cut_at
 
@@ -82,6 +84,14 @@ def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
     assert stops_of([">"], ours) == ([ours.convert_tokens_to_ids(">")], [])  # those with a > in their names say none
 
 
+def test_stop_texts_of_one_token_become_stop_tokens() -> None:
+    ours = byte_level("ab", "s>")
+    ids = ours.convert_tokens_to_ids
+    assert stops_of(["<|end|>", "\n", "<think>"], ours) == ([ids("<|end|>"), ids("\u010a"), ids("<think>")], [])
+    assert stops_of(["a", "s", "ab", "\n\n"], ours) == ([], ["a", "s", "ab", "\n\n"])  # others hold an a, an s
+    assert stops_of(["\u00e9"], ours) == ([], ["\u00e9"])
+
+
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +129,7 @@ def test_engines_keep_tokens_up_to_the_stop_texts_end(
     whole = engine.generate(asked)
     finished: list[int] = []
     stopping = evolve(asked, params=evolve(asked.params, stop=stop))
-    found = until_stop(engine.generate, stopping, Stops(CHARACTERS, stop), finished.append)
+    found = until_stop(engine.generate_watched, stopping, Stops(CHARACTERS, stop), finished.append)
     assert sum(finished) == 24
     stopped = assert_cut_at(stop, found, whole, CHARACTERS)
     assert 0 < sum(stopped) < 24 or stop == ("0", "1", "2")
@@ -133,62 +143,38 @@ def test_engines_keep_tokens_up_to_the_stop_texts_end(
             assert (mine[-1] == -1).all()
 
 
-def test_tokens_that_may_complete_a_stop_text_are_found_in_the_vocabulary() -> None:
-    ours = byte_level("ab", ":x", "r:", "xr:", "a:", "er", "User:y")
-
-    def found(*stop: str) -> set[str]:
-        return set(ours.convert_ids_to_tokens(list(Stops(ours, stop).completing)))
-
-    assert found("User:") == {":", ":x", "r:", "User:y"}  # what lies before "xr:" and "a:" is no "Use"
-    assert found("a:", "b") == {":", ":x", "a:", "b", "ab"}
-    assert found("x ") == {"\u0120"}
-    assert found("<think>") == {">", "<think>"}
-    last = "\u65e5".encode()[-1:]
-    assert set(Stops(ours, ["\u65e5"]).completing) >= {ours.encode(last.decode("latin-1"))[-1]}
-
-
-@pytest.mark.parametrize("kind", ["fake", "transformers", "moe"])
-@pytest.mark.parametrize("stop", [("12",), ("7", "84", "123")])
-def test_a_row_by_itself_ends_at_the_same_tokens(
-    kind: str, stop: tuple[str, ...], engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked_first", [1, 3, 6, 10])
+def test_a_stop_text_is_found_across_a_pause(
+    asked_first: int, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine = engines["fake"]
+    stop = ("12", "84")
+    asked = evolve(request(24), params=evolve(request(24).params, stop=stop))
+    whole = engine.generate(request(24))
+    stops = Stops(CHARACTERS, stop)
     monkeypatch.setattr(module, "PART", 4)
-    engine, asked = engines[kind], request(24, routed_experts=kind == "moe")
-    whole, stops = engine.generate(asked), Stops(CHARACTERS, stop)
-    stopping = evolve(asked, params=evolve(asked.params, stop=stop))
-    alone = [until_stop(engine.generate, part, stops) for part in stopping.parts(24)]
-    assert 0 < sum(assert_cut_at(stop, Generation.concatenate(alone), whole, CHARACTERS)) < 24
+    with monkeypatch.context() as patched:
+        pause_after(patched, asked_first)
+        first = until_stop(engine.generate_watched, asked, stops)
+    assert first.unfinished.any()
+    more = until_stop(engine.generate_watched, continued(asked, first), stops)
+    assert_cut_at(stop, append(asked, first, more), whole, CHARACTERS)
 
 
-def test_a_row_by_itself_is_asked_for_up_to_completing_tokens() -> None:
-    asked: list[tuple[int, tuple[int, ...]]] = []
-    (one,), (two,), (three,) = (CHARACTERS.encode(text, add_special_tokens=False) for text in "123")
+def test_long_responses_are_sampled_in_eighths() -> None:
+    asked: list[int] = []
 
-    def answering(text: str) -> Generation:
-        """To a row of which an engine samples this text."""
-        tokens = CHARACTERS.encode(text, add_special_tokens=False)
+    def generate(request: GenerateRequest) -> Generation:
+        size, _ = request.left
+        asked.append(int(size))
+        return generation_of([[4] * int(size)] * 2, truncated=True)
 
-        def generate(request: GenerateRequest) -> Generation:
-            (size,), ends = request.left, request.params.stop_tokens
-            asked.append((int(size), ends))
-            rest = tokens[int(request.answered[0]) :][:size]
-            length = next((at + 1 for at, token in enumerate(rest) if token in ends), len(rest))
-            truncated = length == size and rest[length - 1] not in ends
-            return generation_of([rest[:length]], truncated=truncated)
-
-        return until_stop(generate, request(1, max_tokens=len(tokens)), Stops(CHARACTERS, ["12"]))
-
-    assert len(answering("3" * 1000).tokens) == 1000
-    assert asked == [(1000, (2, two))]  # the request's own stop token, and the one that may complete the text
-    asked.clear()
-    found = answering("3" * 99 + "2" + "3" * 99 + "12" + "3" * 50)
-    assert (len(found.tokens), found.truncated.tolist(), [size for size, _ in asked]) == (201, [False], [251, 151])
-    asked.clear()
-    # Where false ends come often, every other part is one of 64.
-    found = answering("32" * 200)
-    assert (len(found.tokens), found.truncated.tolist()) == (400, [True])
-    assert [(size, two in ends) for size, ends in asked[:4]] == [(400, True), (64, False), (334, True), (64, False)]
-    assert one not in asked[0][1] and three not in asked[0][1]
+    wanted = request(2, max_tokens=16_384)
+    found = until_stop(partial(in_parts, generate), wanted, Stops(CHARACTERS, ["12"]))
+    assert (len(found.tokens), sum(asked), found.truncated.tolist()) == (2 * 16_384, 16_384, [True, True])
+    assert asked[:10] == [*[64] * 9, 72]  # 72 of 576
+    assert len(asked) == 38  # not 256
+    assert all(size <= max(64, sum(asked[:part]) // 8) for part, size in enumerate(asked))
 
 
 def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, Engine]) -> None:
@@ -210,7 +196,7 @@ def test_only_the_current_answer_is_searched_for_stop_texts(engines: dict[str, E
         )
         drawn = engine.generate(asked)
         stop = (earlier, earlier[1:] + CHARACTERS.decode(drawn.tokens[:1].tolist()))
-        found = until_stop(engine.generate, asked, Stops(CHARACTERS, stop))
+        found = until_stop(engine.generate_watched, asked, Stops(CHARACTERS, stop))
         assert_cut_at(stop, found, drawn, CHARACTERS)
 
 

@@ -30,7 +30,7 @@ PROMPTS = [Prompt(index=i, text=f"{i}>", answer=answer) for i, answer in enumera
 
 
 class Draws:
-    """Answers "12<eos>", "9<eos>", "5<eos>"."""
+    """Answers "12<eos>", "9<eos>", and "5<eos>" as if it had been cut off."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[GenerateRequest, bool]] = []
@@ -42,7 +42,7 @@ class Draws:
             offsets=np.array([0, 3, 5, 7]),
             logprobs=np.zeros(7, dtype=np.float32),
             versions=np.ones(7, dtype=np.int64),
-            truncated=np.zeros(3, dtype=bool),
+            truncated=np.array([False, False, True]),
         )
 
 
@@ -66,6 +66,7 @@ def test_a_greedy_evaluation_equals_one_by_hand() -> None:
         "eval/reward": pytest.approx((1 + 0.5 + 1) / 3),
         "eval/exact_match": pytest.approx(2 / 3),
         "eval/response_length": pytest.approx(7 / 3),
+        "eval/truncated": pytest.approx(1 / 3),
     }
     assert [(shown.prompt, shown.response, shown.answer, shown.reward) for shown in result.shown] == [
         ("0>", "12", "12", 1.0),

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from corerl.rollout import EventLoop, Failure, Rollout, Sampler
 from corerl_agents.chat_server import ChatServer
 from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode, EpisodeFunction
-from corerl_testing import until_stop
+from corerl_testing import in_parts, until_stop
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.samplers import episode_sampler
 from tests.machine import paced
@@ -382,7 +383,7 @@ def test_a_text_of_the_request_ends_each_answer_by_itself(play: Play) -> None:
     oracle = Oracle()
     rollout = play(
         twice,
-        generate=lambda request: until_stop(oracle, request, Stops(TOKENIZER, request.params.stop)),
+        generate=lambda request: until_stop(partial(in_parts, oracle), request, Stops(TOKENIZER, request.params.stop)),
         samples=16,
         params=evolve(PARAMS, max_tokens=60),
     )

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -166,12 +166,14 @@ class Server:
         self.holding = 0  # rows that wait until somebody interrupts them
         self.interrupted = False  # ever
         self.aborted = threading.Event()
+        self.ended: set[str] = set()  # requests that were aborted by themselves
         self.changing = threading.Lock()
         self.log: list[str] = []  # of what changed the server, for a test to read
 
     # ---- generating --------------------------------------------------------------------------------------------------
 
-    def generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+    def generate(self, body: dict[str, Any], sending: Callable[[Any], None] | None = None) -> tuple[int, Any]:
+        """`sending` takes what a stream has of its rows before their ends."""
         if self.asleep:
             crash(f"generate while {sorted(self.asleep)} have no memory")
         with self.changing:
@@ -200,8 +202,8 @@ class Server:
                     return 400, {"error": {"message": "The input is longer than the model's context length"}}
                 params["max_new_tokens"] = min(params["max_new_tokens"], context - 2 - len(prompt))
             rows = [
-                self.row(prompt, params, body, given)
-                for (prompt, given), params in zip(prompts, body["sampling_params"], strict=True)
+                self.row(prompt, params, body, given, index, sending)
+                for index, ((prompt, given), params) in enumerate(zip(prompts, body["sampling_params"], strict=True))
             ]
             for (prompt, _), start, row in zip(prompts, body.get("logprob_start_len", ()), rows, strict=False):
                 row["meta_info"] |= self.scores(prompt, start, body)
@@ -243,7 +245,13 @@ class Server:
         return 200, {"success": True}
 
     def row(
-        self, prompt: list[int], params: dict[str, Any], body: dict[str, Any], given: Mapping[str, Any]
+        self,
+        prompt: list[int],
+        params: dict[str, Any],
+        body: dict[str, Any],
+        given: Mapping[str, Any],
+        index: int,
+        sending: Callable[[Any], None] | None,
     ) -> dict[str, Any]:
         import torch
 
@@ -256,6 +264,8 @@ class Server:
         triples: list[tuple[float, int, None]] = []
         reason: dict[str, Any] | None = None
         chosen: list[Any] = []
+        request = body["rid"][index] if "rid" in body else ""
+        sent = 0  # tokens
         while reason is None:
             if len(tokens) == self.misbehave.get("held_at") and not self.interrupted:
                 self.holding += 1
@@ -275,6 +285,13 @@ class Server:
                 reason = {"type": "length", "length": params["max_new_tokens"]}
             elif token in stops:
                 reason = {"type": "stop", "matched": token}
+            elif request in self.ended:
+                reason = {"type": "abort", "message": "Aborted", "status_code": None}
+            if sending is not None and len(tokens) % params["stream_interval"] == 1 and reason is None:
+                part = {"finish_reason": None, "weight_version": self.version, "completion_tokens": len(tokens)}
+                part["output_token_logprobs"] = triples[sent:]
+                sending({"index": index, "output_ids": tokens[sent:], "meta_info": part})
+                sent = len(tokens)
         told: dict[str, Any] = {
             "id": "0",
             "finish_reason": reason,
@@ -282,12 +299,12 @@ class Server:
             "completion_tokens": len(tokens),
             "weight_version": self.version,
             "num_retractions": self.misbehave.get("retractions", 0),
-            "output_token_logprobs": triples,
+            "output_token_logprobs": triples[sent:],
         }
         if body.get("return_routed_experts") and self.arguments["enable_return_routed_experts"]:
             told["routed_experts"] = self.routes(chosen, len(prompt) + len(tokens) - 1)
         asked = {"prompt_token_ids": prompt} if body.get("return_prompt_token_ids") else {}
-        return {"output_ids": tokens, **asked, "meta_info": told}
+        return {"output_ids": tokens[sent:], **asked, "meta_info": told, "index": index}
 
     def scores(self, prompt: list[int], start: int, body: dict[str, Any]) -> dict[str, Any]:
         """Of the tokens from `start` on, but for that one: of logits as they are, whatever the temperature."""
@@ -428,6 +445,9 @@ class Server:
         return 200, {"success": True, "new_version": self.version}
 
     def abort(self, body: dict[str, Any]) -> tuple[int, Any]:
+        if not body["abort_all"]:
+            self.ended.add(body["rid"])
+            return 200, ""
         self.log.append("abort")
         if self.misbehave.get("aborts") == "unanswered":
             threading.Event().wait()
@@ -508,10 +528,29 @@ def handler(server: Server) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if self.refused():
                 return
-            if url.path == "/flush_cache":
+            if body.get("stream"):
+                self.stream(body)
+            elif url.path == "/flush_cache":
                 self.answer(*server.flush(body, float(urllib.parse.parse_qs(url.query)["timeout"][0])))
             else:
                 self.answer(*posts[url.path](body))
+
+        def stream(self, body: dict[str, Any]) -> None:
+            """Rows as SGLang sends them: those that have ended whole, here after all have."""
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+
+            def sending(told: Any) -> None:
+                data = b"data: " + (told if isinstance(told, bytes) else json.dumps(told).encode()) + b"\n\n"
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+                self.wfile.flush()
+
+            status, told = server.generate(body, sending)
+            for each in told if status == 200 else [told]:
+                sending(each)
+            sending(b"[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
 
         def answer(self, status: int, told: Any) -> None:
             text = told.encode() if isinstance(told, str) else json.dumps(told).encode()

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -26,6 +26,7 @@ from corerl.engines import UNLIMITED, CacheUse, GenerateRequest, Received, Sampl
 from corerl.errors import ConfigError, EngineFailed, WorkerDied
 from corerl.models import hf_config, meta_model, named_views, shapes_of
 from corerl.weights import Address, Bucket, adapters_of, bit_sums, build_manifest, is_adapter, quantized
+from corerl_sglang import engine as module
 from corerl_sglang.adapters import Adapters
 from corerl_sglang.arguments import VOCABULARY, adapter_misfits
 from corerl_sglang.config import SglangConfig
@@ -34,13 +35,17 @@ from corerl_sglang.read import Cut, Sample, read_samples
 from corerl_sglang.start import start_engine
 from corerl_testing import (
     GuardedSender,
+    Stops,
+    character_tokenizer,
     open_sender,
     quantize,
     to_blocks,
+    until_stop,
 )
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
 from tests.engines.models import MOE, TIED, context, hf_tensors, plain_logprobs, random_model, sequences
+from tests.engines.stopping import assert_cut_at
 
 pytestmark = pytest.mark.processes
 
@@ -262,6 +267,25 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         np.testing.assert_allclose(logprobs, [float(plain[t, k]) for t, k in zip(at, response, strict=True)], atol=1e-5)
     alone = engine.generate(sampled.row_range(3, 4))
     assert alone.tokens.tolist() == drawn.tokens[drawn.offsets[3] : drawn.offsets[4]].tolist()
+
+    # Watched, a row ends soon after it has enough, and is the same until then.
+    stop: tuple[str, ...] = ("1", "27")
+    asked_for: list[tuple[int, Sequence[int]]] = []
+
+    def first_is_enough(row: int, tokens: Sequence[int]) -> bool:
+        asked_for.append((row, tokens))
+        return row % 2 == 0
+
+    with mock.patch.object(module, "LOOK", 3):
+        raw = engine.generate_watched(sampled, first_is_enough)
+        found = until_stop(engine.generate_watched, sampled, Stops(character_tokenizer("0123456789>s"), stop))
+    sizes, whole = np.diff(raw.offsets), np.diff(drawn.offsets)
+    assert (sizes[1::2] == whole[1::2]).all() and (sizes[::2] <= whole[::2]).all() and sizes.sum() < whole.sum()
+    for row in range(len(REQUEST)):
+        seen = [token for index, tokens in asked_for for token in tokens if index == row]
+        kept = raw.tokens[raw.offsets[row] : raw.offsets[row + 1]].tolist()
+        assert kept[: len(seen)] == seen and kept == drawn.tokens[drawn.offsets[row] :][: len(kept)].tolist()
+    assert any(assert_cut_at(stop, found, drawn, character_tokenizer("0123456789>s")))
 
     # A row may have all tokens of the context, its last one drawn for an input of all others.
     for begins in (CONTEXT - 1, CONTEXT - 12):

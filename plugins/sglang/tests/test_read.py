@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from corerl.engines import GenerateRequest, SamplingParams
+from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.pictures import Picture
-from corerl_sglang.read import Experts, Reader, read_samples
+from corerl_sglang.read import Experts, Parts, Reader, read_samples
+from corerl_sglang.server import Refused
 from corerl_testing import append, continued
 
 STOP, LEFT = 7, 8
@@ -38,6 +39,10 @@ def answer(tokens: list[int], reason: str, *, expert: int | None = 1, version: i
     return json.dumps([{"output_ids": tokens, "meta_info": told}]).encode()
 
 
+def generation(said: bytes, request: GenerateRequest, version: int, *, paused: bool) -> Generation:
+    return READER.generation(READER.samples(said), request, version, cut=[0] if paused else [])
+
+
 def request_of(prompt: list[int]) -> GenerateRequest:
     params = SamplingParams(max_tokens=LEFT, stop_tokens=(STOP,), routed_experts=True)
     return GenerateRequest(
@@ -56,7 +61,8 @@ def test_a_server_must_say_which_prompt_it_has_read() -> None:
         told = {"prompt_token_ids": tokens, **({} if sampled else {"output_ids": []})}
         info = own[0]["meta_info"] if sampled else json.loads(answer([], "abort", expert=None))[0]["meta_info"]
         told = json.dumps([{**own[0], **told, "meta_info": info}]).encode()
-        return reader.generation(told, request, 3, paused=not sampled).tokens.tolist()
+        cut = () if sampled else [0]
+        return reader.generation(reader.samples(told), request, 3, cut=cut).tokens.tolist()
 
     assert read(request, [1, 7, 5, 5, 8]) == read(text, None) == [4, STOP]
     assert read(request, None, sampled=False) == []  # a pause has cut it before it was read
@@ -70,10 +76,10 @@ def test_a_server_must_say_which_prompt_it_has_read() -> None:
 
 def test_tokens_of_a_cut_row_keep_their_experts() -> None:
     request = request_of(PROMPT)
-    cut = READER.generation(answer([4, 5, 6], "abort"), request, 3, paused=True)
+    cut = generation(answer([4, 5, 6], "abort"), request, 3, paused=True)
     assert cut.unfinished.tolist() == [True]
     rest = continued(request, cut)
-    more = READER.generation(answer([4, STOP], "stop", expert=2, version=4, read=6), rest, 4, paused=False)
+    more = generation(answer([4, STOP], "stop", expert=2, version=4, read=6), rest, 4, paused=False)
     whole = append(request, cut, more)
     assert whole.versions.tolist() == [3, 3, 3, 4, 4]
     # Nothing was known of the cut part's last token, nor is of the whole one's.
@@ -83,29 +89,63 @@ def test_tokens_of_a_cut_row_keep_their_experts() -> None:
 
 @pytest.mark.parametrize("drawn", [[4, 5, STOP], [4, 5, 6, 4, 5, 6, 4, 5]])
 def test_a_row_cut_at_its_end_is_finished(drawn: list[int]) -> None:
-    ended = READER.generation(answer(drawn, "abort"), request_of(PROMPT), 3, paused=True)
+    ended = generation(answer(drawn, "abort"), request_of(PROMPT), 3, paused=True)
     assert ended.unfinished.tolist() == [False]
     assert ended.routed_experts is not None
     assert ended.routed_experts[:, 0, 0].tolist() == [1] * (2 + len(drawn)) + [-1]
     with pytest.raises(EngineFailed, match="did not report which experts"):
-        READER.generation(answer(drawn, "abort", expert=None), request_of(PROMPT), 3, paused=True)
+        generation(answer(drawn, "abort", expert=None), request_of(PROMPT), 3, paused=True)
 
 
 @pytest.mark.parametrize(("drawn", "expert"), [([], 1), ([4], None)])
 def test_a_row_cut_in_its_prompt_has_no_experts(drawn: list[int], expert: int | None) -> None:
-    cut = READER.generation(answer(drawn, "abort", expert=expert), request_of(PROMPT), 3, paused=True)
+    cut = generation(answer(drawn, "abort", expert=expert), request_of(PROMPT), 3, paused=True)
     assert cut.unfinished.tolist() == [True]
     assert cut.routed_experts is not None and (cut.routed_experts == -1).all()
 
 
+def event(row: int, tokens: list[int], total: int, reason: str | None = None) -> bytes:
+    """A part of a row, which has `total` tokens by then."""
+    info = {"finish_reason": reason and {"type": reason}, "weight_version": "3", "completion_tokens": total}
+    info["output_token_logprobs"] = [[-float(token), token, None] for token in tokens]
+    return json.dumps({"index": row, "output_ids": tokens, "meta_info": info}).encode()
+
+
+def test_samples_are_put_together_of_their_parts() -> None:
+    parts = Parts("engine-0", 2)
+    taken = [
+        parts.take(event(1, [4], 1)),
+        parts.take(event(0, [5, 6], 2, "stop")),
+        parts.take(event(1, [5, 6], 3)),
+        parts.take(event(1, [6], 3, "abort")),  # sent twice
+    ]
+    assert taken == [(1, [4], True), (0, [5, 6], False), (1, [5, 6], True), (1, [], False)]
+    ended, cut = parts.samples()
+    assert (ended.output_ids, cut.output_ids) == ([5, 6], [4, 5, 6])
+    assert [token.logprob for token in cut.meta_info.output_token_logprobs] == [-4.0, -5.0, -6.0]
+    assert (ended.meta_info.finish_reason, cut.meta_info.finish_reason) == ({"type": "stop"}, {"type": "abort"})
+
+
+def test_an_answer_that_ends_before_its_rows_is_an_error() -> None:
+    parts = Parts("engine-0", 2)
+    parts.take(event(0, [5], 1, "stop"))
+    parts.take(event(1, [4], 1))
+    with pytest.raises(EngineFailed, match="engine-0: its server's answer ends before row 1 of 2 has ended"):
+        parts.samples()
+    with pytest.raises(Refused, match="engine-0: its server refused /generate: too long"):
+        parts.take(b'{"error": {"message": "too long", "code": 400}}')
+    with pytest.raises(EngineFailed, match="engine-0: cannot read its server's answer to /generate"):
+        parts.take(b'{"index": 0, "output_ids"')
+
+
 def test_a_cut_row_without_a_pause_is_an_error() -> None:
     with pytest.raises(EngineFailed, match=r"ended a sample after 2 tokens: \{'type': 'abort'\}$"):
-        READER.generation(answer([4, 5], "abort"), request_of(PROMPT), 3, paused=False)
+        generation(answer([4, 5], "abort"), request_of(PROMPT), 3, paused=False)
 
 
 def test_a_server_too_small_for_a_row_is_explained() -> None:
     with pytest.raises(EngineFailed) as caught:
-        READER.generation(answer([4, 5, 6], "length"), request_of(PROMPT), 3, paused=False)
+        generation(answer([4, 5, 6], "length"), request_of(PROMPT), 3, paused=False)
     assert caught.value.message == (
         "engine-0: its server ended a sample after 3 of 8 tokens: its KV cache or context is full; raise "
         "engines.sglang.memory or server.max_total_tokens, or lower rollout.max_tokens"
@@ -116,7 +156,7 @@ def test_a_logprob_of_nan_is_reported_with_its_row() -> None:
     """It would be trained on as NaN."""
     said = answer([4, 5, STOP], "stop").replace(b"[-1.0, 5, null]", b"[null, 5, null]")
     with pytest.raises(EngineFailed) as caught:
-        READER.generation(said, request_of(PROMPT), 3, paused=False)
+        generation(said, request_of(PROMPT), 3, paused=False)
     assert caught.value.message == (
         "engine-0: its server returned a non-finite log-prob for token 1 of 3 in row 0 of 1 (noise key 5); check "
         "that the weights are finite, and that the engine's precision suffices for the model"
@@ -128,8 +168,8 @@ def test_a_server_that_scores_too_few_tokens_is_an_error() -> None:
     asked = evolve(asked, params=evolve(asked.params, scored=2, scored_top=1))
     said = answer([4, STOP], "stop").replace(b'{"finish', b'{"input_token_logprobs": [[null, 2, null]], "finish')
     with pytest.raises(EngineFailed, match="log-probs of 0 tokens of a prompt of 3, and 0 of likely ones, wanted 2"):
-        READER.generation(said, asked, 3, paused=False)
-    cut = READER.generation(answer([], "abort", expert=None), asked, 3, paused=True)
+        generation(said, asked, 3, paused=False)
+    cut = generation(answer([], "abort", expert=None), asked, 3, paused=True)
     assert cut.scores is not None and np.isnan(cut.scores.logprobs).all()
 
 

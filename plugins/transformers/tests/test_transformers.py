@@ -450,7 +450,7 @@ def test_scores_are_those_of_whole_prompts_with_stop_texts(tied: tuple[Transform
     served, model = tied
     texts = Stops(character_tokenizer("0123456789>s"), ["00000"])
     asked = request(4, evolve(PARAMS, max_tokens=100, stop_tokens=(), scored=UNLIMITED, scored_top=2))
-    assert_scores_of(model, asked, until_stop(served.generate, asked, texts).scores)
+    assert_scores_of(model, asked, until_stop(served.generate_watched, asked, texts).scores)
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

@@ -155,13 +155,12 @@ def _cut_off(run: Recent) -> Iterator[Finding]:
 
 
 def _held_out_cut_off(run: Recent) -> str:
-    """Of held-out answers no share is recorded: a mean of as many tokens as there may be is of all of them."""
-    _, length = max(run.metrics.get("eval/response_length", {}).items(), default=(0, None))
-    if length is None or length != run.setting("eval.max_tokens", run.setting("rollout.max_tokens")):
+    _, share = max(run.metrics.get("eval/truncated", {}).items(), default=(0, 0.0))
+    if share is None or not share >= CUT_OFF:
         return ""
     return (
-        f"; all held-out answers of the newest evaluation have {length:g} tokens, the most they may: their reward is "
-        "not to be compared with that of whole answers"
+        f"; {_percent(share)} of the held-out answers of the newest evaluation are cut off too: their reward is not to "
+        "be compared with that of whole answers"
     )
 
 

@@ -156,6 +156,7 @@ def server_arguments(
         "dtype": context.precision,
         "tp_size": options.tensor_parallel,
         "ep_size": options.expert_parallel,
+        "incremental_streaming_output": True,  # an event of a stream has new tokens alone
         "enable_memory_saver": context.device == "cuda",
         "enable_deterministic_inference": options.deterministic,
         "enable_return_routed_experts": options.routed_experts,

@@ -10,8 +10,8 @@ from attrs import frozen
 from corerl.config import above, at_least, between, option
 
 # Concurrent `generate` calls: SGLang batches them itself, so many small ones cost nothing. As many as a step has rows,
-# where each is asked for by itself: what finds no free call is not decoded meanwhile, or shares a call with others, and
-# of stop texts each part then waits for its longest row. A thread of the engine's process each.
+# where each is asked for by itself: what finds no free call is not decoded meanwhile, or shares a call with others. A
+# thread of the engine's process each.
 CALLS = 1024
 LAUNCHER = "corerl_sglang.launch"
 INSTALL = "python -m pip install 'corerl[sglang]'"

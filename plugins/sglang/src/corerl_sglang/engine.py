@@ -7,6 +7,7 @@ import contextlib
 import pickle
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
@@ -26,6 +27,7 @@ from corerl.engines import (
     OnFinished,
     Received,
     SamplingParams,
+    Watch,
     ignore,
     shape_mismatch,
 )
@@ -33,6 +35,7 @@ from corerl.errors import ConfigError, CorerlError, EngineFailed, WeightUpdateEr
 from corerl.messages import message_of
 from corerl.models import build_on_meta, hf_boxes, hf_config, put_adapters
 from corerl.pictures import Picture
+from corerl.types import offsets_of
 from corerl.weights import Address, Manifest, as_sent, is_adapter, is_quantized
 from corerl_sglang.adapters import Adapters, modules_of, require_able
 from corerl_sglang.arguments import LOADER, add_published_fields, server_arguments
@@ -41,13 +44,14 @@ from corerl_sglang.fp8 import quantization
 from corerl_sglang.held import whole_sums
 from corerl_sglang.instruction import Answer, Instruction, Question, name_for, read_answers, write_instruction
 from corerl_sglang.pictures import IN_TEXT, body_of, files_of, placeholder_of, write_processor
-from corerl_sglang.read import Cut, Experts, Reader
+from corerl_sglang.read import Cut, Experts, Parts, Reader, Sample, waited
 from corerl_sglang.server import Refused, Server
 
 WEIGHTS = "weights"
 CACHES = ("kv_cache", "cuda_graph")  # SGLang's other memory tags
 MOST_CALLS = 512  # to the server at once, of one call for rows with pictures
 IDLE_SECONDS = 60.0  # for a server to become idle after its last answer
+LOOK = 64  # tokens of a row after which it is looked at, if it is watched: what follows a stop text is wasted
 ABORT_SECONDS = 0.1  # between two attempts to abort what is being generated
 WATCHDOG_SECONDS = 300.0  # for a forward pass, after which SGLang ends itself: its default of `watchdog_timeout`
 # What SGLang (0.5.17) refuses a request with, all of its rows, if it is aborted before the scheduler has them: with
@@ -125,13 +129,19 @@ class SglangEngine(Engine):
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
+        return self._sample(request, None, on_finished)
+
+    def generate_watched(self, request: GenerateRequest, watch: Watch, on_finished: OnFinished = ignore) -> Generation:
+        return self._sample(request, watch, on_finished)
+
+    def _sample(self, request: GenerateRequest, watch: Watch | None, on_finished: OnFinished) -> Generation:
         try:
-            return self._spread(request, on_finished)
+            return self._spread(request, watch, on_finished)
         except WorkerDied:
             self._server.stop()  # with all its ranks: this engine's replacement starts its own server
             raise
 
-    def _spread(self, request: GenerateRequest, on_finished: OnFinished) -> Generation:
+    def _spread(self, request: GenerateRequest, watch: Watch | None, on_finished: OnFinished) -> Generation:
         self._server.require_alive("generate")
         if request.params.routed_experts and not self._options.routed_experts:
             raise ConfigError(
@@ -150,13 +160,15 @@ class SglangEngine(Engine):
             known = self._failure
             workers = min(len(parts), MOST_CALLS)
 
-            def answered(part: GenerateRequest) -> Generation:
+            def answered(part: GenerateRequest, first: int) -> Generation:
                 if self._serving.paused:  # since the call began, which has more parts than threads
                     return self._reader.nothing(part)
-                return self._generate(part, version, on_finished, files)
+                seen = watch and (lambda row, tokens: watch(first + row, tokens))
+                return self._generate(part, version, seen, on_finished, files)
 
             with files_of(request.pictures, self._directory) as files, ThreadPoolExecutor(workers) as threads:
-                futures = [threads.submit(answered, part) for part in parts]
+                firsts = offsets_of([len(part) for part in parts])[:-1].tolist()
+                futures = [threads.submit(answered, *each) for each in zip(parts, firsts, strict=True)]
                 wait(futures, return_when=FIRST_EXCEPTION)
                 failures = [failure for future in futures if future.done() and (failure := future.exception())]
                 # The cause first: a death explains any other failure, and any failure explains an aborted row.
@@ -186,7 +198,12 @@ class SglangEngine(Engine):
             return failure
 
     def _generate(
-        self, request: GenerateRequest, version: int, on_finished: OnFinished, files: Mapping[Picture, str]
+        self,
+        request: GenerateRequest,
+        version: int,
+        watch: Watch | None,
+        on_finished: OnFinished,
+        files: Mapping[Picture, str],
     ) -> Generation:
         body: dict[str, Any] = {
             "input_ids": [prompt.tolist() for prompt in request.by_row()],
@@ -208,8 +225,12 @@ class SglangEngine(Engine):
             body["return_prompt_token_ids"] = True
         if self._adapters is not None:
             body["lora_path"] = self._adapters.name(version)
+        enough: set[int] = set()  # rows
         try:
-            answer = self._server.post("/generate", body)
+            if watch is None:
+                samples = self._reader.samples(self._server.post("/generate", body))
+            else:
+                samples = self._watched(body, watch, enough)
         except Refused as refused:
             if ABORTED not in refused.message:
                 raise
@@ -217,11 +238,27 @@ class SglangEngine(Engine):
                 raise Cut(refused.message) from refused
             return self._reader.nothing(request)
         newest = self._serving.held[-1]  # by which the server calls its weights, whatever adapters it applies to them
-        paused, on_retracted = self._serving.paused, self._count_retracted
-        sampled = self._reader.generation(answer, request, newest, paused=paused, on_retracted=on_retracted)
+        cut = range(len(request)) if self._serving.paused else enough
+        sampled = self._reader.generation(samples, request, newest, cut=cut, on_retracted=self._count_retracted)
+        if self._adapters is not None and any(waited(samples[row]) for row in enough):
+            self._adapters.interrupted([version])
         sampled = evolve(sampled, versions=np.full_like(sampled.versions, version))
-        on_finished(len(sampled) - int(sampled.unfinished.sum()))
+        on_finished(len(enough.union(np.flatnonzero(~sampled.unfinished).tolist())))
         return sampled
+
+    def _watched(self, body: Mapping[str, Any], watch: Watch, enough: set[int]) -> list[Sample]:
+        """The samples of a request, each ended once `watch` says so; `enough` takes those rows."""
+        requests = [uuid.uuid4().hex for _ in body["input_ids"]]
+        params = [{**each, "stream_interval": LOOK} for each in body["sampling_params"]]
+        parts = Parts(self._context.name, len(requests))
+        asked = {**body, "sampling_params": params, "rid": requests, "stream": True}
+        for data in self._server.stream("/generate", asked):
+            row, tokens, goes_on = parts.take(data)
+            if row not in enough and watch(row, tokens):
+                enough.add(row)
+                if goes_on:
+                    self._server.post("/abort_request", {"rid": requests[row], "abort_all": False}, at_once=True)
+        return parts.samples()
 
     def _count_retracted(self, times: int) -> None:
         with self._failing:

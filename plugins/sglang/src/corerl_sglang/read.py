@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from corerl.errors import EngineFailed
 from corerl.models import routers
 from corerl.types import Array, offsets_of
 from corerl_sglang.pictures import shown
+from corerl_sglang.server import Refused
 
+IN_QUEUE = "Abort in waiting queue"  # SGLang's word (0.5.15 to 0.5.17)
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -33,8 +36,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MetaInfo(msgspec.Struct, frozen=True, kw_only=True):
-    finish_reason: dict[str, Any]
+    finish_reason: dict[str, Any] | None  # None while more is to come
     weight_version: str
+    completion_tokens: int = 0  # so far
     output_token_logprobs: list[Token] = []
     input_token_logprobs: list[Token] = []  # the first has none
     input_top_logprobs_val_flat_b64: str = ""  # base64 of float32 [all of these but the first, k]
@@ -52,11 +56,73 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 read_samples = msgspec.json.Decoder(list[Sample]).decode
 
 
+class Event(msgspec.Struct, frozen=True):
+    """Of an answer that comes as it is made: a part of one row's sample, or why there is none."""
+
+    output_ids: list[int] = []
+    index: int = 0  # of the row
+    prompt_token_ids: list[int] | None = None
+    meta_info: MetaInfo | None = None
+    error: dict[str, Any] = {}
+
+
+read_event = msgspec.json.Decoder(Event).decode
+
+
 # ---- what is made of it ----------------------------------------------------------------------------------------------
 
 
 class Cut(EngineFailed):
     """The server aborted a row on request, although the engine was not paused."""
+
+
+class Parts:
+    """The samples of a request, as their parts come."""
+
+    def __init__(self, engine: str, rows: int) -> None:
+        self._engine = engine
+        self._tokens: list[list[int]] = [[] for _ in range(rows)]
+        self._logprobs: list[list[Token]] = [[] for _ in range(rows)]
+        self._last: dict[int, Event] = {}
+
+    def take(self, data: bytes) -> tuple[int, list[int], bool]:
+        """The row, its new tokens, and whether it goes on. Raises Refused for a request that the server does not answer
+        and EngineFailed for what is no part of an answer."""
+        with parsing(self._engine):
+            event = read_event(data)
+        info = event.meta_info
+        if info is None:
+            raise Refused(f"{self._engine}: its server refused /generate: {event.error.get('message', data.decode())}")
+        tokens = self._tokens[event.index]
+        # Of a row that is aborted while it waits to be read again, SGLang (0.5.17) sends the last token twice.
+        new = info.completion_tokens - len(tokens)
+        tokens += event.output_ids[len(event.output_ids) - new :]
+        self._logprobs[event.index] += info.output_token_logprobs[len(info.output_token_logprobs) - new :]
+        self._last[event.index] = event
+        return event.index, tokens[len(tokens) - new :], info.finish_reason is None
+
+    def samples(self) -> list[Sample]:
+        """All, once they have ended."""
+        found = []
+        for row, (tokens, logprobs) in enumerate(zip(self._tokens, self._logprobs, strict=True)):
+            last = self._last.get(row)
+            if last is None or last.meta_info is None or last.meta_info.finish_reason is None:
+                rows = len(self._tokens)
+                raise EngineFailed(f"{self._engine}: its server's answer ends before row {row} of {rows} has ended")
+            info = msgspec.structs.replace(last.meta_info, output_token_logprobs=logprobs)
+            found.append(Sample(output_ids=tokens, prompt_token_ids=last.prompt_token_ids, meta_info=info))
+        return found
+
+
+@contextlib.contextmanager
+def parsing(engine: str) -> Iterator[None]:
+    """Raise EngineFailed for an answer that cannot be parsed within the context."""
+    try:
+        yield
+    except msgspec.DecodeError as error:
+        raise EngineFailed(
+            f"{engine}: cannot read its server's answer to /generate: {error}; use SGLang 0.5.15 or later"
+        ) from error
 
 
 @frozen(kw_only=True)
@@ -96,34 +162,33 @@ class Reader:
     experts: Experts
     pictures: str = ""  # model.pictures
 
+    def samples(self, answer: bytes) -> list[Sample]:
+        """Those of a whole request; EngineFailed if they cannot be read."""
+        with parsing(self.engine):
+            return read_samples(answer)
+
     def generation(
         self,
-        answer: bytes,
+        samples: Sequence[Sample],
         request: GenerateRequest,
         version: int,
         *,
-        paused: bool,
+        cut: Collection[int] = (),
         on_retracted: OnFinished = ignore,
     ) -> Generation:
-        """Parse the answer to a whole request; if `paused`, rows may have been cut. `on_retracted` is called with how
-        often rows lost their place in the KV cache.
+        """What the samples of a whole request are, some of whose rows may have been `cut`. `on_retracted` is called
+        with how often rows lost their place in the KV cache.
 
-        Raises EngineFailed if the answer cannot be parsed or does not fit the request: a row ended early, tokens of
-        other weights than `version`, no experts.
+        Raises EngineFailed if they do not fit the request: a row ended early, tokens of other weights than `version`,
+        no experts.
         """
-        try:
-            samples = read_samples(answer)
-        except msgspec.DecodeError as error:
-            raise EngineFailed(
-                f"{self.engine}: cannot read its server's answer to /generate: {error}; use SGLang 0.5.15 or later"
-            ) from error
         on_retracted(sum(sample.meta_info.num_retractions for sample in samples))
         tokens, logprobs, routed, scores = [], [], [], []
         rows = zip(request.by_row(), request.left, samples, strict=True)
         for row, (prompt, left, sample) in enumerate(rows):
             if request.pictures and sample.output_ids:
                 self._require_same(sample.prompt_token_ids, request, row)
-            sampled, own = self._row(sample, request.params, int(left), version, paused=paused)
+            sampled, own = self._row(sample, request.params, int(left), version, may_be_cut=row in cut)
             if (unknown := np.flatnonzero(np.isnan(own))).size:
                 raise EngineFailed(
                     f"{self.engine}: its server returned a non-finite log-prob for token {unknown[0]} of {len(own)} "
@@ -157,12 +222,12 @@ class Reader:
         return evolve(Generation.nothing(request), routed_experts=unknown)
 
     def _row(
-        self, sample: Sample, params: SamplingParams, left: int, version: int, *, paused: bool
+        self, sample: Sample, params: SamplingParams, left: int, version: int, *, may_be_cut: bool
     ) -> tuple[Array, Array]:
         """Tokens [m] and log-probs [m] of one row, of at most `left` tokens; of a cut row, those sampled so far."""
         info, tokens = sample.meta_info, sample.output_ids
-        reason, stopped = info.finish_reason, _stopped(sample, params)
-        cut = reason["type"] == "abort" and paused
+        reason, stopped = info.finish_reason or {"type": ""}, _stopped(sample, params)
+        cut = reason["type"] == "abort" and may_be_cut
         ended = bool(tokens) and (reason["type"] == "length" or (reason["type"] == "stop" and stopped))
         if not (cut or ended):
             failure = Cut if reason["type"] == "abort" else EngineFailed
@@ -243,3 +308,8 @@ class Reader:
 
 def _stopped(sample: Sample, params: SamplingParams) -> bool:
     return bool(sample.output_ids) and sample.output_ids[-1] in params.stop_tokens
+
+
+def waited(sample: Sample) -> bool:
+    """Whether a row was aborted while it waited to be read, or read again."""
+    return (sample.meta_info.finish_reason or {}).get("message") == IN_QUEUE

@@ -13,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ HEALTH_SECONDS = 30.0  # for one answer: SGLang generates a token before it repo
 # An endpoint (in SGLang 0.5.15 and 0.5.17) that the HTTP process answers by itself, whatever its ranks do: it generates
 # nothing, asks no scheduler, and works while weights are loaded or memory is released.
 PING = "/ping"
+EVENT, DONE = b"data: ", b"[DONE]"  # the lines of an answer that comes as it is made, and the last one
 MISSES = 3  # failed checks in a row before a server counts as silent, in case the machine stalled for a while
 LAST_BREATH = 10.0  # seconds to find out whether a server that broke off has died
 
@@ -58,6 +59,10 @@ class Server:
         self._health_timeout = health_timeout
         self._died_of: tuple[str, str] | None = None  # (one line, details)
         self._ending = threading.Lock()  # all waiting threads notice its death at the same moment
+        self._counting = threading.Lock()
+        self._owed = 0  # answers that may take any time
+        self._gone = threading.Event()
+        self._pinging = threading.Thread(target=self._ping, daemon=True, name=f"{name} pings its server")
         # Held until the server is gone, to reserve the port during the minute it takes to start: two sockets that both
         # allow it may be bound to one port as long as only one listens.
         self._held = socket.socket()
@@ -103,6 +108,7 @@ class Server:
                 raise failed
             with contextlib.suppress(OSError, HTTPException):  # not listening yet
                 if self._ask("GET", "/health", None, timeout=HEALTH_SECONDS)[0] == 200:
+                    self._pinging.start()
                     return
             if time.monotonic() > deadline:
                 late = EngineFailed(
@@ -130,7 +136,17 @@ class Server:
         so, EngineFailed if it hangs up but still runs. An answer may take any time, but a server that meanwhile does
         not even answer pings is ended, and counts as dead; as does one that does not give an answer that it has
         `at_once`, since its HTTP process asks nobody else."""
-        return self._answer("POST", path, body or {}, at_once=at_once)
+        if at_once:
+            return self._answer("POST", path, body or {})
+        with self._streaming(path, body or {}) as response:
+            return response.read()
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[bytes]:
+        """Post a request; yields the data of each event of its answer. Raises as `post`."""
+        with self._streaming(path, body) as response:
+            for line in response:
+                if line.startswith(EVENT) and (data := line.removeprefix(EVENT).strip()) != DONE:
+                    yield data
 
     def give_up(self, why: str) -> None:
         """End a server that still runs, and counts as dead then: it `why`."""
@@ -151,6 +167,7 @@ class Server:
                 last, more = self._last_lines(1), self._last_lines()
                 if self._process.stdin is not None:
                     self._process.stdin.close()
+                self._gone.set()
                 # Only once, since the process group's id may be reused later. Ranks may outlive the server.
                 with contextlib.suppress(ProcessLookupError):  # all have ended already
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -159,14 +176,35 @@ class Server:
             shutil.rmtree(self.directory, ignore_errors=True)  # its own watcher died with it
             return self._died_of
 
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None, *, at_once: bool = False) -> bytes:
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        """An answer that comes within the health timeout."""
+        with self._failing(path):
+            status, answer = self._ask(method, path, body, timeout=self._health_timeout)
+            return self._accepted(path, status, answer)
+
+    @contextlib.contextmanager
+    def _streaming(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+        """An answer that may take any time, and is read within the context."""
+        with self._failing(path), self._owing(), contextlib.closing(HTTPConnection(HOST, self.port)) as connection:
+            self._send(connection, "POST", path, body)
+            response = connection.getresponse()
+            if response.status != 200:
+                self._accepted(path, response.status, response.read())
+            yield response
+
+    def _accepted(self, path: str, status: int, answer: bytes) -> bytes:
+        if status != 200:
+            raise Refused(f"{self._name}: its server refused {path} with status {status}: {_message(answer)}")
+        return answer
+
+    @contextlib.contextmanager
+    def _failing(self, path: str) -> Iterator[None]:
+        """Raise WorkerDied or EngineFailed for a connection that fails within the context."""
         self.require_alive(path)
         try:
-            status, answer = self._ask(method, path, body, timeout=self._health_timeout, watched=not at_once)
+            yield
         except TimeoutError as silent:
-            if self.alive:
-                limit = f"{self._health_timeout:g} s (engines.sglang.health_timeout)"
-                self._end(f"did not respond for {limit} and was killed")
+            self._end_silent()
             raise self._died(path) from silent
         except (OSError, HTTPException) as error:
             try:
@@ -177,43 +215,43 @@ class Server:
                     f"running; {self._last_lines(1)}"
                 ) from error
             raise self._died(path) from error
-        if status != 200:
-            raise Refused(f"{self._name}: its server refused {path} with status {status}: {_message(answer)}")
-        return answer
 
-    def _ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float, watched: bool = False
-    ) -> tuple[int, bytes]:
+    def _end_silent(self) -> None:
+        if self.alive:
+            self._end(f"did not respond for {self._health_timeout:g} s (engines.sglang.health_timeout) and was killed")
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout: float) -> tuple[int, bytes]:
         """Status and body of the answer. Raises TimeoutError if accepting the request, starting the answer or
-        continuing it takes longer than `timeout` seconds. If `watched`, the answer may start at any time as long as the
-        server answers pings: SGLang ends itself if a batch hangs."""
-        connection = HTTPConnection(HOST, self.port, timeout=timeout)
-        try:
-            content = None if body is None else msgspec.json.encode(body)
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
-            connection.request(method, path, content, headers)
-            if watched:
-                self._wait(connection.sock, timeout)
+        continuing it takes longer than `timeout` seconds."""
+        with contextlib.closing(HTTPConnection(HOST, self.port, timeout=timeout)) as connection:
+            self._send(connection, method, path, body)
             response = connection.getresponse()
             return response.status, response.read()
-        finally:
-            connection.close()
 
-    def _wait(self, sock: socket.socket, limit: float) -> None:
-        """Wait until an answer starts or the connection ends. Raises TimeoutError after `limit` seconds without an
-        answer to `PING` either. Only peeks at the socket, since http.client cannot resume an answer after a timeout at
-        its start."""
-        sock.settimeout(limit / (2 * MISSES))
+    def _send(self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None) -> None:
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        connection.request(method, path, content, headers)
+
+    @contextlib.contextmanager
+    def _owing(self) -> Iterator[None]:
+        """Within it, a server that answers no pings is ended, which ends the connections to it."""
+        with self._counting:
+            self._owed += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._owed -= 1
+
+    def _ping(self) -> None:
+        """As long as the server runs: SGLang ends itself if a batch hangs, but its HTTP process may hang too."""
+        pause = self._health_timeout / (2 * MISSES)
         missed = 0
-        while missed < MISSES:
-            try:
-                sock.recv(1, socket.MSG_PEEK)
-            except TimeoutError:
-                missed = 0 if self._is_there(limit / (2 * MISSES)) else missed + 1
-            else:
-                sock.settimeout(limit)
-                return
-        raise TimeoutError
+        while not self._gone.wait(pause):
+            missed = missed + 1 if self._owed and not self._is_there(pause) else 0
+            if missed == MISSES:
+                self._end_silent()
 
     def _is_there(self, timeout: float) -> bool:
         """Whether the server answers a ping, with any status."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from corerl.driver.advantages import compute_advantages as compute_advantages
     from corerl.engines.continuation import append as append
     from corerl.engines.continuation import continued as continued
+    from corerl.engines.continuation import in_parts as in_parts
     from corerl.engines.stops import Stops as Stops
     from corerl.engines.stops import until_stop as until_stop
     from corerl.models.lora import LoraLinear as LoraLinear
