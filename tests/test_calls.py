@@ -168,8 +168,5 @@ def test_an_unread_error_is_raised_once_at_the_end() -> None:
     ranks.calls.raise_unread()
 
 
-# ---- several groups --------------------------------------------------------------------------------------------------
-
-
 def died() -> WorkerDied:
     return WorkerDied("its process died")

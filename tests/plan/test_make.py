@@ -75,9 +75,6 @@ def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
         make_plan(evolve(config, model=ModelConfig(path=".")))
 
 
-# ---- checkpoints and devices -----------------------------------------------------------------------------------------
-
-
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 

@@ -232,6 +232,3 @@ def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> 
     )
     assert progress[0] == (0, PROMPTS * SAMPLES)
     begun.close()
-
-
-# ---- what a step has -------------------------------------------------------------------------------------------------

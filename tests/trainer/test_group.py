@@ -558,9 +558,6 @@ def test_the_cause_of_an_end_is_raised_once(ask: Any) -> None:
     assert processes.calls == [("clear_memory",), ("manifest", False)]
 
 
-# ---- where engines are met -------------------------------------------------------------------------------------------
-
-
 # ---- other ranks in the place of these -------------------------------------------------------------------------------
 
 
