@@ -6,10 +6,29 @@ from typing import Any
 
 import pytest
 
-from corerl.calls import Calls, Future
+from corerl.calls import Calls, Future, wait_all
 from corerl.errors import SaveFailed, WorkerDied
 
 WITHIN = 60.0  # seconds for what takes none
+
+
+class Looks:
+    """A call that is ready after it was looked at `looks` times; never, where that is negative."""
+
+    def __init__(self, looks: int = 0, answer: Any = None) -> None:
+        self.looks, self.answer = looks, answer
+
+    def ready(self, timeout: float) -> bool:
+        self.looks -= 1
+        return self.looks == -1
+
+    def fetch(self) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def future(self, group: object = None) -> Future[Any]:
+        return Future(group or self, self.ready, self.fetch)
 
 
 class Ranks:
@@ -168,5 +187,21 @@ def test_an_unread_error_is_raised_once_at_the_end() -> None:
     ranks.calls.raise_unread()
 
 
+# ---- several groups --------------------------------------------------------------------------------------------------
+
+
 def died() -> WorkerDied:
     return WorkerDied("its process died")
+
+
+def named(**looks: int) -> dict[str, Future[str]]:
+    return {name: Looks(after, name.upper()).future() for name, after in looks.items()}
+
+
+def test_results_come_in_the_order_of_calls() -> None:
+    assert list(wait_all(named(a=3, b=0)).items()) == [("a", "A"), ("b", "B")]
+
+
+def test_the_first_error_is_raised_while_others_hang() -> None:
+    with pytest.raises(WorkerDied, match="^its process died$"):
+        wait_all({**named(hangs=-5), "dies": Looks(1, died()).future()})
