@@ -182,16 +182,6 @@ def test_the_expected_gradient_is_that_of_the_stated_objective(name: str, aggreg
 CONSTANT = "algorithm.aggregation=constant-length"
 
 
-def expected(world: World, logprobs: Tensor, values: Tensor) -> Tensor:
-    """Over the samples of a policy, of a value of each [samples]."""
-    return (torch.stack([of_sample(logprobs, said) for said in world.samples]).exp() * values).sum()
-
-
-def of_sample(table: Tensor, said: list[int]) -> Tensor:
-    """The sum over a sample's words of what a table has for each."""
-    return table[0, said[0]] + (table[said[0] + 1, said[1]] if len(said) == 2 else 0)
-
-
 RETURNS = ("algorithms.ppo.whiten=false",)  # gamma and lambda are 1
 
 

@@ -154,13 +154,6 @@ def test_what_a_sampler_returns_is_checked(change: Callable[[Rollout], Rollout],
         sample(Faulty(change, sampler.context))
 
 
-def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
-    engine = Recorder(FOUR)
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=seed)
-    sample(sampler, prompts, step=step, samples=4 // len(prompts))
-    return engine.requests[0].noise_keys.tolist()
-
-
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:
     config = RolloutConfig(temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop=("s", "12", ">", "<pad>", "12"))
     assert sampling_params(config, TOKENIZER, [2, 14]) == SamplingParams(
