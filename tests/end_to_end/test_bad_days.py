@@ -11,7 +11,6 @@ from corerl.checkpoint.commit import latest, read_state
 from tests.end_to_end.command import Command, steps_done, write_small
 from tests.end_to_end.faulty import fault
 
-FUNCTIONS = "tests.end_to_end.user_functions"
 CONSOLE = "extensions=[{name='jsonl'},{name='console'}]"
 FAKE = ["rollout.engine=fake", "algorithm.on_mismatch=off", "eval.every=0"]
 PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes that start fastest
