@@ -26,6 +26,24 @@ outcome: BaseException | Callable[[], int] | int = 0
 seen: list[argparse.Namespace] = []
 
 
+def add_failing(parser: argparse.ArgumentParser) -> None:
+    """A command `failing` that raises `outcome`, returns it, or what it returns."""
+    parser.set_defaults(run=run)
+
+
+def add_keeping(parser: argparse.ArgumentParser) -> None:
+    """A command `keeping FILE [KEY=VALUE ...] [--flag]` that keeps its arguments."""
+    parser.add_argument("file")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--flag", action="store_true")
+    parser.set_defaults(run=keep)
+
+
+def keep(args: argparse.Namespace) -> int:
+    seen.append(args)
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     if isinstance(outcome, BaseException):
         raise outcome
