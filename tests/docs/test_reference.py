@@ -1,8 +1,10 @@
 """Pages that are made from the code say all of it: hooks with their arguments, tables of the config, pictures."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 from xml.etree import ElementTree
 
 import attrs
@@ -17,6 +19,14 @@ from tests.public import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_of_docs_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def page(name: str) -> str:

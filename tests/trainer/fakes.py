@@ -36,6 +36,14 @@ def data_parallel(config: FakeConfig, cluster: ClusterInfo) -> int:
     return cluster.ranks // config.shards
 
 
+def check_model(config: FakeConfig, cluster: ClusterInfo) -> Iterable[Problem]:
+    """Of what is known of the run: nothing is said where it is not known."""
+    if heads := cluster.model.get("num_key_value_heads", 0) % 4:
+        yield Problem(".model.num_key_value_heads", f"{heads} more than a multiple of 4")
+    if cluster.train and cluster.train.recompute != "none":
+        yield Problem(".train.recompute", f"{cluster.train.recompute!r}, and it keeps everything")
+
+
 SPEC = BackendSpec(
     implementation=PLAIN.implementation,
     config=FakeConfig,
@@ -49,6 +57,13 @@ NO_REPLAY = evolve(
     PLAIN,
     summary="the plain backend, without routing replay",
     capabilities={**PLAIN.capabilities, Capability.ROUTING_REPLAY: not_implemented("it tells its routers nothing")},
+)
+CHOOSY = BackendSpec(
+    implementation=PLAIN.implementation,
+    config=FakeConfig,
+    api=(2, 0),
+    summary="a fake that cannot take every model",
+    check=check_model,
 )
 LIMITED = BackendSpec(
     implementation=PLAIN.implementation,
