@@ -30,6 +30,8 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
 OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
+# How a group ends, and what the processes of ranks get: all of it core's, which one backend of several ranks shows.
+OF_THE_GROUP = {"C28", "C37", "C38", "C39", "C40"}
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
     "plugins/testing/tests/test_new_backend.py",
@@ -83,9 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_seen_elsewhere(item: pytest.Item) -> bool:
-    """Whether a check runs on fewer ranks than its most, or with a variant that trains, sleeps and resumes as well."""
+    """Whether a check runs on fewer ranks than its most, with a variant that trains, sleeps and resumes as well, or of
+    another backend than FSDP sees what core does."""
     if (mark := item.get_closest_marker(MARK)) is None or mark.args[0].id == FOUNDATION:
         return False
+    if mark.args[0].id in OF_THE_GROUP and "plugins/fsdp/" not in item.nodeid:
+        return True
     parameters = parameters_of(item)
     if parameters.get("backend_variant") is not None:
         return mark.args[0].id not in OF_VARIANTS

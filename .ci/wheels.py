@@ -9,7 +9,8 @@ unpacked to a directory of its own, so that a set of them is a list for PYTHONPA
 - of those that an extra names, the fewest that use every wheel train an example for two steps: the one that needs most
   of these wheels.
 
-Core and one backend train where there is nothing but what these two require, directly or through others.
+Core with a backend, an engine and the usual transports trains where there is nothing but what these require, directly
+or through others.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKEND = "corerl-fsdp"  # added to the sets that have none, and cannot train
-ENGINE = "corerl-transformers"  # the same
+ENGINE, TRANSPORT = "corerl-transformers", "corerl-transports"  # the same
+LEAST = {BACKEND, ENGINE, TRANSPORT}
 QUICK = ["run.steps=2", "eval.every=0", "checkpoint.every=0", "roles.actor.ranks=1"]
 QUICK += ["rollout.replicas=1", "rollout.prompts=4"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -55,7 +57,7 @@ def main(dist: str) -> int:
         sites = {name: unpacked(wheel, scratch / "sites") for name, wheel in wheels(Path(dist)).items()}
         shutil.copytree(ROOT / "examples", scratch / "examples")
         os.chdir(scratch)
-        sets = {"core alone": {"corerl"}, "core, a backend and an engine": {"corerl", BACKEND, ENGINE}}
+        sets = {"core alone": {"corerl"}, "core, a backend and an engine": {"corerl", *LEAST}}
         for extra in metadata.PathDistribution(metadata_of(sites["corerl"])).metadata.get_all("Provides-Extra") or ():
             if extra not in TOOLS:
                 sets[f"corerl[{extra}]"] = ours(f"corerl[{extra}]", sites)
@@ -80,7 +82,7 @@ def main(dist: str) -> int:
         if any(needed.values()):
             trained = covering({frozenset(in_a_run(each, sites)) for each in named}, sites)
             with ThreadPoolExecutor(JOBS) as pool:
-                jobs = [pool.submit(train_bare, {"corerl", BACKEND, ENGINE}, sites, needed)]
+                jobs = [pool.submit(train_bare, {"corerl", *LEAST}, sites, needed)]
                 jobs += [pool.submit(train, names, sites, needed) for names in trained]
                 wrong += [line for job in jobs for line in job.result()]
             print(f"{len(jobs)} runs trained; {time.monotonic() - began:.0f} s in all")
@@ -150,7 +152,7 @@ def points(names: Iterable[str], sites: Mapping[str, Path], *groups: str) -> lis
 
 def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
     """Core, the wheels that take part in a run with all that they require, an engine, and a backend if none is one."""
-    parts = {"corerl", ENGINE, *(name for name in names if points([name], sites, *PARTS))}
+    parts = {"corerl", ENGINE, TRANSPORT, *(name for name in names if points([name], sites, *PARTS))}
     parts = parts.union(*(ours(name, sites) for name in parts))
     return parts if points(parts - {"corerl"}, sites, "corerl.backends") else {*parts, BACKEND}
 
@@ -163,7 +165,7 @@ def covering(sets: Iterable[frozenset[str]], sites: Mapping[str, Path]) -> list[
         return set(names) - (backends - {backend_of(names, sites)})
 
     left, chosen = sorted(sets, key=lambda names: (len(names), sorted(names))), list[frozenset[str]]()
-    missing = set[str]().union(*map(used, left)) - {"corerl", BACKEND, ENGINE}  # which train alone
+    missing = set[str]().union(*map(used, left)) - {"corerl", *LEAST}  # which train alone
     while missing:
         chosen.append(max(left, key=lambda names: len(used(names) & missing)))
         missing -= used(chosen[-1])
@@ -236,7 +238,9 @@ def needs(path: Path) -> list[str]:
         config = load_config(path)
     except ConfigError:  # it is fine, so it has the table of a command, which no run takes
         return []
-    return distributions_of(config)
+    # Which transport `auto` becomes is known once processes are planned; both are of one wheel.
+    chosen = [TRANSPORT] if config.run.has_engines and config.weights.transport == "auto" else []
+    return [*distributions_of(config), *chosen]
 
 
 def problems(title: str, names: Iterable[str], found: Any, needed: Mapping[str, set[str]]) -> list[str]:
@@ -313,12 +317,12 @@ def run(
 ) -> list[str]:
     """Two steps of the example that needs most of these wheels, with a backend and a transport of theirs."""
     others = names - {"corerl"}
-    fitting = [each for each in needed if needed[each] and needed[each] <= {*names, BACKEND, ENGINE}]
+    fitting = [each for each in needed if needed[each] and needed[each] <= {*names, *LEAST}]
     example = max(fitting, key=lambda each: (len(needed[each] & names), each))
     backend = points([backend_of(names, sites)], sites, "corerl.backends")[0]
     directory = Path("runs") / uuid.uuid4().hex
     words = [*QUICK, f"backend.name={backend}", f"run.dir={directory}"]
-    words += [f"weights.transport={name}" for name in points(others, sites, "corerl.transports")]
+    words += [f"weights.transport={name}" for name in points(others - {TRANSPORT}, sites, "corerl.transports")]
     began = time.monotonic()
     ended = subprocess.run(
         [python, "-m", "corerl", "train", f"examples/{example}", *words],

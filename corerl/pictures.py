@@ -1,9 +1,9 @@
-"""Pictures in prompts: what a row holds of them, and the two classes with which a wheel reads files and feeds a tower.
+"""Pictures in prompts: what a row holds of them, and the classes with which a wheel reads files and has a tower.
 
 A picture is read once, in the driver, at the size at which the model's tower takes it, and from there on known by its
 content. Rows hold the tokens that stand for it; its pixels travel with the batch, once, however many rows show it.
 
-Axes: H rows and W columns of pixels, n tokens of one picture.
+Axes: H rows and W columns of pixels, n tokens of one picture, T packed tokens, S sequences.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from attrs import frozen
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Parameter
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from corerl.config.schema import ModelConfig
-    from corerl.types import Array, IntArray
+    from corerl.backend.primitives import StateKey
+    from corerl.config.schema import ModelConfig, OptimizerConfig, RoleConfig
+    from corerl.types import Array, IntArray, MemoryKind, MicroBatch
+    from corerl.weights.chunks import Chunk
+
+Key = TypeVar("Key")
 
 PICTURES = "pictures"  # of a run's directory: files of the pictures that its end shows
 REPR = re.compile(r"<picture [0-9a-f]{4} \d+x\d+>")  # of a picture, in the prompts of shown samples
@@ -169,3 +178,103 @@ class PictureInputs(ABC):
     def inputs(self, pictures: Sequence[Picture]) -> Mapping[str, Array]:
         """The arguments of the model's `get_image_features`, such as `pixel_values` and `image_grid_thw`, for these
         pictures together. Several threads may call it."""
+
+    @abstractmethod
+    def tower(self, decoder: PreTrainedModel, module: PreTrainedModel | None = None) -> Tower:
+        """What shows pictures to `decoder`. The tower's weights are in `module`: another model of the same class,
+        without the text decoder, or `decoder` itself, of a model that is built whole. Raises ModelError if that class
+        cannot be shown pictures."""
+
+
+@frozen(eq=False)
+class Seen:
+    """The pictures of one micro-batch."""
+
+    features: tuple[tuple[Any, ...], ...]  # [S] of each sequence, in the order in which it shows them
+    slots: Tensor  # [T] bool: where the features go
+
+
+class Tower(ABC):
+    """The part of a model that reads pictures, as a pass of its own, and how the decoder gets what that makes of them
+    in the place of placeholders. What it makes of a picture, its features, nobody else looks into."""
+
+    module: PreTrainedModel  # has its weights
+    encoded: int  # pictures that have gone through it
+
+    @abstractmethod
+    def encode(self, pictures: Mapping[Key, Picture], device: torch.device) -> dict[Key, Any]:
+        """The features of pictures, by the same keys."""
+
+    @abstractmethod
+    def seen(self, micro: MicroBatch, features: Mapping[int, Any], device: torch.device) -> Seen | None:
+        """The pictures of a micro-batch, by the numbers in its column; None if it shows none. Raises ModelError if a
+        picture has more or fewer placeholders than features."""
+
+    @abstractmethod
+    def shown(self, tokens: Tensor, seen: Seen | None) -> Tensor:
+        """[T] tokens without placeholders that stand for no picture: a policy may sample one, as the last of a row."""
+
+    @abstractmethod
+    def positions(self, tokens: Tensor, positions: Tensor, bounds: IntArray, seen: Seen) -> Tensor:
+        """[3, 1, T] where the class numbers positions of pictures in three directions, sequence by sequence; else
+        [1, T], as they are."""
+
+    @abstractmethod
+    def kinds_of_tokens(self, slots: Tensor) -> dict[str, Tensor]:
+        """The argument of decoders that let the tokens of one picture see each other: 1 at its features, of rows."""
+
+    @abstractmethod
+    def showing(self, features: Sequence[Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Within the block, the decoder's own call of its tower gives these features, in the order of its rows; yields
+        the arguments that make it call that."""
+
+    @abstractmethod
+    def on_rank(self, config: RoleConfig, *, device: torch.device, group: ProcessGroup | None) -> RankTower:
+        """The tower of one of the ranks of `group`, with weights that are allocated and not loaded."""
+
+
+class RankTower(ABC):
+    """Encodes the pictures of a pass before its micro-batches, each once, so that no collective of the decoder depends
+    on which rows or ranks show any. Holds the weights and, if they are trained, gradients and optimizer."""
+
+    @property
+    @abstractmethod
+    def encoded(self) -> int:
+        """How many pictures have gone through the tower."""
+
+    @abstractmethod
+    def encode(self, pictures: Mapping[int, Picture]) -> dict[int, Any]:
+        """The features of pictures by number, which stay on the device. Local, as are all passes."""
+
+    @abstractmethod
+    def leaves(self, pictures: Mapping[int, Picture]) -> dict[int, Any]:
+        """As `encode`; of a tower that is trained, features whose gradients `backward` passes on."""
+
+    @abstractmethod
+    def backward(self, pictures: Mapping[int, Picture], leaves: Mapping[int, Any]) -> None:
+        """Add to the gradients of the weights what follows from those of the features."""
+
+    @abstractmethod
+    def seen(self, micro: MicroBatch, features: Mapping[int, Any]) -> Seen | None:
+        """As of `Tower`."""
+
+    @abstractmethod
+    def reduced(self) -> list[Parameter]:
+        """The parameters that are trained, with gradients that are the average of the ranks', or none where no rank has
+        any. Called on every rank once a step."""
+
+    @abstractmethod
+    def step(self, lr: float, config: OptimizerConfig | None = None) -> None:
+        """Step with the gradients there are, as the caller has clipped them, and with all else that `config` says; by
+        default the role's `[train.optimizer]`."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None: ...
+
+    @abstractmethod
+    def chunks(self, key: StateKey, *, adam_step: int) -> list[Chunk]:
+        """The HF tensors of the tower; of a frozen one there are no masters and moments."""
+
+    @abstractmethod
+    def tensors(self, kind: MemoryKind) -> list[Tensor]:
+        """As of a backend; gradients stay on the device."""

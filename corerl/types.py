@@ -150,7 +150,7 @@ def _are_targets(column: Array) -> bool:
 
 @frozen(kw_only=True)
 class SampleBatch:
-    """The rows of one rollout step as ragged arrays; put into the object store once, and read in place by workers.
+    """The rows of one rollout step as ragged arrays; workers read what they need of them in place, in the object store.
 
     Columns written by CoreRL itself, all [N] and 0 where `loss_mask` is False: `loss_mask` (the policy chose the
     token), `rollout_logprobs` (from the engine that sampled it), `versions` (of the weights that sampled it), `engines`

@@ -13,7 +13,7 @@ import numpy as np
 from attrs import frozen
 
 from corerl.data import Refused
-from corerl.pictures import Picture, PictureInputs, PictureReader
+from corerl.pictures import Picture, PictureInputs, PictureReader, Tower
 from corerl.plugin import PicturesSpec
 from corerl.types import Array, IntArray
 
@@ -85,6 +85,11 @@ class TinyInputs(PictureInputs):
 
     def inputs(self, pictures: Sequence[Picture]) -> Mapping[str, Array]:
         return {"pixel_values": np.stack([picture.pixels for picture in pictures])}
+
+    def tower(self, decoder: Any, module: Any = None) -> Tower:
+        from corerl_vision.tower import VisionTower
+
+        return VisionTower(decoder, self, module)
 
 
 SPEC = PicturesSpec(

@@ -11,15 +11,20 @@ if TYPE_CHECKING:
     from corerl.algorithms.advantages import group_advantages as group_advantages
     from corerl.algorithms.advantages import sample_rewards as sample_rewards
     from corerl.algorithms.advantages import whiten as whiten
+    from corerl.algorithms.base import ActorOnly as ActorOnly
     from corerl.algorithms.base import Advantages as Advantages
     from corerl.algorithms.base import Algorithm as Algorithm
+    from corerl.algorithms.base import Clip as Clip
     from corerl.algorithms.base import ForwardPass as ForwardPass
     from corerl.algorithms.base import Objective as Objective
+    from corerl.algorithms.grpo import GRPO as GRPO
+    from corerl.algorithms.grpo import GRPOOptions as GRPOOptions
     from corerl.algorithms.losses import LossInputs as LossInputs
     from corerl.algorithms.losses import LossResult as LossResult
     from corerl.algorithms.losses import PolicyTokens as PolicyTokens
     from corerl.algorithms.losses import TensorMetric as TensorMetric
     from corerl.algorithms.losses import mismatch as mismatch
+    from corerl.algorithms.losses import surrogate as surrogate
     from corerl.plugin.spec import ACTOR as ACTOR
     from corerl.plugin.spec import AlgorithmRun as AlgorithmRun
     from corerl.plugin.spec import AlgorithmSpec as AlgorithmSpec

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from corerl.backend.passes import forward_outputs as forward_outputs
     from corerl.backend.primitives import ExtraState as ExtraState
     from corerl.backend.primitives import StateKey as StateKey
-    from corerl.backend.tower import RankTower as RankTower
     from corerl.plugin.host import PluginHost as PluginHost
 else:
     from corerl.imports import on_demand

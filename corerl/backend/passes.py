@@ -12,9 +12,8 @@ from corerl.algorithms.metrics import MetricSum
 from corerl.algorithms.registry import resolve_loss
 from corerl.backend.batches import DeviceBatch, OutputCollector, to_device
 from corerl.backend.experts import ExpertLoad, replayed_experts, require_balance
-from corerl.backend.tower import RankTower
 from corerl.models.routing import Routers
-from corerl.models.towers import Seen
+from corerl.pictures import RankTower, Seen
 from corerl.types import (
     TARGETS,
     ForwardResult,

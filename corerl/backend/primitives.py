@@ -36,8 +36,7 @@ from corerl.weights.chunks import Chunk, TensorSource
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from corerl.backend.tower import RankTower
-    from corerl.pictures import PictureInputs
+    from corerl.pictures import PictureInputs, RankTower
 
 ExtraState: TypeAlias = Mapping[str, torch.Tensor | bool | int | float | str]
 
@@ -68,7 +67,7 @@ class Primitives(BackendBase, ABC):
     layout: ParallelLayout
     weights_version = 0  # the version that engines were last sent
     picture_inputs: PictureInputs | None = None  # makes the inputs of the model's tower, if rows have pictures
-    tower: RankTower | None = None  # set by `build` where the backend leaves the tower to core
+    tower: RankTower | None = None  # set by `build` where the backend leaves the tower to the reader of pictures
     phase = ""  # of `init`, while it runs; shown to the user if it takes long
     span: Callable[[str], AbstractContextManager[Any]] = staticmethod(lambda name: nullcontext())  # set in a traced run
 
@@ -156,11 +155,12 @@ class Primitives(BackendBase, ABC):
 
     @property
     def weights(self) -> Sequence[Chunk]:
-        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former."""
+        """All weights of this rank, adapters included: what engines are sent, the latter merged into the former
+        unless `weights.lora` is "adapter"."""
         return [*self.held_state(StateKey.PARAM), *self.buffers()]
 
     def held_state(self, key: StateKey) -> Sequence[Chunk]:
-        """`local_state`, and what core holds of the tower."""
+        """`local_state`, and what `tower` holds."""
         own = self.local_state(key)
         return own if self.tower is None else [*own, *self.tower.chunks(key, adam_step=self.adam_step)]
 

@@ -716,7 +716,7 @@ class WeightsConfig:
     """How weights get from the trainer to the engines."""
 
     transport: str = option(
-        "how weights reach engines: ipc, collective, or an installed transport, such as disk and delta of "
+        "how weights reach engines: an installed transport, such as ipc and collective, or disk and delta of "
         "corerl[delta]; auto uses ipc if every engine is on a rank's device, else collective",
         default="auto",
     )

@@ -204,7 +204,7 @@ def _padded(lengths: IntArray, multiple: int) -> IntArray:
 
 
 def _scales(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> FloatArray:
-    """[n] 1 / denominator for each sample of one step."""
+    """[n] 1 / denominator for each sample of one step; 0 without loss tokens."""
     own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
     denominator = count * own
     scales = np.zeros(len(loss_tokens), dtype=np.float32)
@@ -222,7 +222,8 @@ def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, ma
             return samples[episode_of] * loss_tokens, int(np.count_nonzero(samples))
         case _:
             # All tokens of a step count the same, however many samples an episode has: that is the point of it.
-            return np.full_like(loss_tokens, max_tokens), len(np.unique(episode_of))
+            # Only rows without loss tokens have none: a step of such rows alone is to be skipped.
+            return np.where(loss_tokens > 0, max_tokens, 0), len(np.unique(episode_of))
 
 
 def _share(

@@ -56,7 +56,7 @@ class Summary:
 
 @define(kw_only=True)
 class Run:
-    """A run's parts and verbs. The loop advances the counters; everything else happens in these methods."""
+    """A run's parts and verbs. The loop counts the steps; everything else happens in these methods."""
 
     plan: Plan  # as the run started: after a resize, `control.plan` has other processes
     progress: Progress
@@ -101,8 +101,8 @@ class Run:
     # ---- samples ----------------------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[ScoredRollout]:
-        """The rollout steps still to do, each when it is wanted: written down if the run keeps them, before anything
-        uses them, and postprocessed."""
+        """The rollout steps still to do, each when it is wanted: saved if the run keeps them, and postprocessed. Of a
+        source that streams, the ranks have already accumulated gradients of a step's first prompts by then."""
         rollout = self.plan.rollout
         while True:
             scored = None
@@ -384,9 +384,7 @@ class Run:
     def save(self) -> None:
         """Commit a checkpoint that has been written; start a new one if due."""
         with self.progress.seconds("save"), self.progress.spans("save"):
-            last = (
-                self.progress.steps_done >= self.plan.run.steps or self.stopping
-            )  # while a rank that dies is replaced
+            last = self.progress.steps_done >= self.plan.run.steps or self.stopping
             self.saves.after_step(self._driver_part, last=last, resumable=self._resumable)
 
     def _driver_part(self) -> DriverPart:

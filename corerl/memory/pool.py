@@ -19,7 +19,7 @@ from attrs import frozen
 from torch.distributed import ProcessGroup
 
 from corerl.weights.gather import gather_plain
-from corerl.weights.shared import CudaPinning
+from corerl.weights.pinning import CudaPinning
 
 SEGMENT = 2**30  # bytes that one thread touches and pins at a time, at most
 SMALLEST_SEGMENT = 2**26

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from corerl.models.tokenizer import load_tokenizer as load_tokenizer
     from corerl.models.tokenizer import plain as plain
     from corerl.models.tokenizer import special_tokens as special_tokens
-    from corerl.models.towers import Features as Features
-    from corerl.models.towers import Tower as Tower
-    from corerl.models.towers import in_parts as in_parts
 else:
     from corerl.imports import on_demand
 

@@ -29,11 +29,10 @@ from corerl.models.attention import (
 from corerl.models.build import VALUE_HEAD_WEIGHT, build_on_meta, build_tower, own_attention
 from corerl.models.config import context_length, reads_pictures
 from corerl.models.files import meta_model
-from corerl.models.parts import Parts, Reads, parts_of
+from corerl.models.parts import Parts, Reads, parts_of, sees_both_ways
 from corerl.models.policy import Policy
-from corerl.models.towers import Seen, Tower, sees_both_ways
 from corerl.ops.packing import PackedSequences
-from corerl.pictures import PictureInputs
+from corerl.pictures import PictureInputs, Seen
 
 
 @frozen
@@ -110,7 +109,7 @@ def make_policy(
     kind = PackedPolicy if packed else WholePolicy
     policy = kind(model, vocabulary=vocabulary, group=group)
     if pictures is not None:
-        policy.tower = Tower(policy.decoder, pictures, build_tower(config, dtype=compute or dtype))
+        policy.tower = pictures.tower(policy.decoder, build_tower(config, dtype=compute or dtype))
     return policy
 
 

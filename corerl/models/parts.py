@@ -89,6 +89,13 @@ def shows_pictures(decoder: PreTrainedModel) -> bool:
     return hasattr(decoder, "get_image_features")
 
 
+def sees_both_ways(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder lets the tokens of one picture see each other, for which it takes the kinds of tokens."""
+    text = decoder.config.get_text_config()
+    takes = inspect.signature(decoder.forward).parameters
+    return "token_type_ids" in takes or getattr(text, "use_bidirectional_attention", None) == "vision"
+
+
 def _decoders(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """What may be the part of `model` that turns tokens into hidden states."""
     named = model.get_decoder()

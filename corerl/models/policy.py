@@ -18,9 +18,9 @@ from corerl.models.build import VALUE_HEAD
 from corerl.models.config import longest_sequence
 from corerl.models.parts import Head, parts_of
 from corerl.models.routing import Routers
-from corerl.models.towers import Seen, Tower
 from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
 from corerl.ops.packing import PackedSequences
+from corerl.pictures import Seen, Tower
 from corerl.types import Output
 
 

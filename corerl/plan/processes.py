@@ -50,7 +50,7 @@ class ProcessPlan:
     separate_adapters: bool  # the engines hold the actor's adapters separately from its weights
     sharing: tuple[str, ...]  # roles that share devices with engines, and take turns with them in memory
     placement: Placement
-    transport: str  # for weight updates
+    transport: str  # for weight updates; AUTO where there are none
     transport_options: Mapping[str, Any]  # its own table, as plain data
     senders: tuple[int, ...]  # the actor's rank on each receiver's device; empty if one has none
     common: Mapping[str, str]  # the environment of all processes, besides their own
@@ -82,12 +82,15 @@ def plan_processes(
         if config.cluster.placement == "disaggregated":
             own.append(ENGINES)
     senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
-    name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
-    transport = load(Kind.TRANSPORTS, name)
-    plugins = evolve(plugins, transport=transport)
-    config = evolve(config, weights=evolve(config.weights, transport=name))
-    with problems.stage():
-        check_transport(config, transport, senders, actor)
+    if config.run.has_engines:
+        name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
+        with problems.stage("weights.transport"):
+            plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
+        problems.raise_all()
+        config = evolve(config, weights=evolve(config.weights, transport=name))
+    if (transport := plugins.transport) is not None:
+        with problems.stage():
+            check_transport(config, transport, senders, actor)
     with problems.stage():
         check_spec(engine, config.engines[engine.name], engines, config=config)
     with problems.stage():
@@ -113,7 +116,7 @@ def plan_processes(
     problems.raise_all()
     engine_plan: EnginePlan | None = None
     resources = [plan.resources for plan in roles.values()]
-    if config.run.has_engines:
+    if config.run.has_engines and transport is not None:
         context = _engine_context(config, device, context_length, widths[ENGINES], run_dir)
         engine_plan = plan_engines(config, engine, transport, engines, context, common)
         resources.append(engine.spec.resources(config.engines[engine.name], engines))
@@ -131,8 +134,8 @@ def plan_processes(
             gpus=max(each.gpus for each in resources),
             resources=config.cluster.resources,
         ),
-        transport=name,
-        transport_options=to_plain(config.transports.get(transport.name, {})),
+        transport=config.weights.transport,
+        transport_options={} if transport is None else to_plain(config.transports.get(transport.name, {})),
         senders=senders,
         common=common,
         environment=environment_of(

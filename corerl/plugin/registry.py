@@ -92,14 +92,16 @@ INSTALL_HINTS: dict[Kind, dict[str, str]] = {
             "mlflow": "mlflow",
             "wandb": "wandb",
         },
-        Kind.ALGORITHMS: {},
+        Kind.ALGORITHMS: {
+            "algorithms": "cispo dapo distill dr-grpo gspo gspo-token reinforce++ reinforce++-baseline rloo",
+        },
         Kind.COMMANDS: {
             "doctor": "doctor",
             "elastic": "scale",
             "testing": "models new-backend verify",
             "tinker": "serve",
         },
-        Kind.TRANSPORTS: {"delta": "disk delta"},
+        Kind.TRANSPORTS: {"delta": "disk delta", "transports": "collective ipc"},
         Kind.PICTURES: {"vision": "vision"},
     }.items()
 }

@@ -1,11 +1,10 @@
-"""Weight transports by name: core's own specs, and the two ends that an `Address` connects."""
+"""Weight transports by name, and the two ends that an `Address` connects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from corerl.plugin.capabilities import Capability
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl.plugin.spec import TransportSpec
 
@@ -13,23 +12,6 @@ if TYPE_CHECKING:
     from corerl.weights.transport import Address, Receiver, WeightSender
 
 AUTO = "auto"  # in a config: ipc if engines are on the ranks' devices, otherwise collective
-
-IPC = TransportSpec(
-    sender="corerl.weights.transports.ipc:IpcSender",
-    receiver="corerl.weights.transports.ipc:IpcReceiver",
-    capability=Capability.UPDATE_IPC,
-    api=(2, 0),
-    summary="CUDA IPC, or shared memory on a CPU, between the processes of one device",
-    one_device=True,
-)
-COLLECTIVE = TransportSpec(
-    sender="corerl.weights.transports.collective:CollectiveSender",
-    receiver="corerl.weights.transports.collective:CollectiveReceiver",
-    capability=Capability.UPDATE_COLLECTIVE,
-    api=(2, 0),
-    summary="broadcasts in a group of ranks and engines, over NCCL or gloo",
-    one_group=True,
-)
 
 
 def transport_named(name: str) -> TransportSpec:

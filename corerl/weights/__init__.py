@@ -6,8 +6,10 @@ if TYPE_CHECKING:
     from corerl.weights.adapters import adapted as adapted
     from corerl.weights.adapters import adapters_of as adapters_of
     from corerl.weights.adapters import is_adapter as is_adapter
+    from corerl.weights.checksums import Digest as Digest
     from corerl.weights.checksums import bit_sums as bit_sums
     from corerl.weights.checksums import checksum as checksum
+    from corerl.weights.checksums import digest as digest
     from corerl.weights.chunks import Box as Box
     from corerl.weights.chunks import Chunk as Chunk
     from corerl.weights.chunks import TensorSource as TensorSource
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from corerl.weights.manifest import Manifest as Manifest
     from corerl.weights.manifest import build_manifest as build_manifest
     from corerl.weights.manifest import proportionate_bucket as proportionate_bucket
+    from corerl.weights.pinning import CudaPinning as CudaPinning
     from corerl.weights.quantize import FP8 as FP8
     from corerl.weights.quantize import SCALE as SCALE
     from corerl.weights.quantize import as_sent as as_sent
     from corerl.weights.quantize import is_quantized as is_quantized
     from corerl.weights.quantize import quantized as quantized
-    from corerl.weights.shared import CudaPinning as CudaPinning
     from corerl.weights.transport import Address as Address
     from corerl.weights.transport import Arriving as Arriving
     from corerl.weights.transport import Receiver as Receiver

@@ -60,7 +60,7 @@ WORDS = ("required", "unset", "computed")  # stand where a default would; all ot
 FIRST_PARTY = {
     *INSTALL_HINTS[Kind.BACKENDS],
     *("transformers", "fake"),
-    *(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution == "corerl"),
+    *(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution in ("corerl", "corerl-algorithms")),
 }
 # Say again what [train] and [model] say.
 REPEATED = tuple(

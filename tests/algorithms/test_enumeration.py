@@ -14,7 +14,8 @@ from torch import Tensor
 from corerl.plugin.registry import Kind, scan
 from tests.algorithms.enumeration import FIXED, MOST, RANDOM, World, gradients
 
-ALGORITHMS = sorted(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution == "corerl")
+OURS = ("corerl", "corerl-algorithms")
+ALGORITHMS = sorted(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution in OURS)
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 EPS = 1e-6  # of a standard deviation
 ENTROPY, KL, GAMMA, LAMBDA, EARNED = 0.3, 0.4, 0.9, 0.8, 0.7

@@ -7,7 +7,7 @@ import pytest
 from corerl.plugin.spec import ACTOR
 from tests.algorithms.enumeration import planned
 
-GSPO, CISPO = "corerl.algorithms.gspo:gspo", "corerl.algorithms.cispo:cispo"
+GSPO, CISPO = "corerl_algorithms.gspo:gspo", "corerl_algorithms.cispo:cispo"
 # The weights of tokens, dynamic sampling, what overlong samples get; the loss, and its bounds below and above.
 DECLARED = {
     "grpo": ("token-mean", 0, "keep", "clipped", 0.2, 0.2),

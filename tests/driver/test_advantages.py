@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from corerl.algorithms.base import Advantages, Estimate
-from corerl.algorithms.grpo import GRPO
-from corerl.algorithms.grpo import Options as OfGRPO
+from corerl.algorithms.grpo import GRPO, GRPOOptions
 from corerl.algorithms.ppo import PPO
 from corerl.algorithms.ppo import Options as OfPPO
 from corerl.config.schema import AlgorithmConfig
@@ -36,7 +35,7 @@ def batch(**columns: list[float]) -> SampleBatch:
     )
 
 
-COMPARED = GRPO(OfGRPO(normalize_std=False)).advantages
+COMPARED = GRPO(GRPOOptions(normalize_std=False)).advantages
 
 
 def computed(

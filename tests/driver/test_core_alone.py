@@ -40,3 +40,21 @@ def test_an_extension_that_is_not_installed_names_its_extra(tmp_path: Path, name
         f"extensions[0].name: unknown extension {name!r}; installed: jsonl; to install {name!r}: "
         f"pip install 'corerl[{extra}]'"
     )
+
+
+def test_an_algorithm_that_is_not_installed_names_its_extra(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(small(tmp_path, "algorithm.name=dapo"))
+    assert caught.value.message == (
+        "algorithm.name: unknown algorithm 'dapo'; installed: grpo, ppo; to install 'dapo': "
+        "pip install 'corerl[algorithms]'"
+    )
+
+
+def test_a_transport_that_is_not_installed_names_its_extra(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        make_plan(small(tmp_path, "weights.transport=auto"))
+    assert caught.value.message == (
+        "weights.transport: unknown transport 'ipc'; installed: delta, disk; to install 'ipc': "
+        "pip install 'corerl[transports]'"
+    )

@@ -222,9 +222,11 @@ def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]
     assert told(ears) == ["step 0 is skipped: none of its samples has a loss token"]
 
 
-def test_a_mini_batch_without_a_loss_token_is_skipped(make_run: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("aggregation", ["token-mean", "constant-length"])
+def test_a_mini_batch_without_a_loss_token_is_skipped(aggregation: str, make_run: Callable[..., Run]) -> None:
     ears, config = Ears(), make_config(algorithm={"overlong": "mask"}, train={"mini_batches": 2, "epochs": 3})
     actor = role("actor", config=config)
+    actor.group.plan.objective = evolve(actor.group.plan.objective, aggregation=aggregation)
     run = make_run(config, roles={"actor": actor}, ears=ears)
     cut = batch().with_row_columns(truncated=np.array([False, True]), group=np.array([0, 1]))
     results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=cut))))

@@ -14,7 +14,7 @@ from corerl.memory.device import DeviceMeter, empty_cache, lone_rank_options
 from corerl.memory.pool import PinnedPool
 from corerl.memory.storage import PACK, SMALL, StorageSleeper, resident_bytes
 from corerl.types import MemoryKind
-from corerl.weights.shared import CudaPinning
+from corerl.weights.pinning import CudaPinning
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

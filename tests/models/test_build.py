@@ -1,21 +1,44 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from corerl.config import ModelConfig
 from corerl.errors import ModelError
 from corerl.models.build import (
     build_on_meta,
+    build_tower,
     materialize,
+    move_buffers,
+    named_weights,
     recompute_layers,
+    stored_buffers,
 )
+from corerl.models.config import hf_config
+from corerl.models.layouts import own_attention
 from corerl_testing import smallest_config
-from corerl_testing.models import tiny_config
+from corerl_testing.models import KINDS, tiny_config
+from tests.pictures import FAMILIES, of_pictures, pictures_config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str) -> None:
+    model = build_on_meta(tiny_config(kind), dtype=torch.bfloat16, attention="sdpa")
+    wanted = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.bfloat16)
+    assert {name: (p.shape, p.dtype, p.is_meta) for name, p in model.named_parameters()} == {
+        name: (p.shape, torch.bfloat16, True) for name, p in wanted.named_parameters()
+    }
+    buffers = dict(model.named_buffers())
+    assert buffers.keys() == dict(wanted.named_buffers()).keys()
+    for name, buffer in wanted.named_buffers():
+        assert torch.equal(buffers[name], buffer) and buffers[name].dtype == buffer.dtype
 
 
 @pytest.mark.parametrize(
@@ -48,6 +71,16 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
+def test_stored_buffers_are_those_that_transformers_saves_as_precise_as_it_keeps_them() -> None:
+    config = tiny_config("glm4-moe")
+    model = build_on_meta(config, dtype=torch.bfloat16, attention="sdpa")
+    saved = AutoModelForCausalLM.from_config(config).state_dict().keys() - dict(model.named_parameters()).keys()
+    stored = stored_buffers(model)
+    assert stored.keys() == saved == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    assert {buffer.dtype for buffer in stored.values()} == {torch.float32}
+    assert list(named_weights(model)) == [*dict(model.named_parameters()), *stored]
+
+
 def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3ForCausalLM
 
@@ -60,6 +93,15 @@ def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: py
     monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_buffer)
     with pytest.raises(ModelError, match="stores torch.int64 values in the buffer 'table'"):
         build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
+
+
+def test_buffers_move_and_parameters_stay() -> None:
+    model = build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
+    kept = set(model.state_dict())
+    assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
+    move_buffers(model, torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+    assert set(model.state_dict()) == kept  # what no checkpoint holds, none holds afterwards
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "bert"])  # bert's layers are not the decoder's own ModuleList
@@ -85,3 +127,30 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_fewer_activations(mo
     for name, grad in wanted.items():
         torch.testing.assert_close(found[name], grad, rtol=0, atol=0)
     assert few_kept < all_kept * 0.8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_of_a_model_that_reads_pictures_its_text_half_is_built(family: str) -> None:
+    config = pictures_config(family)
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[family]]
+    whole: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    own = dict(whole.named_parameters())
+    text = build_on_meta(config, dtype=torch.float32, attention="eager")
+    assert type(text) is type(whole)
+    build_on_meta(config, dtype=torch.float32, attention=own_attention(config))  # which not all its parts have
+    assert dict(text.named_parameters()).keys() == {name for name in own if not of_pictures(name)}
+    materialize(text, {name: nn.Parameter(own[name].detach()) for name, _ in text.named_parameters()})
+    tokens = torch.tensor([[9, 10, 11, 30, 40]])
+    with torch.no_grad():
+        assert torch.equal(text.eval()(input_ids=tokens).logits, whole.eval()(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_has_all_weights_that_are_not_of_the_text(family: str, tmp_path: Path) -> None:
+    pictures_config(family).save_pretrained(tmp_path)
+    config = hf_config(ModelConfig(path=str(tmp_path), pictures="vision"))
+    whole = AutoModelForImageTextToText.from_config(config)
+    text = {id(param) for part in (whole.get_decoder(), whole.get_output_embeddings()) for param in part.parameters()}
+    wanted = {name: param.shape for name, param in whole.named_parameters() if id(param) not in text}
+    tower = build_tower(config, dtype=torch.float32)
+    assert {name: param.shape for name, param in tower.named_parameters()} == wanted

@@ -110,12 +110,9 @@ async def messages(episode: Episode) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("agent", "reasoning", "steps"),
-    [("chat", "content", 3), ("chat", "separate", 1)]
-    + [("streamed", "content", 1)]
-    + [(agent, reasoning, 1) for agent in ("messages", "responses") for reasoning in ("content", "separate")],
+    ("agent", "reasoning"), [("chat", "content"), ("streamed", "content"), ("messages", "separate")]
 )
-def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: str, steps: int, tmp_path: Path) -> None:
+def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: str, tmp_path: Path) -> None:
     if agent == "messages":
         pytest.importorskip("pydantic_ai.models.anthropic", reason="wants pydantic-ai-slim[anthropic]")
     PLAYED.clear()
@@ -148,12 +145,12 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
             "train.optimizer.lr=1e-3",
             "train.schedule.warmup_steps=0",
             "train.schedule.decay=constant",
-            f"run.steps={steps}",
+            "run.steps=1",
             "checkpoint.every=0",
             "checkpoint.export=false",
         )
     )
-    assert summary.steps_done == steps and len(PLAYED) == 8 * steps
+    assert summary.steps_done == 1 and len(PLAYED) == 8
     assert len(PARTS) == (8 if agent == "streamed" else 0) and all(parts > 4 for parts in PARTS)
     for question, calls, answer in PLAYED:
         (call,) = calls
@@ -163,12 +160,11 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
         text = f"It is {call['a'] + call['b']}."
         assert answer == (text if reasoning == "separate" else f"I read it.\n</think>\n\n{text}")
     lines = [line for line in metrics(tmp_path / "run") if "train/loss" in line]
-    assert len(lines) == steps
     for line in lines:
         # Each episode is one row of two turns, and the trainer reads in it what the engine said.
         assert (line["rollout/turns"], line["rollout/rows"], line["rollout/truncated"]) == (2.0, 1.0, 0.0)
         assert line["rollout/logprob_diff"] < 1e-4 and line["reward/right"] == line["rollout/reward"]
-    assert any(line["train/grad_norm"] > 0 for line in lines)
+    assert [line["train/grad_norm"] > 0 for line in lines] == [True]
     tokenizer = load_tokenizer(tokenizer=str(tmp_path / "tokenizer"), path="")
     seen = 0
     for file in sorted((tmp_path / "run" / "rollouts").glob("*.npz")):
@@ -182,4 +178,4 @@ def test_an_agent_with_xml_tools_trains_on_its_samples(agent: str, reasoning: st
             assert f"<think>\n{first}<|end|>\n<|im_start|>user\n<tool_response>\n" in whole
             assert whole.endswith(f"<|im_start|>assistant\n<think>\n{second}<|end|>")
             seen += 1
-    assert seen == 8 * steps
+    assert seen == 8

@@ -128,13 +128,6 @@ def test_openais_client_reads_an_answer(front: ChatServer) -> None:
     assert desk.threads == {"tested"}
 
 
-def test_tool_calls_come_with_text_or_null(front: ChatServer) -> None:
-    body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": True, "tool_choice": "auto"}
-    (choice,) = front.ask(front.open(Desk()), body).result()["choices"]
-    assert choice["message"] == {"role": "assistant", "content": None, "tool_calls": CALLS}
-    assert choice["finish_reason"] == "tool_calls"
-
-
 def test_openais_client_reads_a_stream_of_one_chunk(front: ChatServer) -> None:
     with client(front.open(Desk())) as ours:
         text, usage = ours.chat.completions.create(

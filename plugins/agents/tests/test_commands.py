@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from corerl.errors import ConfigError
 from corerl.rollout import Failure, Judged
-from corerl_agents import commands
 from corerl_agents.commands import EpisodeCommand, command_of
 from plugins.agents.tests.oracle import PROMPTS, Play
 from tests.machine import paced
@@ -73,17 +70,6 @@ def test_a_command_that_fails_costs_its_episode(play: Play, what: str, kind: str
     assert outcome.message.startswith(f"samplers.episodes.command {sys.executable!r} {text}")
 
 
-def test_one_that_fails_leaves_the_others_alone(play: Play) -> None:
-    # `$0` is the agent, and the prompt of index 8 crashes.
-    script = (
-        f'case $(cat "$CORERL_PROMPT_FILE") in *"index\\": 8,"*) w=crash;; *) w=number;; esac; exec {sys.executable}'
-    )
-    mixed = command_of(["sh", "-c", f'{script} -S {AGENT} "$1" "$2" $w', "sh", "{base_url}", "{prompt_file}"])
-    outcomes = play(mixed, samples=2).outcomes
-    assert outcomes[:2] == [0.25, 0.25]
-    assert [isinstance(each, Failure) and each.kind for each in outcomes[2:]] == ["died", "died"]
-
-
 def test_a_command_is_killed_with_its_children_at_the_timeout(play: Play, tmp_path: Path) -> None:
     file = tmp_path / "pids"
     started = time.monotonic()
@@ -97,34 +83,3 @@ def test_what_a_command_leaves_running_ends_with_it(play: Play, tmp_path: Path) 
     file = tmp_path / "pids"
     assert play(agent(f"leave:{file}"), samples=1, prompts=PROMPTS[:1]).outcomes == [None]
     assert all_ended(file)
-
-
-def test_a_program_that_is_gone_fails_the_episode(play: Play, tmp_path: Path) -> None:
-    program = tmp_path / "mine"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    found = command_of([str(program)])
-    program.unlink()
-    (outcome,) = play(found, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and "could not be run: FileNotFoundError: " in outcome.message
-
-
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        (["no-such-program"], "no program 'no-such-program' here or in PATH; "),
-        (["sh", "--url={base_ur}"], "unknown placeholder {base_ur} in '--url={base_ur}'; did you mean 'base_url'"),
-    ],
-)
-def test_a_command_is_checked_before_anything_starts(command: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        command_of(command)
-    assert error.value.message.startswith(f"samplers.episodes.command: {text}")
-
-
-def test_only_placeholders_are_filled_in() -> None:
-    values = {"base_url": "http://here", "model": "policy"}
-    assert commands._filled('-u {base_url} ${HOME} {"model": "{model}"}', values) == (
-        '-u http://here ${HOME} {"model": "policy"}'
-    )
-    assert os.environ.get("OPENAI_BASE_URL", "") != "http://here"

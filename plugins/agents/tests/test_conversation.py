@@ -369,18 +369,6 @@ def test_where_messages_leave_a_conversation_is_told(messages: list[dict[str, An
     assert conversation.difference(messages, since=number) == found  # what both share need not be compared again
 
 
-def test_experts_are_those_a_token_was_sampled_with() -> None:
-    renderer, messages = Renderer(tokenizer(template=None)), [{"role": "user", "content": "1"}]
-
-    def experts(*numbers: int) -> Any:
-        return np.array(numbers, dtype=np.int16).reshape(-1, 1, 1)
-
-    first = answered(renderer, Conversation(), messages, [4, 2], experts=experts(1, 2, 3, -1))  # <bos> 1, two drawn
-    second = answered(renderer, first, [*messages, TOOL], [5], experts=experts(9, 9, 9, 7, 6, 5, -1))
-    assert second.routed_experts is not None
-    assert second.routed_experts.ravel().tolist() == [1, 2, 3, 7, 6, 5, -1]
-
-
 # ---- an answer that the request begins -------------------------------------------------------------------------------
 
 

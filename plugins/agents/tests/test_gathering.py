@@ -93,26 +93,6 @@ def test_requests_are_sent_once_all_episodes_ask(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
-def test_an_episode_with_several_requests_counts_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gathering, "QUIET", LONG)
-    monkeypatch.setattr(gathering, "GATHER", LONG)
-
-    async def run() -> None:
-        engine = Engine()
-        gathered = playing(engine, 2)
-        tasks = [asyncio.ensure_future(gathered.generate(row(key), 1)) for key in (9, 7, 8)]
-        await settled()
-        assert engine.calls == []
-        tasks.append(asyncio.ensure_future(gathered.generate(row(6), 0)))
-        await settled()
-        assert engine.calls == [[6, 7, 8, 9]]  # whichever came first
-        assert [int(task.result().tokens[0]) for task in tasks] == [9, 7, 8, 6]
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("limit", ["QUIET", "GATHER"])
 def test_requests_are_sent_after_a_quiet_while(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "QUIET", LONG)

@@ -16,21 +16,19 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
-from attrs import evolve, frozen
+from attrs import evolve
 
 from corerl.config import ModelConfig, RolloutConfig
 from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
-from corerl.rollout import Reward, Rollout, ScoredRollout
+from corerl.rollout import Rollout, ScoredRollout
 from corerl_agents.episodes import Episode
 from corerl_agents.script import scripted
-from corerl_testing import EvalSet, evaluate, exact_share, read_rollout, write_rollout
+from corerl_testing import exact_share, read_rollout, write_rollout
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal
 from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 from tests.machine import paced
-from tests.rollout.engines import at_once
-from tests.rollout.listed import Listed
 
 ONE = PROMPTS[:1]
 LONG = evolve(PARAMS, max_tokens=40)
@@ -345,33 +343,6 @@ def test_rows_of_an_episode_stay_together_everywhere(play: Play, tmp_path: Path)
     assert exact_share(rollout) == sum(text == "12" for text in final) / 6
     read = read_rollout(write_rollout(tmp_path, scored))
     assert_equal(read.rollout, rollout)
-
-
-def test_an_evaluation_counts_each_episode_once(play: Play) -> None:
-    def some(episode: Episode) -> None:
-        for begin in ("21>", "5>", "7>")[: 1 + episode.prompt.index % 3]:
-            asking(episode, [], begin)
-
-    prompts = [evolve(PROMPTS[0], index=index, answer="12", source="ab"[index % 2]) for index in range(3)]
-    rollout = play(some, samples=1, prompts=prompts)
-    assert len(rollout.batch) == 6
-
-    @frozen
-    class Given:
-        special_tokens: bool = False
-
-        async def sample(self, *_: Any, **__: Any) -> Rollout:
-            return rollout
-
-    reward = at_once(Reward(name="r", function=lambda prompt, text: prompt.index**2))
-    given: Any = Given()
-    found = asyncio.run(evaluate(given, EvalSet(source=Listed(prompts), params=PARAMS), reward, show=2))
-    told = [found.metrics[name] for name in ("eval/reward", "eval/a/reward", "eval/b/reward")]
-    assert told == pytest.approx([5 / 3, 2, 1])
-    assert [sample.reward for sample in found.samples] == [0, 1, 4] and len(found.shown) == 2
-    assert [sample.response for sample in found.samples] == [
-        rollout.texts[row] for row in np.flatnonzero(rollout.batch.row_columns["final"])
-    ]
 
 
 def branches(episode: Episode) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation
 from corerl.models import load_tokenizer
 from corerl.pictures import FoundPicture
-from corerl.rollout import expand
+from corerl.rollout import Rollout, expand
 from corerl.types import PICTURE, offsets_of
 from corerl_agents.episodes import Episode
 from plugins.agents.tests.oracle import PARAMS, Play
@@ -36,6 +35,18 @@ IMAGE = {"type": "image"}
 @pytest.fixture
 def reader() -> TinyReader:
     return TinyReader(TinyOptions(), None, TOKENIZER)
+
+
+@pytest.fixture
+def shown(play: Play, reader: TinyReader) -> Play:
+    """One episode with these pictures in its prompt."""
+
+    def played(function: Any, generate: Any, *references: str) -> Rollout:
+        prompts = [asked(reader, *references)]
+        known = {"params": LONG, "tokenizer": TOKENIZER, "pictures": reader, "samples": 1}
+        return play(function, prompts=prompts, generate=generate, **known)
+
+    return played
 
 
 def asked(reader: TinyReader, *references: str) -> Prompt:
@@ -74,7 +85,7 @@ def rendered(reader: TinyReader, messages: Sequence[Any], references: Sequence[s
     return tokens.tolist(), [pictures[number - 1].id if number else "" for number in column]
 
 
-def test_rows_with_tools_pictures_equal_the_templates_own_rendering(play: Play, reader: TinyReader) -> None:
+def test_rows_with_tools_pictures_equal_the_templates_own_rendering(shown: Play, reader: TinyReader) -> None:
     requests: list[GenerateRequest] = []
     said: list[Any] = []
 
@@ -86,15 +97,7 @@ def test_rows_with_tools_pictures_equal_the_templates_own_rendering(play: Play, 
         said[:] = [*messages, episode.chat(messages)["message"]]
         return 1.0
 
-    rollout = play(
-        use_tool,
-        prompts=[asked(reader, "2x2:1")],
-        samples=1,
-        generate=answering(requests, "34<eos>", "5<eos>"),
-        params=LONG,
-        tokenizer=TOKENIZER,
-        pictures=reader,
-    )
+    rollout = shown(use_tool, answering(requests, "34<eos>", "5<eos>"), "2x2:1")
     assert rollout.outcomes == [1.0]
     plain = [
         {**message, "content": [part if part["type"] == "text" else IMAGE for part in message["content"]]}
@@ -113,28 +116,20 @@ def test_rows_with_tools_pictures_equal_the_templates_own_rendering(play: Play, 
     assert before.tokens.tolist() == tokens[: len(before.tokens)] and len(before.pictures) == 2
 
 
-def test_the_same_words_about_other_pictures_are_another_row(play: Play, reader: TinyReader) -> None:
+def test_the_same_words_about_other_pictures_are_another_row(shown: Play) -> None:
     def two_rows(episode: Episode) -> None:
         for content in (b"1x1:1", b"1x1:2"):
             messages = [{"role": "user", "content": [episode.picture(content)]}]
             messages.append(episode.chat(messages, max_tokens=4)["message"])
             episode.chat([*messages, {"role": "user", "content": "8"}], max_tokens=4)
 
-    rollout = play(
-        two_rows,
-        prompts=[asked(reader)],
-        samples=1,
-        generate=answering([], "3<eos>"),
-        params=LONG,
-        tokenizer=TOKENIZER,
-        pictures=reader,
-    )
+    rollout = shown(two_rows, answering([], "3<eos>"))
     assert rollout.batch.row_columns["turns"].tolist() == [2, 2]
     shades = [int(rollout.batch.take_rows(np.array([row])).pictures[0].pixels[0, 0, 0]) for row in (0, 1)]
     assert sorted(shades) == [1, 2]
 
 
-def test_pictures_count_against_limits(play: Play, reader: TinyReader) -> None:
+def test_pictures_count_against_limits(shown: Play) -> None:
     answers: list[Any] = []
 
     def screenshot(episode: Episode) -> None:
@@ -143,20 +138,12 @@ def test_pictures_count_against_limits(play: Play, reader: TinyReader) -> None:
         messages.append({"role": "tool", "content": [episode.picture(b"9x9:1")]})
         answers.append(episode.chat(messages))
 
-    rollout = play(
-        screenshot,
-        prompts=[asked(reader)],
-        samples=1,
-        generate=answering([], "3<eos>"),
-        params=LONG,
-        tokenizer=TOKENIZER,
-        pictures=reader,
-    )
+    rollout = shown(screenshot, answering([], "3<eos>"))
     assert answers[0]["finish_reason"] == "length" and answers[0]["message"]["content"] == ""
     assert rollout.batch.row_columns["truncated"].tolist() == [True] and rollout.batch.pictures == ()
 
 
-def test_a_conversation_is_over_when_a_placeholder_was_sampled(play: Play, reader: TinyReader) -> None:
+def test_a_conversation_is_over_when_a_placeholder_was_sampled(shown: Play) -> None:
     reasons: list[str] = []
 
     def going_on(episode: Episode) -> None:
@@ -167,15 +154,7 @@ def test_a_conversation_is_over_when_a_placeholder_was_sampled(play: Play, reade
             messages += [answer["message"], {"role": "user", "content": "8"}]
 
     requests: list[GenerateRequest] = []
-    rollout = play(
-        going_on,
-        prompts=[asked(reader)],
-        samples=1,
-        generate=answering(requests, "3*"),
-        params=LONG,
-        tokenizer=TOKENIZER,
-        pictures=reader,
-    )
+    rollout = shown(going_on, answering(requests, "3*"))
     assert (reasons, len(requests)) == (["length", "length"], 1)
     assert rollout.batch.row_columns["truncated"].tolist() == [True] and rollout.texts == ["3"]
     assert PICTURE not in rollout.batch.columns
@@ -191,25 +170,11 @@ def test_a_conversation_is_over_when_a_placeholder_was_sampled(play: Play, reade
         ("3*", "0 pictures, but the prompt has the token that stands for one 1 times"),
     ],
 )
-def test_pictures_that_cannot_be_shown_are_refused(play: Play, reader: TinyReader, content: Any, why: str) -> None:
+def test_pictures_that_cannot_be_shown_are_refused(shown: Play, content: Any, why: str) -> None:
     def refused(episode: Episode) -> None:
         with pytest.raises(RuntimeError, match=f"^messages.*{why}"):
             episode.chat([{"role": "user", "content": content}])
 
-    rollout = play(
-        refused,
-        prompts=[asked(reader, "1x1:1")],
-        samples=1,
-        generate=answering([], "3<eos>"),
-        params=LONG,
-        tokenizer=TOKENIZER,
-        pictures=reader,
-    )
+    rollout = shown(refused, answering([], "3<eos>"), "1x1:1")
     assert rollout.outcomes[0].kind == "silent"  # no assertion of the function has failed
     assert rollout.batch.pictures[0].size == (1, 1)  # the bare prompt's
-
-
-def test_a_picture_file_is_sent_as_its_content(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
-    assert Episode.picture(tmp_path / "a.png") == Episode.picture(str(tmp_path / "a.png")) == part

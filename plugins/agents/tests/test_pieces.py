@@ -18,7 +18,6 @@ from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.dialects.base import new
 from corerl_agents.episodes import Episode
-from corerl_agents.pieces import before, known
 from corerl_agents.script import byte_tokenizer
 from corerl_agents.tool_calls import format_of
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, Oracle, Play, assert_equal
@@ -74,18 +73,6 @@ def test_what_is_known_of_an_answer_begins_it(name: str, opened: str, separate: 
             assert part.lstrip() + new(whole, part) in (whole, whole.lstrip()), text
             seen += len(part)
     assert seen > 60
-
-
-def test_a_text_ends_before_what_may_be_a_mark() -> None:
-    assert before("abc<tool", ["<tool_call>"]) == "abc"
-    assert before("abc<tools", ["<tool_call>"]) == "abc<tools"
-    assert before("abc<tool_call>d", ["<tool_call>"]) == "abc"
-    assert before("abc", [""]) == ""
-    assert before("abc", []) == "abc"
-    assert known("<thin", "", [], apart=True) == ("", "")
-    assert known("<think>a</th", "", [], apart=True) == ("a", "")
-    assert known("a</think>b", "<think>", [], apart=True) == ("a", "b")
-    assert known("<think>a", "", [], apart=False) == ("", "<think>a")
 
 
 @pytest.mark.parametrize("calls", [1, 4])

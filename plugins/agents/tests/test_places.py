@@ -3,79 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Mapping
 
 import pytest
 
 from corerl.engines import CacheUse
 from corerl_agents.places import FULL, LOOKS, Limit, Places
-from plugins.agents.tests.bounded_engine import BoundedEngine
-
-CAPACITY, PROMPT, TURNS, TOOL = 20_000, 20, 4, 10
-EPISODES = 2000
-
-
-async def play(engine: BoundedEngine, places: Places | asyncio.Semaphore) -> float:
-    """Play all episodes, of turns of 5 to 40 tokens with a tool's between them; returns the steps that it took."""
-    lengths, before = random.Random(0), engine.steps
-
-    async def episode(number: int, turns: list[int]) -> None:
-        context = PROMPT
-        for tokens in turns:
-            await engine.sample(number, context=context, tokens=tokens)
-            context += tokens + TOOL
-
-    async def begin() -> None:
-        async with asyncio.TaskGroup() as playing:
-            for number in range(EPISODES):
-                await places.acquire()
-                task = playing.create_task(episode(number, [lengths.randrange(5, 41) for _ in range(TURNS)]))
-                task.add_done_callback(lambda _: places.release())
-
-    beginning = asyncio.create_task(begin())
-    while not beginning.done():
-        for _ in range(4):  # what follows from a step is done before the next one
-            await asyncio.sleep(0)
-        engine.step()
-    await beginning
-    return engine.steps - before
-
-
-def fixed(number: int) -> tuple[float, int]:
-    """Steps, and retracted rows."""
-    engine = BoundedEngine(CAPACITY)
-    return asyncio.run(play(engine, asyncio.Semaphore(number))), engine.retracted
-
-
-def automatic() -> tuple[float, float, int, float]:
-    """Steps of the first and of the second time that all episodes are played, retracted rows, and the last limit."""
-
-    async def run() -> tuple[float, float, int, float]:
-        engine = BoundedEngine(CAPACITY)
-        places = Places(engine.cache_use, longest=PROMPT + TURNS * (40 + TOOL), seconds=0.0)
-        first, second = await play(engine, places), await play(engine, places)
-        return first, second, engine.retracted, places.limit.number
-
-    return asyncio.run(run())
-
-
-def test_auto_is_as_fast_as_the_best_number_and_retracts_nothing() -> None:
-    steps = {number: fixed(number)[0] for number in (160, 180, 200, 220, 240)}
-    best = min(steps, key=steps.__getitem__)
-    assert best not in (160, 240)
-    first, second, retracted, number = automatic()
-    assert retracted == 0
-    assert 0.8 * best < number < 1.1 * best
-    assert second < 1.06 * steps[best]
-    assert first < 1.12 * steps[best]  # from what fits if each episode is as long as it may become
-
-
-def test_far_too_many_episodes_retract_each_other() -> None:
-    few, none = fixed(180)
-    many, retracted = fixed(400)
-    assert none == 0 and retracted > EPISODES
-    assert many > 2 * few
 
 
 def cache(tokens: int, *, retracted: int = 0, name: str = "engine-0") -> Mapping[str, CacheUse]:

@@ -45,16 +45,6 @@ def test_a_posted_and_a_returned_reward_fail_the_episode(play: Play) -> None:
     assert "gave a reward, but another one, 1, was posted to the episode's URL on prompt 40" in outcome.message
 
 
-def test_an_episode_that_fails_has_no_posted_reward(play: Play) -> None:
-    def fails(episode: Episode) -> None:
-        asked(episode)
-        post(f"{episode.base_url}/reward", {"reward": 1.0})
-        raise KeyError("tool")
-
-    (outcome,) = play(fails, samples=1, prompts=PROMPTS[:1]).outcomes
-    assert isinstance(outcome, Failure) and outcome.kind == "raised"
-
-
 def test_a_reward_behind_the_end_is_refused(play: Play, front: ChatServer) -> None:
     urls: list[str] = []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from corerl.ops import hash_key
 from corerl.rollout import Failure, Judged, Rollout
 from corerl.types import TURN_REWARDS
 from corerl_agents.commands import command_of
-from corerl_agents.config import EpisodesConfig
 from corerl_agents.episodes import Episode
-from corerl_agents.workers import PlayedByWorkers
 from plugins.agents.tests import worker_functions
 from plugins.agents.tests.oracle import PARAMS, PROMPTS, TOKENIZER, Oracle, Play, assert_equal, engines
 from plugins.agents.tests.test_chat_server import post
@@ -104,14 +101,8 @@ def test_a_role_that_said_nothing_has_no_row(play: Play) -> None:
     ("value", "text"),
     [
         (1.0, "returned 1.0, wanted a reward for each role by its name (white, black), or None, on prompt 40"),
-        (
-            {"white": 1.0, "blak": 0.0},
-            "returned a reward for 'blak', wanted those of the roles white, black, on prompt",
-        ),
-        (
-            {"white": "won", "black": 0.0},
-            "returned 'won' for the role 'white', wanted a finite number, numbers by name",
-        ),
+        ({"white": 1.0, "blak": 0.0}, "returned a reward for 'blak', wanted those of the roles white, black, on"),
+        ({"white": "won", "black": 0.0}, "returned 'won' for the role 'white', wanted a finite number, numbers by"),
         ({"white": 1.0}, "gave no reward for the role 'black', which has played, and none was posted to its URL;"),
         ({"white": [1.0], "black": 0.0}, "returned 1 rewards, one for each turn, but got 2 answers on prompt 40"),
     ],
@@ -126,15 +117,6 @@ def test_wrong_rewards_of_roles_cost_one_episode(play: Play, value: Any, text: s
     assert isinstance(failed[0], Failure) and failed[0].kind == "no-number"
     assert failed[0].message.startswith(f"samplers.episodes.function 'mine:play' {text}")
     assert isinstance(white, Judged) and isinstance(black, float)
-
-
-def test_an_episode_that_fails_has_no_rewards_of_turns(play: Play) -> None:
-    def one_too_many(episode: Episode) -> dict[str, list[float]]:
-        white_twice_black_once(episode)
-        return {"white": [1.0, 2.0], "black": [1.0, 2.0]}
-
-    rollout = play(one_too_many, roles=ROLES, samples=1)
-    assert {type(each) for each in rollout.outcomes} == {Failure} and not rollout.batch.columns[TURN_REWARDS].any()
 
 
 def test_an_episode_that_fails_keeps_the_rows_of_its_roles(play: Play) -> None:
@@ -177,28 +159,6 @@ def test_the_url_of_the_episode_belongs_to_no_role(play: Play) -> None:
     assert isinstance(without[0], Failure) and "no role 'white'; set samplers.episodes.roles" in without[0].message
 
 
-@pytest.fixture
-def two_workers() -> Iterator[Callable[[str], PlayedByWorkers]]:
-    made: list[PlayedByWorkers] = []
-
-    def start(name: str) -> PlayedByWorkers:
-        made.append(PlayedByWorkers.start(EpisodesConfig(function=f"{worker_functions.__name__}:{name}", workers=2)))
-        return made[-1]
-
-    yield start
-    for each in made:
-        each.close()
-
-
-@pytest.mark.processes
-def test_workers_play_roles_as_the_driver_does(play: Play, two_workers: Callable[[str], PlayedByWorkers]) -> None:
-    here, there = (
-        play(function, roles=ROLES) for function in (white_twice_black_once, two_workers("white_twice_black_once"))
-    )
-    assert_equal(there, here)
-    assert there.outcomes == here.outcomes
-
-
 AGENT = """
 import json, os, sys, urllib.request
 
@@ -217,10 +177,7 @@ print(sys.argv[2])
     ("line", "outcomes"),
     [
         ('{"reward": {"white": 1, "black": {"reward": -1, "parts": {"moves": 3}}}}', [1.0, -1.0]),
-        ("0.5", [None, None]),  # no reward of several roles
-        ('{"reward": 0.5}', "got {'reward': 0.5}, wanted a reward for each role, as in "),
         ('{"reward": {"wite": 1}}', 'as in {"reward": {"white": 1.0, "black": 1.0}}'),
-        ('{"reward": {"white": 1}}', "gave no reward for the role 'black'"),
     ],
 )
 def test_a_command_plays_roles(play: Play, line: str, outcomes: Any) -> None:
@@ -287,13 +244,3 @@ def test_a_run_reports_roles_and_streams_them_alike(tmp_path: Path) -> None:
         assert (low["prompt"], low["sample"], low["step"]) == (high["prompt"], high["sample"], high["step"])
         assert low["reward"] == pytest.approx(4.0 - digit(low["response"]))
         assert high["reward"] == pytest.approx(digit(high["response"]))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["synchronous", "asynchronous"])
-def test_opposed_rewards_of_two_roles_both_rise(source: str, tmp_path: Path) -> None:
-    """Compared across roles, neither rises in this many steps: 3.5 and 0.5 stay what they are."""
-    steps = run(tmp_path, "run.steps=20", "rollout.samples=8", f"rollout.source={source}")
-    for name in ("low", "high"):  # asynchronously, a step may begin before more was scored
-        rewards = [step[f"reward/{name}"] for step in steps if f"reward/{name}" in step]
-        assert np.mean(rewards[-4:]) - np.mean(rewards[:4]) > 0.15

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import threading
 import time
@@ -15,7 +14,7 @@ import pytest
 from attrs import evolve
 
 from corerl.engines import CacheUse, GenerateRequest, Generation, Stops
-from corerl.errors import ConfigError, EngineFailed
+from corerl.errors import EngineFailed
 from corerl.models import load_tokenizer
 from corerl.rollout import EventLoop, Failure, Rollout, Sampler
 from corerl_agents.chat_server import ChatServer
@@ -132,30 +131,6 @@ def test_auto_plays_as_many_episodes_as_caches_have_room_for(play: Play, loop: E
     )
     assert_equal(drawn(loop, sampler), play(single))
     assert most == 2
-
-
-def test_auto_needs_to_know_of_the_engines_caches(play: Play) -> None:
-    with pytest.raises(ConfigError, match="^samplers.episodes.concurrency: 'auto' needs the engines of a run; set a "):
-        play(single, concurrency="auto")
-
-
-def test_garbage_is_collected_less_often_where_episodes_play(loop: EventLoop, front: ChatServer) -> None:
-    before = gc.get_threshold()
-
-    def threshold(*given: int) -> tuple[int, ...]:
-        gc.set_threshold(*given)
-        mine = EpisodeFunction(name="mine:play", function=single)
-        episode_sampler(
-            function=mine, server=front, config=EpisodesConfig(), tokenizer=TOKENIZER, generate=None, seed=7
-        )
-        return gc.get_threshold()
-
-    try:
-        assert threshold(700, 10, 10) == (10_000, 10, 10)
-        assert threshold(50_000, 5, 5) == (50_000, 5, 5)
-        assert threshold(0, 10, 10) == (0, 10, 10)  # never, as someone wants it
-    finally:
-        gc.set_threshold(*before)
 
 
 def test_samples_depend_neither_on_time_nor_on_batches(play: Play) -> None:
@@ -324,20 +299,6 @@ def test_an_episode_ends_where_its_tokens_are_used_up(play: Play) -> None:
     cut = play(lambda episode: reasons.append(once(episode)), samples=1)
     assert not cut.batch.row_columns["truncated"].any()  # by the function's own wish
     assert cut.batch.row_columns["response_length"].tolist() == [1, 1]
-
-
-def test_an_episode_filled_by_its_environment_is_truncated(play: Play) -> None:
-    reasons: list[str] = []
-
-    def filled(episode: Episode) -> None:
-        messages = episode.messages
-        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "0123456789012"}]
-        reasons.append(episode.chat(messages)["finish_reason"])
-
-    rollout = play(filled, samples=1)
-    assert reasons == ["length"] * 2
-    assert rollout.batch.row_columns["truncated"].tolist() == [True, True]
-    assert rollout.batch.row_columns["response_length"].tolist() == [1, 1]
 
 
 def test_an_answer_after_the_episodes_end_is_left_out(play: Play) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -45,25 +45,6 @@ def held_after_passes(setup: Setup) -> list[int]:
         after_forward = found.held
         train(worker, setup, 0)
         return [after_forward, found.held - resident_bytes(worker.backend.tensors(MemoryKind.OPTIMIZER))]
-
-
-def memory(setup: Setup) -> Mapping[str, float]:
-    """Bytes for each parameter of the whole model: of each kind after a step, and of what the next one's gradients take
-    besides when all are there, which is before DeepSpeed steps, and under stage 1 before it reduces them."""
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        backend: Any = worker.backend
-        engine, gradients = backend.model.engine, list[int]()
-        parameters = sum(getattr(param, "ds_numel", param.numel()) for param in backend.model.policy.parameters())
-        held = {kind.value: resident_bytes(backend.tensors(kind)) / parameters for kind in MemoryKind}
-
-        def noting(function: Callable[..., None]) -> Callable[..., None]:
-            return lambda **given: [gradients.append(found.held), function(**given)][1]
-
-        where = (engine.optimizer, "reduce_gradients") if engine.zero_optimization_stage() == 1 else (engine, "step")
-        with Allocations() as found, mock.patch.object(*where, noting(getattr(*where))):
-            train(worker, setup, 1)
-        return {**held, "in a step": gradients[0] / parameters}
 
 
 def offloaded(setup: Setup) -> Mapping[str, bool]:

@@ -60,38 +60,6 @@ def test_a_parameter_that_transformers_freezes_does_not_decay(runs: Runs, stage:
     assert {name for name in before if (before[name] == after[name]).all()} == {*frozen}
 
 
-LARGEST = 97 * 64 / 136_000  # the embedding's share of this model's parameters
-
-
-@pytest.mark.parametrize(
-    ("options", "per_parameter"),
-    [
-        ({"stage": 1}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 4.0 + 4.0}),
-        ({"stage": 2}, {"param": 2.0, "master": 2.0, "grad": 0.0, "optimizer": 4.0, "in a step": 2.0}),
-        ({"stage": 3}, {"param": 1.0, "master": 2.0, "grad": 2.0 + 4.0, "optimizer": 4.0, "in a step": 0.0}),
-        # Host memory counts too. In it are 18/n bytes: masters, moments, and of gradients a float32 copy and another in
-        # the weights' precision; and, there and on the device, a place for the largest parameter's on their way.
-        (
-            {"stage": 2, "offload": "optimizer"},
-            {"param": 2.0, "master": 2.0, "grad": 2.0 + 1.0 + 2 * 2 * LARGEST, "optimizer": 4.0, "in a step": 2.0},
-        ),
-        # 20/n: two float32 copies of gradients. The bucket is on the device.
-        (
-            {"stage": 3, "offload": "optimizer"},
-            {"param": 1.0, "master": 2.0, "grad": 2.0 + 2.0 + 4.0, "optimizer": 4.0, "in a step": 0.0},
-        ),
-    ],
-    ids=str,
-)
-def test_in_bfloat16_a_rank_holds_what_the_page_says(
-    runs: Runs, rank_pool: RankPool, options: Mapping[str, Any], per_parameter: Mapping[str, float]
-) -> None:
-    setup = evolve(runs.setup("deepspeed", "qwen3-deep"), options=options)
-    half = evolve(setup, train=evolve(setup.train, precision="bfloat16"))
-    for found in rank_pool.run(ranks.memory, half):
-        assert found == pytest.approx(per_parameter, rel=0.01, abs=0.03)
-
-
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [

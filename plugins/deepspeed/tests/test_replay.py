@@ -22,7 +22,7 @@ def test_recomputed_layers_go_through_the_experts_that_they_were_told(runs: Runs
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_recomputed_layers_are_balanced_as_in_transformers(runs: Runs, stage: int) -> None:
     setup = runs.setup("deepspeed", "qwen3-moe", PACKINGS["one by one"])
     setup = evolve(setup, options={"stage": stage}, train=evolve(setup.train, recompute="full"))

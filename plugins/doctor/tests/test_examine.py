@@ -125,16 +125,6 @@ def test_each_unusable_plugin_comes_with_its_fix(site: Path) -> None:
     assert unknown.what == "unknown plugin 'latter'; did you mean 'later'?"
 
 
-@forked
-def test_a_run_given_as_plugin_suggests_config(site: Path, tmp_path: Path) -> None:
-    hint = "; for a run's file: corerl doctor --config FILE"
-    for name in (str(tmp_path), "tried.toml"):
-        (unknown,) = amiss(list(examine(name)))
-        assert unknown.what.startswith(f"unknown plugin {name!r}") and unknown.fix.endswith(hint)
-    (unknown,) = amiss(list(examine("min")))
-    assert hint not in unknown.fix
-
-
 def test_a_missing_backend_is_fixed_by_its_extra(absent_backend: str) -> None:
     with pytest.raises(PluginNotFound) as caught:
         load(Kind.BACKENDS, absent_backend)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from corerl.errors import PluginBroken
-from corerl.plugin import Kind
 from corerl_doctor.child import CheckStarted
-from corerl_doctor.plugins import check_named, finding_of
+from corerl_doctor.plugins import check_named
 from corerl_sglang import SPEC
 
 
@@ -17,12 +15,6 @@ def test_an_engine_is_imported_and_its_probe_asked() -> None:
     found, probed = told("sglang"), [finding.what for finding in SPEC.probe()]
     assert any("corerl_sglang.start:start_engine can be imported" in what for what in found)
     assert probed and found[-len(probed) :] == probed
-
-
-def test_a_command_that_cannot_be_loaded_cannot_be_called() -> None:
-    error = PluginBroken("command 'mine' cannot be loaded")
-    assert finding_of(error, Kind.COMMANDS, "mine").why == "it cannot be called"
-    assert finding_of(error, Kind.ENGINES, "mine").why == "a run that selects it does not start"
 
 
 def test_a_commands_code_is_imported() -> None:

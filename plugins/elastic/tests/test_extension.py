@@ -111,14 +111,6 @@ def test_a_group_without_devices_gets_some_of_the_others(
     assert case.replace_lost() == lines
 
 
-def test_two_groups_cannot_share_one_last_device(tmp_path: Path) -> None:
-    rollout = {"engine": "fake", "prompts": 8, "samples": 4, "replicas": 1}
-    case = make(tmp_path, roles={"actor": {"ranks": 1}, "critic": {"ranks": 1}}, rollout=rollout, disaggregated=True)
-    case.pool.gone = {0}
-    with pytest.raises(InsufficientResources, match="^roles.actor.ranks: devices are left for 0 of 1$"):
-        case.replace_lost()
-
-
 def test_ranks_are_ended_for_engines_of_which_none_is_left(tmp_path: Path) -> None:
     case = of_two(tmp_path, disaggregated=True)
     ends: list[str] = []
@@ -220,22 +212,6 @@ def test_sizes_and_devices_count_only_what_is_left(tmp_path: Path, monkeypatch: 
     assert devices_of(case.control) == Devices(reserved=2, unused=0, free=2)
     assert case.change("rollout.replicas=1", "roles.actor.ranks=1") == []  # as asked for by who knows no better
     assert case.change("rollout.replicas=2") == ["engines: 1 -> 2"]
-
-
-def test_what_the_cluster_refuses_is_told_as_groups_that_have_no_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = of_two(tmp_path)
-    before = case.groups.plan
-    case.pool.gone = {0}
-
-    def fail(*_: object, **__: object) -> None:
-        raise CorerlError("the cluster has no room")
-
-    monkeypatch.setattr(case.pool, "replace_lost", fail)
-    with pytest.raises(InsufficientResources, match="^the cluster has no room$"):
-        case.replace_lost()
-    assert case.groups.plan is before
 
 
 def test_a_silent_gpu_is_reported_with_the_smaller_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,6 @@ from tests.cluster.rooms import are_gone, gpus, moves, on, rooms_of
 __all__ = ["moves"]  # a fixture
 
 
-def test_a_room_waits_for_machines_that_come_in_time(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = rooms_of(monkeypatch, 1)
-    pool.begin({"actor": 2})
-    on(moves, ["", "node 1"])
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: on(moves, ["node 9", "node 1"]))
-    pool.poll()
-    Places(pool).settle(within=60.0)
-    assert [(slot.node, slot.lost) for slot in pool["actor"]] == [("node 9", False), ("node 1", False)]
-
-
 def test_a_room_waits_once_for_the_same_bundles_and_again_for_others(
     moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

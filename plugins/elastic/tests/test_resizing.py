@@ -12,7 +12,7 @@ from tests.end_to_end.command import Command, numbers, write_small
 from tests.end_to_end.faulty import NAME, fault
 
 pytestmark = pytest.mark.processes
-SETTINGS = ["run.steps=5", "checkpoint.background=false"]
+SETTINGS = ["run.steps=4", "checkpoint.background=false"]
 SCALERS = "plugins.elastic.tests.scalers"
 # That depend on all of a model's state.
 SEEN = ("train/loss", "train/grad_norm", "train/entropy", "train/kl", "critic/loss", "critic/grad_norm")
@@ -46,22 +46,21 @@ def assert_same(run_dir: Path, undisturbed: Path) -> None:
 
 
 def test_ranks_and_engines_are_resized_and_change_backend(tmp_path: Path, undisturbed: Path) -> None:
-    run_dir, waiting = tmp_path / "run", fault("optimizer_step", "wait", step=3, once=True)
-    with started(tmp_path, *waiting, scaler="down_and_up") as command:
-        command.until((run_dir / "fault").exists, "in the middle of its fourth step")
-        asked = ["backend.name=megatron", "backends.megatron.tensor_parallel=2"]
+    run_dir, waiting = tmp_path / "run", fault("optimizer_step", "wait", step=1, once=True)
+    with started(tmp_path, *waiting, scaler="up_and_down") as command:
+        command.until((run_dir / "fault").exists, "in the middle of its second step")
+        asked = ["backend.name=megatron", "roles.actor.ranks=1", "rollout.replicas=2"]
         with Command("scale", run_dir, *asked, logs=tmp_path) as scale:
             scale.until((run_dir / REQUEST).exists, "waiting for the end of the step")
             (run_dir / "go").touch()
             assert scale.finish() == 0, scale.err
             assert command.finish() == 0, command.err  # inside: the block's end kills what there is on this Ray
         command.assert_nothing_is_left()
-    assert scale.out.startswith(f"actor: 2 ranks of {NAME} (dp 2) -> 2 ranks of megatron (dp 1), ")
+    assert scale.out.startswith(f"actor: 2 ranks of {NAME} (dp 2) -> 1 rank of megatron (dp 1), ")
     assert re.findall(r"note: (?:actor|engines): (.*), \d", command.out) == [
-        f"2 ranks of {NAME} (dp 2) -> 1 rank of {NAME} (dp 1)",
-        f"1 rank of {NAME} (dp 1) -> 2 ranks of {NAME} (dp 2)",
+        f"2 ranks of {NAME} (dp 2) -> 1 rank of megatron (dp 1)",
         "1 -> 2",
-        f"2 ranks of {NAME} (dp 2) -> 2 ranks of megatron (dp 1)",
+        "1 rank of megatron (dp 1) -> 2 ranks of megatron (dp 2)",
         "2 -> 1",
     ]
     assert_same(run_dir, undisturbed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from corerl_elastic.scaling import (
     ask,
     asked,
     balance,
-    begin,
 )
 
 NONE_MORE = Devices(reserved=4, unused=0, free=0)
@@ -79,16 +78,6 @@ def test_a_request_is_taken_and_answered_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
 
 
-def test_an_answer_is_found_though_the_run_ends_right_after_it(tmp_path: Path) -> None:
-    def runs() -> bool:
-        request = asked(tmp_path)
-        assert request is not None
-        answer(tmp_path, request, Answer(changed=(), error="no room"))
-        return False
-
-    assert ask(tmp_path, [], runs=runs, notify=[].append) == Answer(changed=(), error="no room")
-
-
 def test_an_answer_to_an_earlier_request_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     answer(tmp_path, Request("earlier", ()), Answer(changed=("of another",)))
 
@@ -135,19 +124,6 @@ def test_whoever_stops_waiting_takes_back_the_own_request_and_no_other(tmp_path:
 
     assert ask(tmp_path, [], runs=steps(another_comes, list), notify=[].append) == DONE
     assert asked(tmp_path) == Request("next", ())
-
-
-def test_a_run_forgets_what_was_asked_of_an_earlier_one(tmp_path: Path) -> None:
-    begin(tmp_path)
-    (tmp_path / REQUEST).write_text(json.dumps({"id": "first", "overrides": ["rollout.replicas=1"]}))
-    begin(tmp_path)
-    assert asked(tmp_path) is None
-
-
-def test_a_directory_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ask(tmp_path / "gone", [], runs=lambda: True, notify=[].append)
-    assert str(tmp_path) in caught.value.message and "\n" not in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"id": "x"}', '{"id": "x", "overrides": 3}'])
@@ -347,17 +323,6 @@ def test_more_devices_move_where_ranks_cannot_be_of_one_less_or_more() -> None:
     assert wanted(samples, (3, 5), (2, 6)) == of(1, 7) and wanted(samples, (3, 5), (2, 6), (1, 7)) == {}
     assert wanted(training, (5, 3), (3, 5)) == of(6, 2)
     assert wanted(training, (5, 3), (6, 2), (7, 1)) == {}
-
-
-def test_a_function_is_told_what_was_refused_as_long_as_that_holds() -> None:
-    got: list[Sequence[Mapping[str, int]]] = []
-    made = Scaling(name="mine:decide", scaler=lambda sizing: got.append(sizing.refused) or {})  # type: ignore[func-returns-value]
-    made.wanted(1, SIZES, NONE_MORE)
-    made.refused(["roles.actor.ranks=3", "rollout.replicas=1"], NONE_MORE)
-    made.wanted(2, SIZES, NONE_MORE)
-    made.wanted(3, SIZES, evolve(NONE_MORE, free=1))
-    made.wanted(4, {**SIZES, "rollout.replicas": 1}, NONE_MORE)
-    assert got == [(), (of(3, 1),), (), ()]
 
 
 def test_no_side_loses_its_last_device() -> None:

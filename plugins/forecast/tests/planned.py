@@ -53,8 +53,10 @@ EXTENSIONS = [{"name": "plugins.forecast.tests.planned:SEES"}]  # the forecast t
 
 
 def on_gpus(tmp_path: Path, *, backend: str = "fsdp", **tables: Any) -> Config:
-    """Of a run on the GPUs of a cluster, which is not asked anything."""
-    config = config_in(tmp_path / "run", backend={"name": backend}, **{"extensions": EXTENSIONS, **tables})
+    """Of a run on the GPUs of a cluster, which is not asked anything. Layers are not compiled, as each takes seconds to
+    measure, unless `tables` say so."""
+    known = {"extensions": EXTENSIONS, "backends": {"fsdp": {"compile": False}}}
+    config = config_in(tmp_path / "run", backend={"name": backend}, **{**known, **tables})
     return evolve(config, cluster=evolve(config.cluster, device="cuda", address="10.0.0.1:6379"))
 
 

@@ -128,17 +128,6 @@ def test_saved_batches_may_be_larger_than_sampled_ones(tmp_path: Path) -> None:
     assert counted.single and not unknown.single and counted.training < unknown.training
 
 
-def test_a_backends_own_error_is_raised(tmp_path: Path) -> None:
-    def memory(*_: object) -> None:
-        raise TypeError("a fault of the plugin")
-
-    forecaster = forecaster_of(on_gpus(tmp_path))
-    plan = forecaster.plan.processes.roles["actor"]
-    faulty = evolve(plan, backend=evolve(plan.backend, spec=evolve(plan.backend.spec, memory=memory)))
-    with pytest.raises(TypeError, match="a fault of the plugin"):
-        with_actor(forecaster, faulty).forecast()
-
-
 def test_on_cpus_nothing_is_predicted(tmp_path: Path) -> None:
     assert make_plan(config_in(tmp_path / "run", extensions=EXTENSIONS)).notices == ()
 

@@ -7,15 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from attrs import evolve
 
 from corerl.errors import ConfigError
 from corerl.plan import Plan
-from corerl_forecast.extension import settings_of
 from corerl_forecast.forecast import GIB
 from corerl_testing import make_plan
 from plugins.forecast.tests.planned import LARGE, memory_on, on_gpus, planned_on, predictions
-from tests.driver.saved import CRITIC, DATA, make_config
+from tests.driver.saved import CRITIC, DATA
 
 
 def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
@@ -86,19 +84,6 @@ def test_what_is_asked_for_stays(tmp_path: Path) -> None:
     there = round(needed_on(200 * GIB, tmp_path, train=asked) / 1.2)
     with pytest.raises(ConfigError, match=r"roles\.actor\.ranks: training needs .* set train\.recompute='full' \("):
         planned_on(there, tmp_path, train=asked)
-
-
-def test_roles_of_one_table_that_choose_differently_get_their_own() -> None:
-    asked = make_config(**CRITIC, train={"mini_batches": 2})
-    assert settings_of({"actor": "full", "critic": "full"}, asked) == {"train.recompute": "full"}
-    differ = settings_of({"actor": "full", "critic": "none"}, asked)
-    table = differ.pop("roles.actor.train")
-    assert differ == {"train.recompute": "none"}
-    assert (table.recompute, table.mini_batches, table.precision) == ("full", 2, "auto")
-    own = evolve(asked.roles.critic, train=asked.train)
-    apart = evolve(asked, roles=evolve(asked.roles, critic=own))
-    wanted = {"train.recompute": "full", "roles.critic.train.recompute": "none"}
-    assert settings_of({"actor": "full", "critic": "none"}, apart) == wanted
 
 
 def test_roles_that_differ_are_planned_as_chosen(tmp_path: Path) -> None:

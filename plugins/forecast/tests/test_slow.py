@@ -58,12 +58,6 @@ def test_float32_is_noted_with_its_price(
     assert told(plan) == [f"{what}bfloat16, which the GPU or the backend lacks, would avoid it"]
 
 
-def test_on_a_cpu_nothing_is_told(tmp_path: Path) -> None:
-    model = {**DATA["model"], "config": GEMMA2}
-    plan = make_plan(config_in(tmp_path / "run", model=model, train={"precision": "float32"}, extensions=EXTENSIONS))
-    assert plan.notices == ()
-
-
 def test_attention_that_no_kernel_fits_is_told_of_the_model(tmp_path: Path) -> None:
     (line,) = told(planned(tmp_path, model=GEMMA2))
     assert line == (

@@ -43,12 +43,6 @@ def test_padding_of_the_vocabulary_is_left_out(runs: Runs, tmp_path: Path, model
     assert_follows(found, runs.train(1, evolve(setup_of("plain", tmp_path), vocabulary=97), STEPS))
 
 
-def test_a_model_that_could_be_packed_follows_the_plain_backend_on_padded_rows(runs: Runs) -> None:
-    model = runs.models["qwen3-moe"]
-    found = runs.train(2, setup_of("fsdp", model, layout="whole"), STEPS)
-    assert_follows(found, runs.train(1, setup_of("plain", model), STEPS))
-
-
 def test_compiled_layers_are_refused_for_a_whole_model_by_the_spec_and_by_the_rank(runs: Runs) -> None:
     options, asked = FsdpConfig(compile=True), ClusterInfo(device="cpu", ranks=2, train=TrainConfig(layout="whole"))
     text = (

@@ -68,9 +68,3 @@ def test_float32_attention_in_pieces_and_whole_models_are_told(monkeypatch: pyte
         f"'auto' does not compile layers, because the model is whole, on padded rows; {UNMEASURED}; only a model that "
         "can be packed avoids it"
     )
-
-
-def test_attention_itself_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "why_unbuildable", lambda: "")
-    found = SPEC.slow(FsdpConfig(compile=False), GPU, evolve(SIZE, in_pieces=InPieces.HEADS))
-    assert [each.path for each in found] == [".model"]

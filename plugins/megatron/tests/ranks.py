@@ -30,9 +30,7 @@ from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
 
 from corerl.errors import SaveFailed
-from corerl.memory import resident_bytes
 from corerl.types import ForwardResult, LossSpec, MemoryKind, SampleBatch, TrainResult, offsets_of
-from corerl.weights import is_adapter
 from corerl_megatron import build, model, native
 from corerl_megatron.adam import fused_adam
 from corerl_megatron.backend import MegatronBackend
@@ -99,15 +97,6 @@ def steps_on(setup: Setup, loss: LossSpec, steps: int) -> list[TrainResult]:
             worker.train_on(batch=packed_for_training(worker, setup, samples_at(n)), loss=loss, step=step_at(n))
             for n in range(steps)
         ]
-
-
-def memory(setup: Setup) -> dict[str, float]:
-    """Bytes of each kind after a step, for each parameter that this rank holds."""
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        backend: Any = worker.backend
-        held = sum(each.param.numel() for each in backend.model.held)
-        return {kind.value: resident_bytes(backend.tensors(kind)) / held for kind in MemoryKind}
 
 
 def operations(setup: Setup, batches: Sequence[Sequence[int]]) -> list[int]:
@@ -257,54 +246,10 @@ def at_start(setup: Setup) -> State:
         return state_of(worker)
 
 
-def pass_under_a_snapshot(setup: Setup, samples: SampleBatch) -> list[ForwardResult]:
-    """Of the start; of the start's snapshot after two steps; of the weights after these, before and after that."""
-    with running(setup) as worker:
-        worker.create_snapshot("start")
-        first = forward(worker, setup, samples)
-        for number in range(2):
-            train(worker, setup, number)
-        trained = forward(worker, setup, samples)
-        again = forward(worker, setup, samples, weights="start")
-        return [first, again, trained, forward(worker, setup, samples)]
-
-
 def start_with_targets(setup: Setup, targets: Sequence[str]) -> None:
     """As if these tensors were those of linear layers."""
     with mock.patch.object(build, "targets_of", return_value=frozenset(targets)):
         start(setup)
-
-
-@frozen(kw_only=True)
-class HeldBeside:
-    """What a rank holds of a model with adapters after a step."""
-
-    weights: int  # elements
-    adapters: int
-    bytes: dict[str, int]  # of each kind of memory
-    with_gradients: list[str]  # tensors of weights that have any
-    masters: set[torch.dtype]
-
-
-def held_beside_adapters(setup: Setup) -> HeldBeside:
-    with running(setup) as worker:
-        train(worker, setup, 0)
-        backend: Any = worker.backend
-        sizes = {True: 0, False: 0}
-        for held in backend.model.held:
-            sizes[is_adapter(held.pieces[0].name)] += held.param.numel()
-        return HeldBeside(
-            weights=sizes[False],
-            adapters=sizes[True],
-            bytes={kind.value: resident_bytes(backend.tensors(kind)) for kind in MemoryKind},
-            with_gradients=[
-                held.pieces[0].name
-                for held in backend.model.held
-                if not is_adapter(held.pieces[0].name)
-                and (held.param.requires_grad or held.param.grad is not None or hasattr(held.param, "main_grad"))
-            ],
-            masters={master.tensor.dtype for master in backend.masters.values()},
-        )
 
 
 Passes: TypeAlias = list[tuple[float, float]]

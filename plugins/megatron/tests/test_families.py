@@ -28,7 +28,6 @@ from corerl_testing import (
     transformers_outputs,
 )
 from corerl_testing.scenarios import training
-from tests.checkpoint.moves import Place, assert_export_is_what_transformers_loads, assert_moving_follows_staying
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 IN_TURNS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -112,26 +111,3 @@ def test_embeddings_in_bfloat16_are_scaled_as_transformers_scales_them(model_typ
     holder: Any = SimpleNamespace(embedding=table, config=SimpleNamespace(params_dtype=torch.bfloat16))
     PackedModel.scale_embeddings(holder, family.embedding_scale(hf.to_dict()), rounded=family.rounds_scale)
     assert torch.equal(table(tokens), seen[0])
-
-
-PLACES: Mapping[str, Sequence[Place]] = {
-    "phi3": [("megatron", TP2, 2), ("plain", {}, 1)],
-    "granite": [("megatron", TP2, 2), ("fsdp", {}, 2)],
-    "gemma3_text": [("megatron", PP2, 2), ("fsdp", {}, 2), ("megatron", SP2, 2)],
-    "qwen2_moe": [("megatron", SP2, 2), ("fsdp", {}, 2)],
-    "glm4_moe": [("megatron", {**WHOLE_EXPERTS, **EP2}, 2), ("fsdp", {}, 2), ("megatron", PP2, 2)],
-    "deepseek_v3": [("megatron", SP2, 2), ("plain", {}, 1), ("megatron", EP2, 2)],
-    "youtu": [("megatron", SP2, 2), ("megatron", CP2, 2)],
-    "gpt_oss": [("megatron", WHOLE_EXPERTS, 2), ("fsdp", {}, 2), ("megatron", EP2, 2)],
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model_type", PLACES)
-def test_a_run_goes_on_elsewhere_and_its_export_is_what_transformers_loads(
-    runs: Runs, tmp_path: Path, model_type: str
-) -> None:
-    model = drawn(model_type, tmp_path / "model")
-    family = Runs(runs.rank_sets, {model_type: model})
-    last = assert_moving_follows_staying(family, tmp_path, model_type, PLACES[model_type])
-    assert_export_is_what_transformers_loads(model, last, tmp_path)

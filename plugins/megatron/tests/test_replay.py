@@ -18,7 +18,6 @@ from corerl_testing import (
     DEEP,
     EXPERTS,
     PACKINGS,
-    RankPool,
     Runs,
     Setup,
     assert_replays,
@@ -70,15 +69,6 @@ def test_it_trains_through_the_experts_that_it_is_told(runs: Runs, layout: str, 
 def test_so_it_does_with_routers_that_choose_by_a_bias(runs: Runs, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     assert_replays_as_transformers(runs, ranks, evolve(setup_of(runs, options), model=str(runs.models["glm4-moe"])))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("options", [{**SP2, **SPLIT_EXPERTS, "context_parallel": 2}, {**SP2, **SPLIT_EXPERTS, **PP2}])
-def test_so_it_does_where_tokens_are_split_twice_and_where_layers_are_too(
-    runs: Runs, four_ranks: RankPool, options: Mapping[str, Any]
-) -> None:
-    on_four = runs.beside({4: four_ranks})
-    assert_replays_as_transformers(on_four, 4, setup_of(runs, options, "full"))
 
 
 @pytest.mark.nightly

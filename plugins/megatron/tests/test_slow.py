@@ -46,16 +46,6 @@ def test_a_machine_without_transformer_engine_is_told_but_not_for_others(install
     assert told(cluster=evolve(GPU, elsewhere=True)) == {}
 
 
-def test_plain_torch_that_is_asked_for_is_told_and_so_is_float32_over_several_ranks(installed: bool) -> None:
-    line = f"layers are plain torch, because that is 'torch'; {WITHOUT_ENGINE}; set it to 'auto'"
-    assert told(transformer="torch") == {"transformer": line}
-    precise = evolve(GPU, train=TrainConfig(precision="float32"))
-    assert told(cluster=precise, context_parallel=2)["transformer"] == (
-        "layers are plain torch, because TransformerEngine has no attention for context_parallel=2 in float32; "
-        f"{WITHOUT_ENGINE}; set train.precision to 'bfloat16'"
-    )
-
-
 def test_attention_that_is_left_to_plain_torch_is_told(installed: bool) -> None:
     beside = set() if installed else {"transformer"}
     assert told(in_pieces=InPieces.SINKS).keys() == {".model"} | beside

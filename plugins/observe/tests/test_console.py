@@ -137,18 +137,6 @@ def test_scores_of_sets_and_of_several_samples_have_a_line_and_are_in_the_summar
     assert not any("style" in line or "pass@2" in line for line in summary)
 
 
-def test_hours_that_are_left_do_not_run_into_the_column_before() -> None:
-    ended = [StepFinished(step=step, metrics=metrics(0)) for step in range(2)]
-    *_, row = lines([evolve(started("runs/slow"), steps=400), *ended], every=1, seconds=300.0)
-    assert row.endswith("  12,346 33h10") and len(row) == 79
-
-
-def test_the_column_of_steps_is_as_wide_as_the_last_step() -> None:
-    *_, heading, row = lines([evolve(started("runs/long"), steps=12345), *steps(1, 2)], every=1)
-    assert heading.startswith("       step  reward")
-    assert row.startswith("    2/12345")
-
-
 def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it_is() -> None:
     clock, stream = Clock(), io.StringIO()
     view = PlainView(RunState(clock), stream, every=1)
@@ -234,10 +222,6 @@ def test_what_ranks_and_engines_waited_for_is_told_in_percent_of_all_steps() -> 
         "ranks waited for, % of time: samples 45, driver 5",
         "engines waited for, % of time: other engines 40, ranks 10",
     ]
-
-
-def test_no_line_is_wider_than_eighty_characters() -> None:
-    assert max(len(line) for line in lines(list(whole("runs/small")), every=1)) <= 80
 
 
 def test_an_evaluation_has_no_steps() -> None:

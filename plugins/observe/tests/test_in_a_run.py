@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plugins.observe.tests.traces import Events, Slice, arrows, check, read, slices
 from tests.end_to_end.command import Command, metrics, write_small
 
 pytestmark = pytest.mark.processes
@@ -18,6 +18,7 @@ EXTENSIONS = """extensions=[
     {name="jsonl"},
     {name="nan-guard", options={parameters=true}},
     {name="memory"},
+    {name="trace"},
     {name="wandb", options={mode="offline", project="sorting"}},
 ]"""
 HALVES = ["forward_backward", "optimizer_step"]  # of a step
@@ -70,17 +71,32 @@ def test_wandb_has_both_runs_under_one_id(run_dir: Path) -> None:
     assert files == [f"run-{run_id}.wandb"] * 2
 
 
-def test_a_number_that_is_not_finite_ends_the_run_with_its_place(tmp_path: Path) -> None:
-    overrides = [
-        "run.steps=3", "eval.every=0", "checkpoint.every=0",
-        "rollout.postprocess=tests.end_to_end.user_functions:spoil_a_logprob",
-        'extensions=[{name="jsonl"},{name="nan-guard"}]',
-    ]  # fmt: skip
-    with Command("train", write_small(tmp_path), f"run.dir={tmp_path}/run", *overrides, logs=tmp_path) as command:
-        assert command.finish() == 1
-        command.assert_nothing_is_left()
-    assert re.search(
-        r"actor rank [01]: optimizer_step at optimizer step \d: extension:nan-guard found a non-finite number: "
-        r"column rollout_logprobs: nan at sample 5, token \d+",
-        command.err,
-    )
+@pytest.fixture(params=["trace-1.json", "trace.json"])
+def events(run_dir: Path, request: pytest.FixtureRequest) -> Events:
+    """Of the first run, and of the one that was resumed."""
+    return read(run_dir / request.param)
+
+
+def test_every_process_is_drawn_and_every_arrow_has_both_ends(events: Events) -> None:
+    check(events)
+    ranks = {f"actor rank {rank}" for rank in range(RANKS)}
+    assert {each.process for each in slices(events)} == {"driver", "idle", "engine-0", *ranks}
+    assert len(arrows(events)) == sum(event.get("cat") == "call" for event in events)
+
+
+def test_each_optimizer_step_lies_in_a_train_phase_of_the_driver(events: Events) -> None:
+    phases = [each for each in slices(events) if each[:3] == ("driver", "phases", "train")]
+    steps = sorted((each for each in slices(events) if each[:3] == ("actor rank 0", "calls", "train")), key=begin)
+    assert (len(phases), len(steps)) == (2, 4)
+    assert [[phase.begin <= each.begin and each.end <= phase.end for phase in phases] for each in steps] == [
+        [True, False],
+        [True, False],
+        [False, True],
+        [False, True],
+    ]
+    asked = {call.name for call, step in arrows(events) if step.name == "train"}
+    assert len(asked) == 4 and all(name.startswith("train at optimizer step ") for name in asked)
+
+
+def begin(each: Slice) -> int:
+    return each.begin

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from corerl.pictures import Picture, save_pictures
 from corerl.plugin import CheckpointSaved, PhaseProgress, PhaseStarted, SampleShown, StepFinished
-from corerl_observe.live import LiveView, live_view, summary
+from corerl_observe.live import LiveView, summary
 from corerl_observe.run_state import RunState
 from tests.observability.run import STEPS, Clock, evaluated, finished, metrics, started, steps
 
@@ -20,21 +20,6 @@ class Tty(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize(
-    ("file", "environment", "shown"),
-    [
-        (Tty(), {"TERM": "xterm"}, LiveView),
-        (Tty(), {"TERM": "dumb"}, type(None)),
-        (io.StringIO(), {"TERM": "xterm"}, type(None)),
-        (io.StringIO(), {"TERM": "xterm", "FORCE_COLOR": "1"}, type(None)),
-    ],
-)
-def test_only_an_able_terminal_gets_the_live_display(
-    file: io.StringIO, environment: dict[str, str], shown: type
-) -> None:
-    assert type(live_view(Console(file=file, _environ=environment))) is shown
 
 
 def terminal(width: int) -> Console:
@@ -165,46 +150,6 @@ def test_a_path_that_does_not_fit_stands_on_a_line_of_its_own_and_is_not_broken(
         view.update(event)
     lines = [line.rstrip() for line in console.export_text().splitlines()]
     assert lines[-4:] == ["metrics", f"{long}/metrics.jsonl", "export", f"{long}/export"]
-
-
-def test_a_run_that_stops_before_its_second_look_at_the_prompts_has_a_summary_all_the_same() -> None:
-    state, console = RunState(Clock()), terminal(80)
-    middle(state)
-    console.print(
-        summary(state, evolve(finished("runs/small"), reason="interrupted", steps_done=3, after=()), width=80)
-    )
-    text = console.export_text()
-    assert "interrupted after 3 of 4 steps, 1:15" in text
-    assert "before" not in text
-
-
-def test_the_summary_tells_of_which_step_answers_are_that_the_run_has_trained_since() -> None:
-    state, console = RunState(Clock()), terminal(80)
-    for event in [started("runs/small"), evaluated(0), StepFinished(step=0, metrics=metrics(0))]:
-        state.update(event)
-    end = finished("runs/small")
-    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
-    state.update(evaluated(1))
-    console.print(summary(state, evolve(end, after=end.before, reason="interrupted", steps_done=1), width=80))
-    first, second = console.export_text().split("interrupted")[1:]
-    assert "held-out prompts after step 0" in first and "held-out prompts" not in second
-
-
-def test_an_evaluation_has_no_steps() -> None:
-    clock = Clock()
-    state = RunState(clock)
-    for event in [started("runs/small", mode="eval"), PhaseStarted(name="starting ray", step=0)]:
-        state.update(event)
-    clock.now = 3.0
-    state.update(PhaseStarted(name="eval", step=0))
-    clock.now = 5.0
-    lines = screen(state)
-    assert lines[1].split("  ")[0] == "scoring held-out prompts" and lines[1].endswith("eval 2.0 s")
-    assert lines[2:] == ["  done  starting ray  3.0 s"]
-    state.update(evaluated(0))
-    console = terminal(80)
-    console.print(summary(state, evolve(finished("runs/small"), steps_done=0), width=80))
-    assert "finished after 1:15\n" in console.export_text()
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -81,17 +81,6 @@ def test_a_call_that_fails_is_written_too(tmp_path: Path) -> None:
     assert [(each["hook"], "error" in each) for each in records(tmp_path)] == [("init", False), ("save", True)]
 
 
-def test_a_file_that_cannot_be_written_hides_no_error_of_the_backend(tmp_path: Path) -> None:
-    recorder = MemoryRecorder(options=MemoryOptions(), run_dir=str(tmp_path))
-    recorded = host(tmp_path, memory=recorder)
-    recorder.shutdown("")  # closes its file
-    (tmp_path / "memory/actor-0.jsonl").unlink()
-    (tmp_path / "memory/actor-0.jsonl").mkdir()
-    with pytest.raises(CorerlError, match="no snapshot of this name") as caught:
-        recorded.forward(batch(), (Output.LOGPROBS,), "no snapshot of this name")
-    assert "actor-0.jsonl" not in caught.value.message
-
-
 def test_where_the_peak_cannot_be_begun_anew_it_is_said_to_be_the_processs(tmp_path: Path) -> None:
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
     (tmp_path / "clear_refs").mkdir()  # cannot be written to

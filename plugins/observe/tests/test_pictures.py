@@ -13,7 +13,7 @@ from rich.text import Text
 from corerl.pictures import Picture, save_pictures
 from corerl.plugin import SampleShown
 from corerl.types import Array
-from corerl_observe.pictures import CELLS, Pictures, drawn, reduced
+from corerl_observe.pictures import Pictures, drawn, reduced
 
 
 def noise(height: int, width: int, seed: int = 0) -> Array:
@@ -32,11 +32,6 @@ def test_cells_are_means_of_equal_blocks(size: tuple[int, int], cells: tuple[int
     found = reduced(pixels)
     assert found.shape == (*cells, 3)
     assert np.abs(found - means).max() <= 0.5 + 1e-9
-
-
-def test_a_long_picture_has_no_more_lines_than_a_square_one() -> None:
-    assert reduced(noise(6400, 32)).shape == (CELLS, 1, 3)
-    assert reduced(noise(1, 200)).shape == (1, CELLS, 3)
 
 
 def colors(text: Text, console: Console) -> list[list[tuple[tuple[int, ...], tuple[int, ...] | None]]]:

@@ -65,12 +65,6 @@ def test_a_call_that_fails_ends_the_profile_that_it_began(tmp_path: Path) -> Non
     assert (tmp_path / "other/profile/actor-0-step-0.json").exists()
 
 
-def test_another_rank_is_left_alone(tmp_path: Path) -> None:
-    profiled = host(tmp_path, profiler=Profiler(options=ProfilerOptions(steps="0", ranks=(1,)), run_dir=str(tmp_path)))
-    train(profiled, batch(), step(0))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_two_profilers_at_once_are_no_reason_to_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (Profiler(options=ProfilerOptions(steps="0"), run_dir=str(tmp_path / name)) for name in ("a", "b"))
     assert train(host(tmp_path, one=one, two=two), batch(), step(0)).applied

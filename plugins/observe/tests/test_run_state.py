@@ -104,17 +104,6 @@ def test_a_run_begins_and_ends_with_means_over_a_quarter_of_its_steps_but_for_ev
     assert ends == {"a": [4.5, 54.5], "b": [1.0, 1.0], "once": [3.0, None], "eval/reward": [0.0, 1.0]}
 
 
-@pytest.mark.parametrize(
-    ("steps", "heading", "first", "last"),
-    [(2, "", 0.0, 1.0), (7, "", 0.0, 6.0), (8, "means of 2 steps", 0.5, 6.5), (20, "means of 5 steps", 2.0, 17.0)],
-)
-def test_a_short_run_is_averaged_over_fewer_steps(steps: int, heading: str, first: float, last: float) -> None:
-    history = History()
-    for step in range(steps):
-        history.add(step, {"a": float(step)})
-    assert history.ends(["a"]) == ([heading, "start", "end"], {"a": [first, last]})
-
-
 def test_a_history_that_is_rewound_knows_the_steps_before_alone() -> None:
     history = History()
     for step in range(4):

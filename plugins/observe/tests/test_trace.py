@@ -12,7 +12,7 @@ from corerl.plugin import CallFinished, Idle, Notice, PhaseStarted, RunFinished,
 from corerl_observe.specs import TraceOptions
 from corerl_observe.trace import Trace
 from plugins.observe.tests.traces import Slice, arrows, check, names, read, slices
-from tests.observability.run import Clock, started, whole
+from tests.observability.run import Clock, started
 
 ASKED = 1_800_000_000.0  # a time.time() of these years
 
@@ -168,11 +168,6 @@ def test_a_resumed_run_keeps_the_traces_before_it(tmp_path: Path) -> None:
     assert files == {"trace-1.json": "first", "trace-2.json": "second", "trace.json": "third"}
 
 
-def test_nothing_is_written_before_there_is_something_to_draw(tmp_path: Path) -> None:
-    Trace(options=TraceOptions(), run_dir=str(tmp_path / "run")).shutdown("failed")
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_long_run_remembers_only_its_newest_calls(trace: Trace, tmp_path: Path) -> None:
     for step in range(1500):
         for rank in (0, 1):
@@ -183,13 +178,3 @@ def test_a_long_run_remembers_only_its_newest_calls(trace: Trace, tmp_path: Path
     check(events)
     assert sum(each.process == "driver" for each in slices(events)) == 1500
     assert len(arrows(events)) == 3000
-
-
-def test_every_event_of_a_run_is_taken(trace: Trace, clock: Clock, tmp_path: Path) -> None:
-    for event in whole(str(tmp_path)):
-        trace.observe(event)
-        clock.now += 1.0
-    trace.shutdown("finished")
-    events = read(tmp_path / "trace.json")
-    check(events)
-    assert [each.name for each in slices(events)] == ["starting ray", "starting ranks", *["rollout"] * 4]

@@ -178,7 +178,3 @@ def test_differences_are_of_the_runs_asked_for(run_dir: Path, tmp_path: Path) ->
     shown = TestClient(app(runs_of([run_dir, other]), key=KEY), base_url="http://localhost:8000")
     for runs, wanted in {"0,1": [{"name": "run.steps", "values": ["9", "7"]}], "1": [], "0,x": [], "": []}.items():
         assert shown.get("/api/differences", params={"runs": runs}, headers={"X-Key": KEY}).json() == wanted
-
-
-def test_notices_are_the_files(get: Get) -> None:
-    assert get("runs/0/notices") == [{"step": 1, "text": "<b>rewards</b> are equal"}]

@@ -40,12 +40,3 @@ def test_lists_of_named_tables_are_compared_by_name(tmp_path: Path) -> None:
     assert [(each.name, each.values) for each in differences(runs_of([one, other]))] == [
         ("extensions.y.options.every", ["2", "3"])
     ]
-
-
-def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:
-    assert differences(runs_of([write(tmp_path / name, "a.b = [1, 2]", {"torch": "2"}) for name in "ab"])) == []
-
-
-def test_a_directory_without_config_differs_in_nothing(tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    assert differences(runs_of([write(tmp_path / "a", "rollout.max_tokens = 7", {}), tmp_path / "none"])) == []

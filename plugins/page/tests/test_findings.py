@@ -134,13 +134,6 @@ def test_a_difference_is_dated(mean: list[float], of_last: list[float], since: i
     assert one.fix.startswith("end that engine's process")
 
 
-def test_a_run_without_metrics_is_judged_by_its_samples() -> None:
-    (one,) = found(RECOMPUTE, of_engines(1e-7, 4.0))
-    assert one.what.startswith(
-        "in the last step, trainer and engines give sampled tokens log-probs that differ by 3 on"
-    )
-
-
 def test_one_wrong_engine_of_many_is_found() -> None:
     (one,) = found(RECOMPUTE, of_engines(*[1e-7] * 19, 0.15), rollout__logprob_diff=[0.0075])
     assert (one.level, "engine-19 alone computes other" in one.why) == ("error", True)
@@ -156,11 +149,6 @@ def test_equal_rewards_that_teach_are_no_finding() -> None:
     assert one.why == "9 of 10 kept samples have an advantage of 0, and teach nothing"
     # As of algorithms that compare rewards over the whole batch.
     assert found({}, [sample(at, advantage=float(at % 3 - 1)) for at in range(9)], **equal) == []
-
-
-def test_skipped_steps_are_counted_of_all() -> None:
-    (one,) = found(train__skipped_steps=[1.0, 0.0, 2.0])
-    assert one.what == "in the last 3 steps, 3 of 6 optimizer steps were skipped"
 
 
 def test_taking_turns_on_a_device_is_not_idleness() -> None:
@@ -179,7 +167,3 @@ def test_the_gravest_comes_first() -> None:
         train__skipped_steps=[1.0],
     )
     assert [each.level for each in levels] == ["error", "warning", "info"]
-
-
-def test_values_that_are_not_finite_are_left_out() -> None:
-    assert found(rollout__truncated=[None, None], rollout__logprob_diff=[None]) == []

@@ -14,10 +14,6 @@ def records(*, recomputed: bool = True) -> list[dict]:  # type: ignore[type-arg]
     return [tokens_record(found, rows, pieces, recomputed=recomputed, ends={END}) for rows in rows_by_sample(found)]
 
 
-def test_every_row_belongs_to_its_sample() -> None:
-    assert [rows.tolist() for rows in rows_by_sample(batch())] == [[0], [1], [2, 3], [4]]
-
-
 def test_tokens_carry_the_numbers_of_their_columns() -> None:
     found, columns = records(), batch().columns
     rows = [row for record in found for row in record["rows"]]
@@ -66,15 +62,6 @@ def test_what_is_left_out_of_training_keeps_its_text() -> None:
     assert found["rows"][0]["spans"] == [[2, 5]] and found["rows"][0]["engine"] == []
     assert not {"engines", "diff", "advantage"} & found.keys() and found["versions"] == []
     assert "masked" not in tokens_record(masked, np.array([0]), pieces, recomputed=True, ends={END})
-
-
-def test_cut_off_and_ended_samples_are_told_apart() -> None:
-    assert [(each["truncated"], each["ended"]) for each in records()] == [
-        (False, True),
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
 
 
 def test_differences_are_means_over_all_rows_of_a_sample() -> None:

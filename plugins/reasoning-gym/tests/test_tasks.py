@@ -13,6 +13,7 @@ from corerl.rollout import Failure, Judged
 from corerl_reasoning_gym.questions import entries_of, row_of, sizes_of
 from corerl_reasoning_gym.spec import SPEC, ReasoningGymConfig, Task
 from corerl_reasoning_gym.tasks import config, score, task_problem
+from tests.machine import paced
 from tests.rollout.rewarding import outcomes_of
 
 
@@ -81,7 +82,7 @@ def test_a_scorer_has_the_arguments_of_its_task() -> None:
 @pytest.mark.processes
 def test_a_scorer_that_never_ends_costs_its_sample() -> None:
     """That of `countdown` computes what the policy wrote."""
-    prompt, config = prompt_of(tasks=("countdown",)), RewardConfig(name=SPEC.reward, processes=1, timeout=5.0)
+    prompt, config = prompt_of(tasks=("countdown",)), RewardConfig(name=SPEC.reward, processes=1, timeout=paced(2))
     said = [f"<answer>{text}</answer>" for text in (prompt.answer, "9**9**9**9", prompt.answer)]
     right, late, after = outcomes_of(config, [(prompt, text, ()) for text in said])
     assert right == after == Judged(reward=1.0, parts={"countdown": 1.0})

@@ -38,8 +38,6 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"late")
-        elif self.path == "/stops":
-            stop()
         elif self.path == "/stops_within":
             self.send_response(200)
             self.send_header("Content-Length", "10")

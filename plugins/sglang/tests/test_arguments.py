@@ -31,13 +31,6 @@ def test_a_config_gets_the_fields_that_it_lacks(model_type: str) -> None:
     assert {**config.to_dict(), **before} == config.to_dict()
 
 
-def test_a_field_that_the_config_has_is_kept() -> None:
-    config = AutoConfig.for_model("gpt_oss")
-    config.swiglu_limit = 5.0
-    add_published_fields(config)
-    assert config.swiglu_limit == 5.0
-
-
 def test_the_interval_is_that_of_the_models_own_layers() -> None:
     config = smallest_config("qwen3_next", layer_types=["linear_attention", "full_attention"])
     add_published_fields(config)
@@ -48,12 +41,6 @@ def test_the_limit_is_that_of_transformers_code() -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     assert GptOssExperts(smallest_config("gpt_oss")).limit == 7.0
-
-
-def test_text_inside_another_config_gets_them_too() -> None:
-    config = AutoConfig.for_model("qwen3_5")
-    add_published_fields(config)
-    assert config.text_config.full_attention_interval == 4
 
 
 def test_a_tower_without_deep_features_says_so(tmp_path: Path) -> None:

@@ -524,23 +524,6 @@ def check_greedy(model: Any, drawn: Any) -> None:
         np.testing.assert_allclose(logprobs, plain.max(dim=-1).values.numpy(), atol=1e-5)
 
 
-@pytest.mark.nightly
-def test_experts_are_told_as_transformers_chooses_them(start: Start, tmp_path: Path) -> None:
-    engine = start(MOE, ranks=2, routed_experts=True, stand_in={"never_frozen": True})
-    assert said(engine)["stand_in"]["log"] == []  # it serves all the same
-    tensors = hf_tensors(random_model(MOE, seed=4), tmp_path / "model")
-    assert push(engine, tensors, 0, by_collective(2)).error == ""
-    assert engine.weight_sums("float32") == bit_sums(tensors)  # each tensor once, though both ranks hold it
-    reference = TransformersEngine(ModelConfig(config=MOE), TransformersConfig(), context())
-    push_to(reference, tensors, tmp_path / "reference")
-    request = evolve(REQUEST, params=evolve(REQUEST.params, routed_experts=True))
-    drawn, expected = engine.generate(request), reference.generate(request)
-    assert drawn.tokens.tolist() == expected.tokens.tolist()
-    assert drawn.routed_experts is not None and expected.routed_experts is not None
-    # In what order a token's experts stand is no one's promise.
-    assert np.array_equal(np.sort(drawn.routed_experts), np.sort(expected.routed_experts))
-
-
 LORA = LoraConfig(rank=3, alpha=7.0, rslora=True).settled({})  # SGLang itself knows alpha / rank alone
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from attrs import evolve, frozen
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from benchmarks.runs import sglang
 from corerl.config import ModelConfig
@@ -33,7 +33,7 @@ from corerl.weights import bit_sums
 from corerl_sglang.arguments import TRANSPORT, server_arguments
 from corerl_sglang.config import SglangConfig
 from corerl_sglang.engine import SglangEngine
-from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, placeholder_of, shown, write_processor
+from corerl_sglang.pictures import IN_TEXT, body_of, contracted, files_of, shown, write_processor
 from corerl_sglang.start import start_engine
 from corerl_vision.processor import VisionInputs
 from plugins.sglang.tests.checkpoints import LARGER, SHOWN, processor_files, write_larger, write_readable
@@ -157,19 +157,6 @@ def test_a_model_without_processor_files_is_refused(tmp_path: Path) -> None:
     for model in (ModelConfig(path=str(directory)), ModelConfig(config=config)):
         with pytest.raises(ConfigError, match=r"has no preprocessor_config.json; .* rollout.engine='transformers'$"):
             write_processor(evolve(model, pictures="vision"), tmp_path)
-
-
-def test_a_tokenizer_from_a_string_is_written_too(tmp_path: Path) -> None:
-    directory = write_readable("qwen3_vl", tmp_path / "model")
-    (tmp_path / "own").mkdir()
-    model = ModelConfig(path=str(directory), pictures="vision", tokenizer="characters:01")
-    write_processor(model, tmp_path / "own")
-    assert load_tokenizer(tokenizer="", path=str(tmp_path / "own"))("10")["input_ids"] == [1, 5, 4]
-
-
-def test_a_model_without_a_placeholder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the config of a llama model names no token for pictures"):
-        placeholder_of(AutoConfig.for_model("llama"))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (64, 33)])

@@ -6,7 +6,7 @@ Each is GRPO with a few wrong lines, or a few right ones that the suite must let
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -166,20 +166,21 @@ class OtherLoss(GRPO):
         return {ACTOR: Objective(loss=LossSpec(name=f"{__name__}:{self.name}"))}
 
 
-class AsksForColumns(OtherLoss):
-    name = "asks_for_columns"
+def as_class(loss: Callable[..., LossResult]) -> Callable[..., LossResult]:
+    """GRPO with this loss is a class of this module, named like it: `Detaches` of `detaches`."""
+    name = loss.__name__.title().replace("_", "")
+    globals()[name] = type(name, (OtherLoss,), {"name": loss.__name__})
+    return loss
 
 
+@as_class
 def asks_for_columns(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="asks_for_columns")
     scores = inputs.columns.get("scores", tokens.advantages)
     return tokens.result(-tokens.log_ratio.exp() * scores)
 
 
-class WritesIntoColumns(OtherLoss):
-    name = "writes_into_columns"
-
-
+@as_class
 def writes_into_columns(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="writes_into_columns")
     result = tokens.result(-tokens.log_ratio.exp() * tokens.advantages)
@@ -187,10 +188,7 @@ def writes_into_columns(inputs: LossInputs) -> LossResult:
     return result
 
 
-class IgnoresTheMask(OtherLoss):
-    name = "ignores_the_mask"
-
-
+@as_class
 def ignores_the_mask(inputs: LossInputs) -> LossResult:
     columns = inputs.columns
     assert inputs.logprobs is not None
@@ -199,48 +197,33 @@ def ignores_the_mask(inputs: LossInputs) -> LossResult:
     return LossResult(loss, {"loss": TensorMetric(loss.detach(), columns["weights"].sum(), Reduction.LOSS)})
 
 
-class MeanOfMicroBatch(OtherLoss):
-    name = "mean_of_micro_batch"
-
-
+@as_class
 def mean_of_micro_batch(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="mean_of_micro_batch")
     advantages = tokens.advantages - tokens.advantages.sum() / tokens.counted.sum().clamp(min=1)
     return tokens.result(-tokens.log_ratio.exp() * advantages)
 
 
-class Detaches(OtherLoss):
-    name = "detaches"
-
-
+@as_class
 def detaches(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="detaches")
     return tokens.result(-tokens.log_ratio.exp().detach() * tokens.advantages)
 
 
-class DetachesAPart(OtherLoss):
-    name = "detaches_a_part"
-
-
+@as_class
 def detaches_a_part(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="detaches_a_part")
     log_ratio = torch.where(tokens.advantages > 0, tokens.log_ratio, tokens.log_ratio.detach())
     return tokens.result(-tokens.sample_mean(log_ratio).exp() * tokens.advantages)
 
 
-class HoldsANegativeFactor(OtherLoss):
-    name = "holds_a_negative_factor"
-
-
+@as_class
 def holds_a_negative_factor(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="holds_a_negative_factor")
     return tokens.result(-(1.0 + tokens.log_ratio.detach()) * tokens.advantages * tokens.logprobs)
 
 
-class DetachesEntropy(OtherLoss):
-    name = "detaches_entropy"
-
-
+@as_class
 def detaches_entropy(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="detaches_entropy")
     assert inputs.entropy is not None
@@ -248,10 +231,7 @@ def detaches_entropy(inputs: LossInputs) -> LossResult:
     return tokens.result(-tokens.log_ratio.exp() * tokens.advantages - 0.01 * bonus)
 
 
-class SumOfMeans(OtherLoss):
-    name = "sum_of_means"
-
-
+@as_class
 def sum_of_means(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="sum_of_means")
     result = tokens.result(-tokens.log_ratio.exp() * tokens.advantages)
@@ -259,10 +239,7 @@ def sum_of_means(inputs: LossInputs) -> LossResult:
     return evolve(result, metrics={**result.metrics, "advantage": TensorMetric(mean, torch.ones(()))})
 
 
-class OtherRatio(OtherLoss):
-    name = "other_ratio"
-
-
+@as_class
 def other_ratio(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="other_ratio")
     ratio = tokens.sample_mean(tokens.log_ratio).exp()
@@ -271,10 +248,7 @@ def other_ratio(inputs: LossInputs) -> LossResult:
     return LossResult(found.loss, {**found.metrics, "ratio": mean})
 
 
-class WrongSign(OtherLoss):
-    name = "wrong_sign"
-
-
+@as_class
 def wrong_sign(inputs: LossInputs) -> LossResult:
     tokens = PolicyTokens.of(inputs, name="wrong_sign")
     return tokens.result(tokens.log_ratio.exp() * tokens.advantages)
@@ -297,10 +271,7 @@ class ComparesSamples(GRPO):
         return Advantages(advantages=broadcast(better, samples))
 
 
-class TruncatedWeights(OtherLoss):
-    name = "truncated_weights"
-
-
+@as_class
 def truncated_weights(inputs: LossInputs, *, kl_coef: float = 0.0, kl_estimator: str = "k3") -> LossResult:
     """Not wrong: REINFORCE with truncated importance weights, of which none has a gradient on purpose."""
     tokens = PolicyTokens.of(inputs, name="truncated_weights")

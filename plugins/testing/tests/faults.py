@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 
-from corerl.backend import StateKey
 from corerl.config import ClusterInfo, RoleConfig, option
 from corerl.plugin import BackendSpec, Capability, Context, Problem
 from corerl.types import MicroBatch, Output, ParallelLayout, SaveResult, Step, StepResult
@@ -35,18 +34,14 @@ def whole_models(config: Split, cluster: ClusterInfo) -> Iterable[Problem]:
 
 SPLIT = evolve(PLAIN, config=Split, check=whole_models)  # without a fault
 KEEPS_A_GRADIENT = faulty("KeepsAGradient")
-HIDES_MOMENTS = faulty("HidesMoments")
 LEAKS_IN_BFLOAT16 = evolve(
     faulty("LeaksInBfloat16"),
     capabilities={each: how for each, how in PLAIN.capabilities.items() if each is not Capability.BFLOAT16},
 )
-ADDS_TO_ENTROPY = faulty("AddsToEntropy")
 FORGETS_MOMENTS_TO_COME = faulty("ForgetsMomentsToCome")
 DROPS_OUT = faulty("DropsOut")
-SPLITS_TIED_WEIGHTS = faulty("SplitsTiedWeights")
 KEEPS_NO_SNAPSHOT = faulty("KeepsNoSnapshot")
 FAILS_TO_SAVE = faulty("FailsToSave")
-FORGETS_ADAM_STEP = faulty("ForgetsAdamStep")
 SENDS_LATE = faulty("SendsLate")
 
 
@@ -64,16 +59,6 @@ class KeepsAGradient(PlainBackend):
                 param.grad = None
 
 
-class HidesMoments(PlainBackend):
-    """Marks its routers' moments as replicas, of which no rank has the original."""
-
-    def local_state(self, key: StateKey) -> Sequence[Chunk]:
-        hidden = key in (StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
-        return [
-            evolve(chunk, replica=hidden and chunk.name.endswith(".gate.weight")) for chunk in super().local_state(key)
-        ]
-
-
 class LeaksInBfloat16(LeaksBetweenLongSequences):
     def outputs(self, micro: MicroBatch, temperature: float, **asked: Any) -> dict[Output, torch.Tensor]:
         if self.config.train.precision == "bfloat16":
@@ -81,25 +66,10 @@ class LeaksInBfloat16(LeaksBetweenLongSequences):
         return PlainBackend.outputs(self, micro, temperature, **asked)
 
 
-class AddsToEntropy(PlainBackend):
-    def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
-        found = super().of_sequences(tokens, temperature, *shown)
-        return {**found, Output.ENTROPY: found[Output.ENTROPY] + 0.01}
-
-
 class DropsOut(PlainBackend):
     def of_sequences(self, tokens: torch.Tensor, temperature: float, *shown: Any) -> dict[Output, torch.Tensor]:
         found = super().of_sequences(tokens, temperature, *shown)
         return {output: torch.nn.functional.dropout(values, 0.1) for output, values in found.items()}
-
-
-class SplitsTiedWeights(PlainBackend):
-    def local_state(self, key: StateKey) -> Sequence[Chunk]:
-        chunks = super().local_state(key)
-        return [
-            *chunks,
-            *(evolve(chunk, name="lm_head.weight") for chunk in chunks if chunk.name == "model.embed_tokens.weight"),
-        ]
 
 
 class KeepsNoSnapshot(PlainBackend):
@@ -116,11 +86,6 @@ class SendsLate(PlainBackend):
 
     def gather(self, bucket: Bucket, out: torch.Tensor | None, *, chunks: Sequence[Chunk], root: int | None) -> None:
         super().gather(bucket, out, chunks=self.sent, root=root)
-
-
-class ForgetsAdamStep(PlainBackend):
-    def after_load(self, keys: Set[StateKey], adam_step: int | None) -> None:
-        super().after_load(keys, None if adam_step is None else 0)
 
 
 class FailsToSave(PlainBackend):

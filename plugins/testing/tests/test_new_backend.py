@@ -188,11 +188,13 @@ def test_the_backend_conforms_on_one_rank_and_on_two(installed: Environment, tmp
 
 
 def test_its_own_tests_run_the_suite(installed: Environment) -> None:
-    done = installed.run("-m", "pytest", "-p", "no:cacheprovider", "--corerl-level", "0", cwd=installed.package)
+    suite = ["--corerl-level", "1", "--corerl-check", "C41"]  # training, and what it builds on
+    done = installed.run("-m", "pytest", "-p", "no:cacheprovider", *suite, cwd=installed.package)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and " failed" not in done.stdout
 
 
+@pytest.mark.nightly
 def test_it_trains_our_quickstart_on_two_ranks(installed: Environment, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = [f"backend.name={NAME}", f"run.dir={run_dir}", *TRAIN_SHORTLY]

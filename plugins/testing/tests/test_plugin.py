@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 
-from corerl.plugin import Capability
-from corerl_testing.causes import Mismatch
-from corerl_testing.plugin import compared, undeclared
-from corerl_testing.pool import RankFailed
-
 SUITE = """
 import pytest
 from corerl.plugin import Capability
@@ -154,13 +149,6 @@ def test_each_check_has_its_outcome(tmp_path: Path) -> None:
     assert "test_above" not in out
 
 
-def test_a_failure_names_the_capability_to_declare() -> None:
-    assert undeclared([Capability.LORA, Capability.CPU, Capability.SLEEP]) == (
-        "; if it lacks lora, declare that in the spec's capabilities"
-    )
-    assert undeclared([Capability.SNAPSHOTS]) == ""
-
-
 @pytest.mark.usefixtures("forked_python")
 def test_an_expected_failure_that_passes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "expected.toml").write_text("C13 = 'see our tracker'\n")
@@ -174,34 +162,11 @@ def test_an_expected_failure_that_passes_is_an_error(tmp_path: Path) -> None:
     assert "expected failures name checks that do not exist: C77; remove them from expected.toml" in out
 
 
-@pytest.mark.parametrize(
-    ("error", "usual"),
-    [
-        (AssertionError("losses differ"), True),
-        (RankFailed("rank 1 raised AssertionError: losses differ"), True),
-        (Mismatch("losses differ: look at the optimizer"), False),
-        (OSError("no room"), False),
-    ],
-)
-def test_usual_causes_are_told_where_nothing_else_is(error: Exception, usual: bool) -> None:
-    with pytest.raises(type(error)) as caught:
-        raise error
-    assert compared(caught) == usual
-
-
 @pytest.mark.usefixtures("forked_python")
-@pytest.mark.parametrize("file", ["no/report.json", "."])
-def test_an_unwritable_report_is_refused_before_any_check(tmp_path: Path, file: str) -> None:
-    status, out, _ = run(tmp_path, "--corerl-report", file)
+def test_an_unwritable_report_is_refused_before_any_check(tmp_path: Path) -> None:
+    status, out, _ = run(tmp_path, "--corerl-report", "no/report.json")
     assert status == 4
-    assert f"cannot write the report {file.removesuffix('.') or '.'}" in out and "passed" not in out
-
-
-@pytest.mark.usefixtures("forked_python")
-def test_a_clean_run_ends_with_status_0(tmp_path: Path) -> None:
-    status, out, report = run(tmp_path, "-k", "lowest or first or of_a_kind")
-    assert (status, report["summary"]["passed"]) == (0, 4)
-    assert "4 passed" in out
+    assert "cannot write the report no/report.json" in out and "passed" not in out
 
 
 @pytest.mark.usefixtures("forked_python")

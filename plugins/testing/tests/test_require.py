@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corerl_testing.require import require, require_equal, require_near
+from corerl_testing.require import require_equal, require_near
 from corerl_testing.tolerances import Tolerance
 
 CLOSE = Tolerance(1e-3, 1e-6)
@@ -49,9 +49,3 @@ def test_the_entry_furthest_off_is_told_with_the_tolerance(found: Any, wanted: A
     with pytest.raises(AssertionError) as caught:
         require_near("the loss", found, wanted, CLOSE)
     assert str(caught.value) == said
-
-
-def test_a_text_is_said_as_it_is() -> None:
-    require([1], "unsaid")
-    with pytest.raises(AssertionError, match=r"^rank 1 holds 3 bytes, expected 2$"):
-        require([], "rank 1 holds 3 bytes, expected 2")

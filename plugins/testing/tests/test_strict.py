@@ -86,6 +86,10 @@ def not_masked_in_padding(micro: MicroBatch) -> Any:
     return (micro.positions >= np.repeat(micro.lengths, padded)).astype(np.float32)
 
 
+def trains(change: Callable[[MicroBatch], MicroBatch]) -> Callable[[Caller], object]:
+    return lambda it: it.train(0, it.with_micro_batches(change))
+
+
 WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
     "init a second time": (lambda it: it.init(), "init was called on a backend in state 'ready'"),
     "a step before its turn": (lambda it: it.train(1), "optimizer_step was given optimizer step 1, expected 0"),
@@ -94,103 +98,81 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
         lambda it: it.train(0, lr=float("nan")),
         "optimizer_step was given the learning rate nan",
     ),
-    "a scale of nothing": (
-        lambda it: [it.add(), it.step(0, scale=0.0)],
-        "optimizer_step was given the scale 0.0",
-    ),
-    "a step without gradients": (lambda it: it.step(0), "optimizer_step was called without gradients"),
-    "a step without gradients of its own": (
-        lambda it: [it.train(0), it.step(1)],
-        "optimizer_step was called without gradients",
-    ),
-    "a call after the last": (
-        lambda it: [it.add(last=True), it.add()],
-        "forward_backward was called after the step's last call",
-    ),
+    "a scale of nothing": (lambda it: [it.add(), it.step(0, scale=0.0)], "optimizer_step was given the scale 0.0"),
+    "a step without gradients": (lambda it: it.step(0), "optimizer_step was called without"),
+    "a second step without gradients": (lambda it: [it.train(0), it.step(1)], "optimizer_step was called without"),
+    "a call after the last": (lambda it: [it.add(last=True), it.add()], "forward_backward was called after the"),
     "a call without a micro-batch": (
         lambda it: it.train(0, PackedBatch(micro_batches=[], count=0)),
-        "forward_backward was called without a micro-batch",
+        "forward_backward was called without",
     ),
-    "an output of training that the model has not": (
+    "a training output that is not there": (
         lambda it: it.add(outputs=(Output.VALUES,)),
         r"forward_backward was asked for \['values'\]",
     ),
     "a checkpoint of half a step": (
         lambda it: [it.add(), it.backend.save("", step_at(0), False)],
-        "save was called while gradients wait for their step",
+        "save was called while gradients wait",
     ),
-    "gradients put to sleep before their step": (
+    "gradients asleep before their step": (
         lambda it: [it.add(), it.backend.sleep(frozenset(MemoryKind))],
-        "sleep was given gradients that wait for their step",
+        "sleep was given gradients that wait",
     ),
     "the wrong count": (
         lambda it: it.train(0, evolve(it.batch(), count=1)),
         r"got \d micro-batches, but 1 were announced",
     ),
-    "a batch that is overwritten in a training pass": (
+    "a batch overwritten in training": (
         lambda it: it.train(0, evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
         "tokens of micro-batch 0 was changed during forward_backward",
     ),
-    "a batch that is overwritten in forward": (
+    "a batch overwritten in forward": (
         lambda it: it.forward(evolve(it.batch(), micro_batches=Overwritten(it.batch().micro_batches))),
         "tokens of micro-batch 0 was changed during forward",
     ),
     "positions that go on": (
-        lambda it: it.train(
-            0, it.with_micro_batches(lambda micro: evolve(micro, positions=np.arange(len(micro.tokens))))
-        ),
-        "micro-batch 0 is malformed: positions do not start at 0 in every sequence",
+        trains(lambda micro: evolve(micro, positions=np.arange(len(micro.tokens)))),
+        "micro-batch 0 is malformed: positions do not",
     ),
     "a column that is too short": (
-        lambda it: it.train(0, it.with_micro_batches(column(advantages=lambda micro: np.zeros(1, np.float32)))),
-        r"micro-batch 0 is malformed: column 'advantages' has 1 entries for \d+ tokens",
+        trains(column(advantages=lambda micro: np.zeros(1, np.float32))),
+        "micro-batch 0 is malformed: column 'advantages'",
     ),
     "lengths longer than the padding": (
-        lambda it: it.train(0, it.with_micro_batches(lambda micro: evolve(micro, lengths=micro.lengths + 4))),
-        "micro-batch 0 is malformed: lengths .* do not fit into",
+        trains(lambda micro: evolve(micro, lengths=micro.lengths + 4)),
+        "micro-batch 0 is malformed: lengths .* do not fit",
     ),
     "weights on first tokens": (
-        lambda it: it.train(0, it.with_micro_batches(column(weights=every_weight))),
-        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
+        trains(column(weights=every_weight)),
+        r"micro-batch \d is malformed: weights are not 0 in",
     ),
     "weights in padding": (
-        lambda it: it.train(0, it.with_micro_batches(column(weights=not_masked_in_padding))),
-        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
+        trains(column(weights=not_masked_in_padding)),
+        r"micro-batch \d is malformed: weights are not 0 in",
     ),
     "weights in a filler": (
-        lambda it: it.train(
-            0, it.with_micro_batches(lambda micro: evolve(micro, samples=np.full_like(micro.samples, -1)))
-        ),
-        r"micro-batch \d is malformed: weights are not 0 in padding, in a filler, or on a first token",
+        trains(lambda micro: evolve(micro, samples=np.full_like(micro.samples, -1))),
+        r"micro-batch \d is malformed: weights are not 0 in",
     ),
     "an output that the model has not": (
         lambda it: it.backend.forward(it.batch(), ("values",)),  # type: ignore[arg-type]
         r"forward was asked for \['values'\]",
     ),
-    "a version twice": (
-        lambda it: [it.update(0), it.update(0)],
-        "update_weights was given version 0, expected 1 or more",
-    ),
-    "an older version": (
-        lambda it: [it.update(3), it.update(2)],
-        "update_weights was given version 2, expected 4 or more",
-    ),
+    "a version twice": (lambda it: [it.update(0), it.update(0)], "update_weights was given version 0"),
+    "an older version": (lambda it: [it.update(3), it.update(2)], "update_weights was given version 2"),
     "a checkpoint of another step": (
         lambda it: it.backend.save("", step_at(1), False),
-        "save was given optimizer step 1, expected 0",
+        "save was given optimizer step 1",
     ),
     "training asleep": (
         lambda it: [it.backend.sleep(OPTIMIZER), it.train(0)],
-        "forward_backward was called while these are asleep: optimizer",
+        "forward_backward was called while these are asleep",
     ),
     "sleep asleep": (
         lambda it: [it.backend.sleep(PARAM), it.backend.sleep(PARAM | OPTIMIZER)],
-        "sleep was given kinds that are already asleep: param",
+        "sleep was given kinds that are already",
     ),
-    "waking what is awake": (
-        lambda it: it.backend.wake_up(PARAM),
-        "wake_up was given kinds that are already awake: param",
-    ),
+    "waking what is awake": (lambda it: it.backend.wake_up(PARAM), "wake_up was given kinds that are already awake"),
     "training after the end": (
         lambda it: [it.backend.shutdown(""), it.train(0)],
         "forward_backward was called on a backend in state 'ended'",

@@ -16,12 +16,9 @@ from corerl_testing.marks import LEVELS, Check, check_of
 from corerl_testing.subject import Runs, Subject
 from corerl_testing.suite import (
     CHECKS,
-    test_checkpoints,
     test_errors,
     test_forward,
-    test_loading,
     test_memory,
-    test_routing,
     test_training,
     test_weights,
 )
@@ -101,14 +98,6 @@ def test_a_leak_in_bfloat16_alone_is_seen(runs: Runs, tmp_path: Path) -> None:
         test_training.test_long_sequences_in_bfloat16_do_not_see_each_other(subject)
 
 
-def test_wrong_entropy_alone_is_named(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("plugins.testing.tests.faults:ADDS_TO_ENTROPY", runs, tmp_path)
-    with pytest.raises(
-        AssertionError, match=r"^entropy of token 1 of sample 0 is .*; log-probs agree, so look at what"
-    ):
-        test_forward.test_forward_gives_what_transformers_gives_in_the_samples_order(subject, "qwen3", "packed")
-
-
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
@@ -138,30 +127,12 @@ def test_weights_of_before_the_step_are_named(backend: str, runs: Runs, tmp_path
         )
 
 
-def test_a_count_of_steps_that_is_not_restored_is_named(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("plugins.testing.tests.faults:FORGETS_ADAM_STEP", runs, tmp_path)
-    with pytest.raises(AssertionError, match="^the loss of step 3 .*gives the moments that were saved, so it is not t"):
-        test_checkpoints.test_a_resumed_run_equals_the_uninterrupted_one(subject, "qwen3-tied")
-
-
-def test_a_tied_weight_under_two_names_is_named(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("plugins.testing.tests.faults:SPLITS_TIED_WEIGHTS", runs, tmp_path)
-    with pytest.raises(AssertionError, match=r"^local_state\('master'\) has lm_head\.weight, which the model ties"):
-        test_loading.test_init_loads_the_models_weights_to_the_last_bit(subject, "qwen3-tied")
-
-
 def test_a_worker_that_fails_leaves_no_group_to_the_checks_that_follow(runs: Runs, tmp_path: Path) -> None:
     subject = subject_of("plugins.testing.tests.faults:FAILS_TO_SAVE", runs, tmp_path)
     loaded = load(Kind.BACKENDS, subject.backend)
     with pytest.raises(HookFailed, match="no room"):
         test_errors.test_a_worker_can_follow_another_one_in_the_same_process(subject, loaded)
     assert not torch.distributed.is_initialized()
-
-
-def test_moments_that_are_replicas_alone_are_named(runs: Runs, tmp_path: Path) -> None:
-    subject = subject_of("plugins.testing.tests.faults:HIDES_MOMENTS", runs, tmp_path)
-    with pytest.raises(AssertionError, match=r"^exp_avg has no box, or only replicas, of model\.layers\.0\.mlp\.gate"):
-        test_routing.test_experts_are_reported_as_chosen_and_replayed_as_given(subject, "packed")
 
 
 def test_host_memory_that_was_not_reserved_is_reported(runs: Runs, tmp_path: Path) -> None:

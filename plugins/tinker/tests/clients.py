@@ -14,6 +14,7 @@ from corerl.rollout import EventLoop
 from corerl_tinker.app import app
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.service import Service
+from corerl_tinker.sessions import Promise
 from plugins.tinker.tests.conftest import KEY
 from plugins.tinker.tests.policies import NAME, OneNumber
 
@@ -67,6 +68,9 @@ def pass_body(model: str, number: int, *, first: int = 1, tokens: int = 2, loss:
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.arange(first, first + tokens, dtype=np.int32).tobytes()
+    targets = np.arange(first, first + tokens, dtype=np.int64)
+    ids = pb.Tensor(dense=targets.tobytes(), dtype=pb.DTYPE_INT64, shape=[tokens])
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(ids)
     weights = pb.Tensor(dense=np.ones(tokens, np.float32).tobytes(), dtype=pb.DTYPE_FLOAT32, shape=[tokens])
     datum.loss_fn_inputs["weights"].CopyFrom(weights)
     return message.SerializeToString()
@@ -83,6 +87,13 @@ class Bench:
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"X-API-Key": KEY})
         self.client = Client(self.http)
+
+    def promises(self) -> dict[str, Promise]:
+        """All that is kept, by the names of the requests."""
+        found: dict[str, Promise] = {}
+        for session in self.service.sessions._sessions.values():
+            found |= session.promises
+        return found
 
 
 def on_bench(**options: Any) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[[], None]]:

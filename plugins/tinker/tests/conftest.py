@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 from attrs import frozen
 
+from corerl_tinker.app import Server
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.server import Server
 from corerl_tinker.training import ServedPolicy
 from plugins.tinker.tests.policies import NAME, OneNumber
 

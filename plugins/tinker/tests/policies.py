@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 from tinker import types
 
 from corerl.types import FloatArray, IntArray
-from corerl_tinker.checkpoints import Checkpoints, Metadata
-from corerl_tinker.requests import Draw, Drawn, InTurn, ModelMade, Pass, PassDone, Refused, Sampler, Saved
+from corerl_tinker import wire
+from corerl_tinker.checkpoints import Checkpoints
+from corerl_tinker.losses import SLOPES, Rows, rows_of
+from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -46,36 +49,43 @@ class OneNumber(ServedPolicy):
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
 
-    def create(self, wanted: types.CreateModelRequest, *, model_id: str) -> ModelMade:
+    def create(self, wanted: types.CreateModelRequest, *, model_id: str) -> types.TrainingRun:
         self._called("create")
         if wanted.base_model not in (NAME, "other/name"):
             raise Refused(f"base model {wanted.base_model!r} is not served here")
         self.model = model_id
         self.w = self.gradient = self.moment = 0.0
-        rank = wanted.lora_config.rank if wanted.lora_config else None
-        made = ModelMade(base_model=wanted.base_model, tokenizer="a/directory", rank=rank)
-        self.checkpoints.begin(model_id, made, wanted.user_metadata)
-        return made
+        run = types.TrainingRun(
+            training_run_id=model_id,
+            base_model=wanted.base_model,
+            model_owner="local",
+            is_lora=wanted.lora_config is not None,
+            lora_rank=wanted.lora_config.rank if wanted.lora_config else None,
+            last_request_time=datetime.now(UTC),
+            user_metadata=wanted.user_metadata,
+        )
+        self.checkpoints.begin(run)
+        return run
 
     def release(self) -> None:
         self._called("release")
 
-    def run(self, wanted: Pass) -> PassDone:
-        self._called("forward" if wanted.forward_only else f"pass {wanted.datums[0].tokens[0]}")
+    def read(self, message: wire.PassMessage) -> Rows:
+        return rows_of(wire.read_pass(message), vocabulary=10**9, longest=0)
+
+    def run(self, rows: Rows) -> PassDone:
+        tokens, offsets = rows.samples.tokens, rows.samples.offsets
+        self._called("forward" if rows.forward_only else f"pass {tokens[0]}")
         self.started.set()
         self.hold.wait()
         if self.dies is not None:
             raise self.dies
-        if wanted.loss != "cross_entropy":
-            raise Refused(f"the loss {wanted.loss!r} is not served; use cross_entropy")
-        outputs, loss = [], 0.0
-        for datum in wanted.datums:
-            logprobs = (self.w - np.arange(len(datum.tokens))).astype(np.float32)
-            loss -= float((logprobs * datum.inputs["weights"]).sum())
-            outputs.append(logprobs)
-            if not wanted.forward_only:
-                self.gradient += float(datum.inputs["weights"].sum())
-        return PassDone(logprobs=tuple(outputs), metrics={"loss:sum": loss})
+        lengths = np.diff(offsets)
+        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths) - 1)).astype(np.float32)
+        slopes = rows.samples.columns[SLOPES]
+        if not rows.forward_only:
+            self.gradient -= float(slopes.sum())
+        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": float((slopes * logprobs).sum())})
 
     def discard(self) -> None:
         self._called("discard")
@@ -88,17 +98,19 @@ class OneNumber(ServedPolicy):
         self.moment = asked.beta1 * self.moment + norm
         return {"grad_norm": norm, "unknown": float("nan")}
 
-    def save(self, name: str, *, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
+    def save(self, asked: types.SaveWeightsRequest) -> types.Checkpoint:
         self._called("save")
-        return self._kept(f"weights/{name}", ttl, overwrite, user_metadata)
+        return self._kept(f"weights/{asked.path}", asked, asked.overwrite)
 
-    def _kept(self, name: str, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
+    def _kept(self, name: str, asked: Any, overwrite: bool) -> types.Checkpoint:
         path = f"tinker://{self.model}/{name}"
 
         def write(file: Path) -> int:
             return file.write_text(f"{self.w} {self.moment}")
 
-        return self.checkpoints.save(path, write, ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
+        return self.checkpoints.save(
+            path, write, ttl=asked.ttl_seconds, overwrite=overwrite, user_metadata=asked.user_metadata
+        )
 
     def load(self, path: str, *, optimizer: bool) -> None:
         self._called("load")
@@ -109,10 +121,12 @@ class OneNumber(ServedPolicy):
         w, moment = self.checkpoints.state_of(path).read_text().split()
         return float(w), float(moment)
 
-    def save_for_sampler(self, name: str | None, *, ttl: object, inflight: bool, user_metadata: Metadata) -> Sampler:
+    def save_for_sampler(self, asked: types.SaveWeightsForSamplerRequest) -> Sampler:
         self._called("save for sampler")
-        path = self._kept(f"sampler_weights/{name}", ttl, True, user_metadata).path if name else None
-        return self._new_sampler(self.w, path)
+        name = asked.path
+        return self._new_sampler(
+            self.w, self._kept(f"sampler_weights/{name}", asked, True).tinker_path if name else None
+        )
 
     def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         self._called("sampler")

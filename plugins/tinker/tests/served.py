@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from corerl import Engines
 from corerl.config import config_of
-from corerl.types import FloatArray
+from corerl.types import Array, FloatArray, IntArray
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Datum, Draw, Drawn, Pass, Sampler
+from corerl_tinker.requests import Draw, Drawn, PassDone, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
@@ -98,6 +99,42 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
         yield Served(policy, engines)
 
 
+@frozen(kw_only=True)
+class Datum:
+    """One row of a pass."""
+
+    tokens: IntArray  # [n]
+    inputs: Mapping[str, Array]  # each [n] or [n, K]
+
+
+@frozen(kw_only=True)
+class Pass:
+    """What a client asks for."""
+
+    datums: tuple[Datum, ...]
+    loss: str
+    config: Mapping[str, float | str] = field(factory=dict)
+    forward_only: bool = False
+
+    def message(self) -> pb.ForwardBackwardRequest:
+        message = pb.ForwardBackwardRequest(loss_fn=self.loss, forward_only=self.forward_only)
+        for name, value in self.config.items():
+            text = isinstance(value, str)
+            message.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(**{"text" if text else "number": value}))  # type: ignore[arg-type]
+        for datum in self.datums:
+            sent = message.data.add()
+            sent.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
+            for name, values in datum.inputs.items():
+                dtype, code = ("<i8", pb.DTYPE_INT64) if name == "target_tokens" else ("<f4", pb.DTYPE_FLOAT32)
+                dense = np.asarray(values).astype(dtype).tobytes()
+                sent.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=dense, dtype=code, shape=np.shape(values)))
+        return message
+
+
+def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
+    return policy.run(policy.read(wanted.message()))
+
+
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
     """A row of these tokens, the last of which is only a target, with inputs for each target."""
     row = np.array(tokens)
@@ -117,7 +154,7 @@ def train(policy: ServedPolicy, steps: int) -> list[float]:
     """The loss before each step."""
     losses = []
     for _ in range(steps):
-        losses.append(policy.run(supervised(*ROWS)).metrics["loss:sum"])
+        losses.append(run(policy, supervised(*ROWS)).metrics["loss:sum"])
         policy.step(ADAM)
     return losses
 
@@ -126,12 +163,15 @@ def weights_of(served: Served) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in served.network.named_parameters()}
 
 
-NOTHING: Mapping[str, str] = {}
 PROMPT = [1, 7, 8, 9, 4]
 
 
-def publish(served: Served, *, inflight: bool = False) -> Sampler:
-    return served.policy.save_for_sampler(None, ttl=None, inflight=inflight, user_metadata=NOTHING)
+def save(policy: ServedPolicy, name: str, **more: Any) -> types.Checkpoint:
+    return policy.save(types.SaveWeightsRequest(model_id="", path=name, **more))
+
+
+def publish(served: Served, name: str | None = None) -> Sampler:
+    return served.policy.save_for_sampler(types.SaveWeightsForSamplerRequest(model_id="", path=name))
 
 
 def asked(sampler: Sampler, prompt: Sequence[int] = PROMPT, **settings: Any) -> Draw:

@@ -10,7 +10,7 @@ import torch
 from tinker import types
 
 from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import LORA, MODEL, Served, model_wanted, serving, train, weights_of
+from plugins.tinker.tests.served import LORA, MODEL, Served, model_wanted, save, serving, train, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_an_optimizer_that_is_not_served_is_refused(served: Served) -> None:
 def test_a_client_learns_the_rank(served: Served) -> None:
     served.policy.release()
     made = served.policy.create(model_wanted(4), model_id="e:train:0")
-    assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, 4)
+    assert (made.base_model, made.lora_rank, made.is_lora) == (MODEL, 4, True)
 
 
 def test_adapters_alone_are_trained_and_resumed(served: Served) -> None:
@@ -56,7 +56,7 @@ def test_adapters_alone_are_trained_and_resumed(served: Served) -> None:
     losses = train(policy, 2)
     changed = {name for name, value in weights_of(served).items() if not torch.equal(value, before[name])}
     assert changed and all("lora" in name for name in changed)
-    path = policy.save("two", ttl=None, overwrite=True, user_metadata={}).path
+    path = save(policy, "two", overwrite=True).tinker_path
     losses += train(policy, 2)
     served.new_model("f:train:1", rank=4)
     policy.load(path, optimizer=True)

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from tinker.types import Checkpoint, TrainingRun
 
 from corerl_tinker import checkpoints
 from corerl_tinker.checkpoints import Checkpoints
-from corerl_tinker.requests import ModelMade, Refused, Saved
+from corerl_tinker.requests import Refused
 
 CONFIG = "seed = 0\n"
-MADE = ModelMade(base_model="tiny", tokenizer="tiny", rank=4)
 PATH = "tinker://a:train:0/weights/step-1"
+
+
+def run(name: str, metadata: dict[str, str]) -> TrainingRun:
+    return TrainingRun(
+        training_run_id=name,
+        base_model="tiny",
+        model_owner="local",
+        is_lora=True,
+        lora_rank=4,
+        last_request_time=datetime.now(UTC),
+        user_metadata=metadata,
+    )
+
+
+def at(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Checkpoints:
     found = Checkpoints(tmp_path / "checkpoints", CONFIG)
-    found.begin("a:train:0", MADE, {"renderer": "role_colon"})
+    found.begin(run("a:train:0", {"renderer": "role_colon"}))
     return found
 
 
-def save(kept: Checkpoints, path: str = PATH, *, text: str = "weights", ttl: int | None = None) -> Saved:
+def save(kept: Checkpoints, path: str = PATH, *, text: str = "weights", ttl: int | None = None) -> Checkpoint:
     def write(directory: Path) -> int:
         directory.mkdir()
         return (directory / "rank-00000.json").write_text(text)
@@ -38,15 +54,18 @@ def text_at(kept: Checkpoints, path: str = PATH) -> str:
 def test_another_server_finds_what_was_saved(kept: Checkpoints, tmp_path: Path) -> None:
     first = save(kept)
     second = save(kept, "tinker://a:train:0/sampler_weights/step-1", text="others")
-    kept.begin("b:train:0", MADE, {})
+    kept.begin(run("b:train:0", {}))
     later = Checkpoints(tmp_path / "checkpoints", CONFIG)
-    run, empty = later.runs()
-    assert (run.id, run.made, run.user_metadata) == ("a:train:0", MADE, {"renderer": "role_colon"})
-    assert run.checkpoints == (first, second) and (first.kind, second.kind) == ("training", "sampler")
-    assert (empty.id, empty.checkpoints) == ("b:train:0", ())
-    assert later.find(PATH) == (run, first)
-    assert (text_at(later), text_at(later, second.path)) == ("weights", "others")
-    assert first.bytes == len("weights") and first.user_metadata == {"step": "weights"}
+    found, empty = later.run("a:train:0"), later.run("b:train:0")
+    assert (found.training_run_id, found.base_model, found.lora_rank) == ("a:train:0", "tiny", 4)
+    assert found.user_metadata == {"renderer": "role_colon"}
+    assert later.of("a:train:0") == [first, second]
+    assert (found.last_checkpoint, found.last_sampler_checkpoint) == (first, second)
+    assert (first.checkpoint_type, second.checkpoint_type) == ("training", "sampler")
+    assert empty.training_run_id == "b:train:0" and later.of("b:train:0") == []
+    assert later.find(PATH) == (found, first)
+    assert (text_at(later), text_at(later, second.tinker_path)) == ("weights", "others")
+    assert first.size_bytes == len("weights") and first.user_metadata == {"step": "weights"}
 
 
 def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
@@ -58,9 +77,9 @@ def test_a_save_that_fails_leaves_what_was_there(kept: Checkpoints) -> None:
 
     with pytest.raises(OSError, match="no space left"):
         kept.save(PATH, fails, ttl=None, overwrite=True, user_metadata={})
-    assert text_at(kept) == "weights" and len(kept.runs()[0].checkpoints) == 1
+    assert text_at(kept) == "weights" and len(kept.of("a:train:0")) == 1
     save(kept, text="again")
-    assert text_at(kept) == "again" and len(kept.runs()[0].checkpoints) == 1
+    assert text_at(kept) == "again" and len(kept.of("a:train:0")) == 1
 
 
 def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +100,13 @@ def test_a_server_that_ends_as_it_replaces_leaves_the_new(kept: Checkpoints, mon
 def test_what_has_expired_is_gone(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(checkpoints.time, "time", lambda: now)
-    assert save(kept, ttl=60).expires == 1060
+    assert save(kept, ttl=60).expires_at == at(1060)
     now = 1059.0
     kept.expire(PATH, ttl=10)
-    assert kept.find(PATH)[1].expires == 1069.0
+    assert kept.find(PATH)[1].expires_at == at(1069)
     state = kept.state_of(PATH)
     now = 1069.0
-    assert kept.runs()[0].checkpoints == () and not state.exists()
+    assert kept.of("a:train:0") == [] and not state.exists()
     save(kept, ttl=5)
     kept.expire(PATH, ttl=None)
     now = 1e9
@@ -98,7 +117,7 @@ def test_what_is_deleted_is_gone(kept: Checkpoints) -> None:
     save(kept)
     state = kept.state_of(PATH)
     kept.delete(PATH)
-    assert not state.exists() and kept.runs()[0].checkpoints == ()
+    assert not state.exists() and kept.of("a:train:0") == []
     for call in (kept.find, kept.state_of, kept.delete):
         with pytest.raises(Refused, match="was deleted") as refused:
             call(PATH)
@@ -127,16 +146,9 @@ def test_what_others_have_put_there_is_not_listed(kept: Checkpoints, tmp_path: P
     (tmp_path / "checkpoints" / "a:train:0" / "weights" / "with a space").mkdir()
     save(kept, "tinker://a:train:0/weights/cut")
     (tmp_path / "checkpoints" / "a:train:0" / "weights" / "cut" / "checkpoint.json").write_text("")
-    kept.begin("c:train:0", MADE, {})
+    kept.begin(run("c:train:0", {}))
     (tmp_path / "checkpoints" / "c:train:0" / "run.json").write_text("{}")
-    (run,) = kept.runs()
-    assert [saved.path for saved in run.checkpoints] == [PATH]
-
-
-def test_runs_are_in_the_order_of_their_use(kept: Checkpoints, tmp_path: Path) -> None:
-    kept.begin("b:train:0", MADE, {})
-    for run, seconds in (("a:train:0", 100.0), ("b:train:0", 50.0)):
-        os.utime(tmp_path / "checkpoints" / run / "run.json", (seconds, seconds))
-    assert [(run.id, run.used) for run in kept.runs()] == [("b:train:0", 50.0), ("a:train:0", 100.0)]
-    save(kept, "tinker://b:train:0/weights/x")
-    assert kept.runs()[-1].id == "b:train:0"
+    for name in ("notes", "c:train:0"):
+        with pytest.raises(Refused, match="has no checkpoint here"):
+            kept.run(name)
+    assert [saved.tinker_path for saved in kept.of("a:train:0")] == [PATH]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from corerl_tinker import service
-from corerl_tinker.futures import KEPT_SECONDS, LEAST_BYTES, Answer, Futures
 from corerl_tinker.requests import Draw, Refused
+from corerl_tinker.sessions import KEPT_SECONDS, LEAST_BYTES, Answer, Sessions
 from plugins.tinker.tests.clients import Bench, on_bench
 
 
@@ -44,11 +44,10 @@ async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Benc
     assert [(await client.get(name)).status_code for name in (f"{model}:1", f"{sampler}:0")] == [410, 410]
     assert (await client.get(f"{model}:2")).status_code == 200
     assert (await client.step(model, 1)).status_code == 410  # what is forgotten is not executed again
-    for name in (f"{model}:3", f"{model}:x", "session-0:train:0:1", "nobody"):
+    assert (await client.get(f"{model}:x")).status_code == 410
+    for name in ("session-0:train:0:1", "nobody"):
         found = await client.get(name)
-        assert (
-            found.status_code == 404 and "its session has ended, or it was made of an earlier" in found.json()["error"]
-        )
+        assert found.status_code == 404 and "has ended, or is one of an earlier server" in found.json()["error"]
     assert bench.policy.calls.count("step") == 2
 
 
@@ -87,9 +86,9 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
     refused = await poll(2)
     assert refused == {"completions": [{"request_id": f"{sampler}:3", "state": "failed"}], "cursor": 3}
     assert "not this one" in (await client.get(f"{sampler}:3")).json()["error"]
-    held = bench.service.futures.bytes
+    held = bench.service.sessions.bytes
     assert await poll(3, f"{sampler}:2", f"{sampler}:1", timeout=0) == {"completions": [], "cursor": 3}
-    assert bench.service.futures.bytes == held - LEAST_BYTES  # the other one still waits
+    assert bench.service.sessions.bytes == held - LEAST_BYTES  # the other one still waits
     assert (await client.get(f"{sampler}:2")).status_code == 410
     assert (await client.post("retrieve_futures", {"target": {"sampling_session_id": "nobody"}})).status_code == 404
 
@@ -101,9 +100,9 @@ async def test_two_thousand_futures_wait_in_bounded_memory(bench: Bench) -> None
     sampler = await client.sampler(session)
     gate = asyncio.Event()
     bench.policy.drawing = lambda wanted: gate.wait()
-    before = bench.service.futures.bytes
+    before = bench.service.sessions.bytes
     names = [(await client.sample(sampler, number)).json()["request_id"] for number in range(2000)]
-    assert bench.service.futures.bytes == before + 2000 * LEAST_BYTES
+    assert bench.service.sessions.bytes == before + 2000 * LEAST_BYTES
     waiting = [asyncio.create_task(client.get(name)) for name in names]
     await asyncio.sleep(0)
     gate.set()
@@ -111,26 +110,32 @@ async def test_two_thousand_futures_wait_in_bounded_memory(bench: Bench) -> None
     bench.now += KEPT_SECONDS
     await client.post("session_heartbeat", {"session_id": session})
     bench.service.sweep()
-    assert (len(bench.service.futures), bench.service.futures.bytes) == (0, 0)
+    assert (bench.promises(), bench.service.sessions.bytes) == ({}, 0)
 
 
 def test_more_than_fits_waits_in_the_client() -> None:
-    now = [0.0]
-    futures = Futures(most_bytes=10_000, clock=lambda: now[0])
-
     async def play() -> None:
-        first = futures.open("first", owner="s", size=6000)
-        with pytest.raises(Refused, match="1 requests and results hold 0 MiB of serve.memory_mib") as refused:
-            futures.open("second", owner="s", size=6000)
+        sessions = Sessions(most_bytes=10_000, notify=print, clock=lambda: 0.0)
+        one, other = (sessions.of(sessions.begin()) for _ in range(2))
+        go = asyncio.Event()
+
+        async def answer() -> Answer:
+            await go.wait()
+            return Answer(body=bytes(3000))
+
+        first = sessions.promise(one, "first", answer, size=6000)
+        with pytest.raises(Refused, match="requests and results hold 0 MiB of serve.memory_mib") as refused:
+            sessions.promise(other, "second", answer, size=6000)
         assert refused.value.status == 429  # which the SDK repeats
-        futures.open("next in line", owner="s", size=6000, urgent=True)
-        futures.settle(first, Answer(body=bytes(3000)))
-        assert futures.bytes == 9000
-        futures.settle(first, Answer(body=bytes(9)))  # too late
-        assert await futures.wait(first, 1.0) == Answer(body=bytes(3000))
-        futures.open("third", owner="t", size=4000)  # in place of what was fetched
-        assert futures.bytes == 10_000 and futures.get("first") is None
-        futures.give_up("s", Answer(body=b"gone", error="gone"))
-        assert (len(futures), futures.bytes) == (1, 4000)
+        waits = sessions.promise(one, "next in line", answer, size=6000, urgent=True)
+        assert sessions.bytes == 12_000
+        go.set()
+        assert await sessions.wait(first, 1.0) == Answer(body=bytes(3000))
+        await sessions.wait(waits, 1.0)
+        assert sessions.bytes == 6000 and sessions.promise(one, "first", answer) is first
+        sessions.promise(other, "third", answer, size=8000)  # in place of what was fetched
+        assert sessions.bytes == 8000 and not one.promises
+        sessions.end(other.id)
+        assert sessions.bytes == 0
 
     asyncio.run(play())

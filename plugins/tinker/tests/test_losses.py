@@ -11,16 +11,19 @@ import torch
 from attrs import evolve
 
 from corerl.algorithms import LossInputs
-from corerl_tinker.losses import LOSSES, rows_of
-from corerl_tinker.requests import Datum, Pass, Refused
-from plugins.tinker.tests.served import datum
+from corerl.backend import resolve_loss
+from corerl_tinker import wire
+from corerl_tinker.losses import Rows, rows_of
+from corerl_tinker.requests import Refused
+from plugins.tinker.tests.served import Datum, Pass, datum
 
 POLICY: Mapping[str, Sequence[float]] = {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.5, -1.0]}
 ROW = datum([5, 6, 7, 8], **POLICY)
 
 
-def rows(loss: str, *datums: Datum, **config: float | str) -> Any:
-    return rows_of(Pass(loss=loss, datums=datums, config=config), vocabulary=32, longest=16)
+def rows(loss: str, *datums: Datum, **config: float | str) -> Rows:
+    message = Pass(loss=loss, datums=datums, config=config).message()
+    return rows_of(wire.read_pass(message), vocabulary=32, longest=16)
 
 
 def test_targets_are_the_next_tokens_of_a_row() -> None:
@@ -64,7 +67,7 @@ def test_datums_with_other_numbers_of_targets_go_through_one_pass() -> None:
     nothing = [0, 0, 0]
     assert columns == {
         "targets": [nothing, [6, 9, 9], [3, 1, 2], nothing, [4, 0, 0], [8, 0, 0], nothing, [2, 0, 0]],
-        "token_weights": [nothing, nothing, [0.5, 0, -0.25], nothing, [1, 0, 0], [1, 0, 0], nothing, [1, 0, 0]],
+        "logprob_weights": [nothing, nothing, [-0.5, 0, 0.25], nothing, [-1, 0, 0], [-1, 0, 0], nothing, [-1, 0, 0]],
         "loss_mask": [False, False, True, False, True, True, False, True],
     }
     logprobs = -np.arange(24, dtype=np.float32).reshape(8, 3)
@@ -77,27 +80,22 @@ def test_one_target_of_each_token_needs_no_column() -> None:
     inputs = {"target_tokens": np.array([[6], [7]]), "weights": np.ones((2, 1))}
     found = rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs=inputs))
     columns = {name: column.tolist() for name, column in found.samples.columns.items()}
-    assert columns == {"token_weights": [0.0, 1.0, 1.0], "loss_mask": [False, True, True]}
+    assert columns == {"logprob_weights": [0.0, -1.0, -1.0], "loss_mask": [False, True, True]}
     assert found.outputs(np.arange(3, dtype=np.float32))[0].tolist() == [[1.0], [2.0]]
-
-
-def test_each_token_may_have_bounds_of_its_own() -> None:
-    bounds = {"clip_low_threshold": [0.5, 0.9, 0.9], "clip_high_threshold": [1.0, 1.0, 3.0]}
-    found = rows("ppo", datum([5, 6, 7, 8], **POLICY, **bounds), clip_high_threshold=1.1)
-    assert found.samples.columns["clip_high_threshold"].tolist() == [0.0, 0.0, 1.0, 3.0]
-    given = np.array([0.0, 0.0, 0.0, 0.0], np.float32)  # ratios e and e^2
-    assert found.value(given) == pytest.approx(-(1.0 * 1.5) + np.exp(2.0) * 1.0)
-    found = rows("ppo", ROW, clip_high_threshold=1.1)
-    assert found.value(given) == pytest.approx(-(1.1 * 1.5) + np.exp(2.0) * 1.0, rel=1e-5)
 
 
 def test_thresholds_are_those_of_the_api_unless_given() -> None:
     wanted = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.9997, 1.0004)}
-    given = datum([5, 6, 7, 8], **POLICY, sequence_ratio_mask=[0.0, 1.0, 1.0])
     for loss, (low, high) in wanted.items():
-        each = given if loss == "gspo" else ROW
-        columns = rows(loss, each).samples.columns
-        assert (columns["clip_low_threshold"][3], columns["clip_high_threshold"][3]) == pytest.approx((low, high))
+        mask = {"sequence_ratio_mask": [0.0, 1.0, 1.0]} if loss == "gspo" else {}
+        given = datum([5, 6, 7, 8], **POLICY, **mask)
+        found = rows(loss, given).loss.params
+        assert found == pytest.approx({"clip_low_threshold": low, "clip_high_threshold": high})
+        assert rows(loss, given, clip_high_threshold=4.5).loss.params["clip_high_threshold"] == 4.5
+    ratios = np.array([0.0, 0.0, 0.0, 0.0], np.float32)  # e and e^2
+    assert rows("ppo", ROW, clip_high_threshold=1.1).value(ratios) == pytest.approx(
+        -(1.1 * 1.5) + np.exp(2.0), rel=1e-5
+    )
 
 
 def test_a_token_far_from_its_old_policy_keeps_the_sum_finite() -> None:
@@ -105,7 +103,7 @@ def test_a_token_far_from_its_old_policy_keeps_the_sum_finite() -> None:
     logprobs = torch.tensor([0.0, -1.0], requires_grad=True)
     columns = {name: torch.tensor(column) for name, column in found.samples.columns.items()}
     inputs = LossInputs(logprobs=logprobs, columns={**columns, "weights": columns["loss_mask"].float()})
-    loss = LOSSES["importance_sampling"].function(inputs).loss
+    loss = resolve_loss(found.loss)(inputs).loss
     loss.backward()
     assert torch.isfinite(loss) and loss.item() == pytest.approx(np.exp(20.0))
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
@@ -124,9 +122,19 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
         ("importance_sampling", {}, {"beta": 0.1}, "has no 'beta'; its settings: none"),
         ("dro", {}, {}, "dro needs 'beta', a finite number; got None"),
         ("ppo", {}, {"clip_low_threshold": "low"}, "needs 'clip_low_threshold', a finite number; got 'low'"),
-        ("ppo", {}, {"clip_low_threshold": 2.0}, "datum 0: clip_low_threshold is above clip_high_threshold"),
-        ("cross_entropy", {}, {}, "has no 'weights', which cross_entropy needs; it has advantages, logprobs, target"),
-        ("ppo", {"mask": np.ones(3)}, {}, "has 'mask', which ppo does not take; it takes advantages, clip_high"),
+        ("ppo", {}, {"clip_low_threshold": 2.0}, "clip_low_threshold is above clip_high_threshold"),
+        (
+            "cross_entropy",
+            {},
+            {},
+            "weights: cross_entropy takes target_tokens, weights; got advantages, logprobs, target",
+        ),
+        (
+            "ppo",
+            {"mask": np.ones(3)},
+            {},
+            "mask: ppo takes advantages, logprobs, target_tokens; got advantages, logprobs, mask",
+        ),
         ("ppo", {"weights": np.array([1, 1, 2])}, {}, "ppo has no weights other than 1; multiply the advantages"),
         ("ppo", {"advantages": np.array([1, np.nan, 1])}, {}, "advantages has values that are not finite"),
         (
@@ -135,9 +143,14 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
             {},
             r"datum 0: target \[2\] is 32, where ids are from 0 to 31",
         ),
-        ("ppo", {"target_tokens": np.ones((3, 2))}, {}, r"has the shape \[3, 2\], where ppo takes one target of each"),
-        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"advantages has the shape \[3, 1\], and target_tokens \[3\]"),
-        ("cross_entropy", {"weights": np.ones((3, 2))}, {}, r"weights has the shape \[3, 2\], and target_tokens \[3\]"),
+        (
+            "ppo",
+            {name: np.ones((3, 2)) for name in INPUTS},
+            {},
+            r"has the shape \[3, 2\], where ppo takes one target of each",
+        ),
+        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: logprobs has the shape \[3\], and advantages \[3, 1\]"),
+        ("cross_entropy", {"weights": np.ones((3, 2))}, {}, r"weights has the shape \[3, 2\], and advantages \[3\]"),
         ("gspo", {"sequence_ratio_mask": np.zeros(3)}, {}, "sequence_ratio_mask is 0 everywhere"),
     ],
 )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corerl.errors import UserError, WorkerDied
-from corerl_tinker.futures import Answer, Futures
-from corerl_tinker.order import GAP_SECONDS, Turns
+from corerl_tinker.losses import LOSSES
+from corerl_tinker.sessions import GAP_SECONDS, Model
 from plugins.tinker.tests.clients import Bench, on_bench
 
+UNHEARD = "unknown loss_fn='unheard'; there are " + ", ".join(LOSSES)
 PASSES = ["create", "pass 1", "pass 2", "pass 3", "step"]
 
 
@@ -29,34 +28,23 @@ async def test_the_first_chunk_may_come_last(bench: Bench) -> None:
     assert bench.policy.calls == PASSES and bench.policy.w == 6 * 1e-4  # three passes of two tokens, at the default lr
 
 
-class AtOnce:
-    """An order that executes what is begun."""
-
-    def begin(self, call: Callable[[], Answer]) -> asyncio.Future[Answer]:
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(call())
-        return done
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.permutations(range(1, 9)), st.integers(1, 9))
 def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing: int) -> None:
     async def play() -> list[int]:
         executed: list[int] = []
-        futures = Futures(most_bytes=2**20)
-        turns = Turns(AtOnce(), futures)  # type: ignore[arg-type]
+        model = Model(id="m", session="s", clock=lambda: 0.0)
 
-        def call(number: int) -> Answer:
+        async def request(number: int) -> None:
+            await model.turn(number)
             executed.append(number)
-            return Answer(body=b"")
 
-        for number in arriving:
-            if number != missing:
-                promise = futures.open(str(number), owner="s", size=0)
-                turns.add(number, promise, functools.partial(call, number))
-        await asyncio.sleep(0)
-        settled = [number for number in range(1, 9) if (each := futures.get(str(number))) and each.answer.done()]
-        assert settled == executed
+        tasks = {number: asyncio.create_task(request(number)) for number in arriving if number != missing}
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert sorted(executed) == [number for number, task in sorted(tasks.items()) if task.done()]
+        model.give_up("enough")
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         return executed
 
     assert asyncio.run(play()) == list(range(1, min(missing, 9)))
@@ -86,8 +74,9 @@ async def test_a_gap_that_nobody_fills_ends(bench: Bench) -> None:
     model = await client.model(await client.begin())
     bench.now += 2 * GAP_SECONDS  # while nothing waits
     await client.step(model, 3)
+    await asyncio.sleep(0)
     bench.service.sweep()
-    assert not bench.service.futures.get(f"{model}:3").answer.done()  # type: ignore[union-attr]
+    assert bench.promises()[f"{model}:3"].answer is None
     for _ in range(2):  # the session has heartbeats meanwhile
         bench.now += GAP_SECONDS / 2
         await client.post("get_info", {"model_id": model})
@@ -112,12 +101,12 @@ async def test_a_step_without_all_of_its_passes_is_not_taken(bench: Bench) -> No
     await client.run(model, 3)
     await client.step(model, 4)
     assert (await client.get(f"{model}:2")).json() == {
-        "error": "the loss 'unheard' is not served; use cross_entropy",
+        "error": UNHEARD,
         "category": "user",
     }
     assert (await client.get(f"{model}:4")).json()["error"] == (
         "the step was not taken, and its gradients are dropped; request 2 of this model, a pass of this step, was "
-        "refused: the loss 'unheard' is not served; use cross_entropy"
+        f"refused: {UNHEARD}"
     )
     await client.run(model, 5)
     await client.step(model, 6)

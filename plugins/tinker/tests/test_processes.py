@@ -18,7 +18,19 @@ from corerl.config import config_of
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.requests import Refused
 from corerl_tinker.training import ServedPolicy
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, Served, asked, serving, supervised, train
+from plugins.tinker.tests.served import (
+    CONFIG,
+    LORA,
+    MODEL,
+    Served,
+    asked,
+    publish,
+    run,
+    save,
+    serving,
+    supervised,
+    train,
+)
 
 
 @pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
@@ -31,15 +43,15 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         served.new_model("a:train:0", rank=4)
         reference = policy.sampler(None, MODEL)
         before = served.logprobs(reference, [1, 2, 3])
-        policy.run(supervised([1, 20, 21, 22]))
+        run(policy, supervised([1, 20, 21, 22]))
         policy.discard()
         losses = train(policy, 2)
-        path = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata={}).model_path
+        path = publish(served, "two").model_path
         assert path is not None
         sampler = policy.sampler(path, "")
-        run = tmp_path / "a:train:0"
-        state, model = str(run / "sampler_weights/two/state"), str(tmp_path / "model")
-        words = ["export", state, model, "--config", str(run / "config.toml"), "--merge"]
+        made = tmp_path / "a:train:0"
+        state, model = str(made / "sampler_weights/two/state"), str(tmp_path / "model")
+        words = ["export", state, model, "--config", str(made / "config.toml"), "--merge"]
         subprocess.run([sys.executable, "-m", "corerl", *words], check=True)
         tokens = torch.tensor([[1, 2, 3]])
         logits = AutoModelForCausalLM.from_pretrained(model, local_files_only=True)(tokens).logits.log_softmax(-1)
@@ -53,7 +65,7 @@ def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: 
         served.new_model("a:train:1", rank=4)
         policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(policy, 2), losses[2:], rtol=1e-6)
-        newest = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata={})
+        newest = publish(served)
         assert len(served.draw(evolve(wanted, sampler=newest)).tokens[0]) == 6
         with pytest.raises(Refused, match="are gone: ranks hold version"):
             served.draw(wanted)
@@ -68,12 +80,12 @@ def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tm
     with serving(tmp_path, LORA) as before:
         before.new_model("a:train:0", rank=4)
         losses = train(before.policy, 2)
-        path = before.policy.save("two", ttl=None, overwrite=False, user_metadata={}).path
+        path = save(before.policy, "two").tinker_path
         losses += train(before.policy, 3)
     config = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
     with Engines.start(config) as engines:
         served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config), engines)
-        assert [saved.path for run in served.policy.checkpoints.runs() for saved in run.checkpoints] == [path]
+        assert [saved.tinker_path for saved in served.policy.checkpoints.of("a:train:0")] == [path]
         served.new_model("b:train:0", rank=4)
         served.policy.load(path, optimizer=True)
         np.testing.assert_allclose(train(served.policy, 3), losses[2:], rtol=1e-4)

@@ -21,7 +21,6 @@ from plugins.tinker.tests.served import (
     ADAM,
     CONFIG,
     MODEL,
-    NOTHING,
     PROMPT,
     ROWS,
     Served,
@@ -29,7 +28,9 @@ from plugins.tinker.tests.served import (
     at_once,
     counting_pushes,
     publish,
+    run,
     same,
+    save,
     serving,
     supervised,
     train,
@@ -149,36 +150,6 @@ def _published_and_trained(served: Served) -> Sampler:
     return sampler
 
 
-def test_an_inflight_sampler_follows_the_newest_weights(served: Served) -> None:
-    inflight = publish(served, inflight=True)
-    before = served.draw(asked(inflight, seed=1))
-    train(served.policy, 2)
-    assert served.draw(asked(inflight, seed=1)).logprobs[0].tolist() == before.logprobs[0].tolist()
-    newest = publish(served)
-    found, expected = (served.draw(asked(each, seed=1)) for each in (inflight, newest))
-    assert found.tokens[0].tolist() == expected.tokens[0].tolist()
-    assert found.logprobs[0].tolist() != before.logprobs[0].tolist()
-    base = served.policy.sampler(None, MODEL)
-    served.draw(asked(base, seed=1))  # for which engines get a copy of the base, as a later version
-    assert same(served.draw(asked(inflight, seed=1)), expected)
-
-
-def test_an_inflight_sampler_never_follows_another_model(served: Served) -> None:
-    train(served.policy, 1)
-    first = publish(served, inflight=True)
-    before = served.draw(asked(first, seed=1))
-    served.new_model("a:train:1")
-    assert same(served.draw(asked(first, seed=1)), before)  # engines still hold them
-    train(served.policy, 2)
-    second = publish(served, inflight=True)
-    assert not same(served.draw(asked(second, seed=1)), before)
-    served.policy.release()
-    served.policy.sampler(None, MODEL)  # with which ranks begin once more
-    for gone in (first, second):
-        with pytest.raises(Refused, match=r"the weights of the inflight sampler \(version \d+\) are gone"):
-            served.draw(asked(gone, seed=1))
-
-
 def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
     base = served.policy.sampler(None, MODEL)
     before = served.logprobs(base, PROMPT)
@@ -199,8 +170,7 @@ def test_the_base_model_stays_what_ranks_start_with(served: Served) -> None:
 def test_a_sampler_of_a_checkpoint_has_its_weights(served: Served) -> None:
     policy = served.policy
     train(policy, 2)
-    saved = policy.save_for_sampler("two", ttl=None, inflight=False, user_metadata=NOTHING)
-    path = saved.model_path
+    path = publish(served, "two").model_path
     assert path == "tinker://a:train:0/sampler_weights/two"
     of_file = policy.sampler(path, "")
     drawn = served.draw(asked(of_file, seed=4))
@@ -444,7 +414,7 @@ def test_engines_that_fail_for_good_leave_a_model_that_is_trained(
                 call()
             assert failed.value.category == "server"
         losses = train(served.policy, 2)
-        path = served.policy.save("one", ttl=None, overwrite=False, user_metadata=NOTHING).path
+        path = save(served.policy, "one").tinker_path
         served.new_model("a:train:1")
         assert train(served.policy, 1)[0] > losses[0] > losses[1]
         served.policy.load(path, optimizer=True)
@@ -485,42 +455,40 @@ def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkey
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         assert same(asyncio.run(going()), expected)
-    assert [turn.exception() for turn in turns] == [None, None]  # one of which would be the end of the model
+    assert [turn.exception() for turn in turns] == [None]  # which would be the end of the model
 
 
-def test_samples_may_begin_while_the_group_reads_what_engines_hold(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler, begun = publish(served), list[threading.Thread]()
+def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rows = publish(served), list[int]()
+    forward, ready = served.engines.group.forward, asyncio.Event()
 
-    class Read(tuple[int, ...]):
-        def __contains__(self, version: object) -> bool:
-            if not begun:
-                begun.append(threading.Thread(target=served.draw, args=(asked(sampler, seed=5),)))
-                begun[0].start()
-                begun[0].join(60.0)
-            return super().__contains__(version)
+    def counted(samples: Any, *args: Any, **named: Any) -> Any:
+        rows.append(len(samples))
+        return forward(samples, *args, **named)
 
-    monkeypatch.setattr(type(served.engines), "held", property(lambda self: Read(self.fleet.held)))
-    assert served.policy._samplers.has(served.policy._samplers.now) and len(begun) == 1
+    monkeypatch.setattr(served.engines.group, "forward", counted)
 
+    async def later(work: Any) -> Any:
+        await ready.wait()
+        return work()
 
-def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served) -> None:
-    sampler = publish(served)
-
-    async def never(work: Any) -> Any:
-        await asyncio.Event().wait()
-
-    async def gone() -> None:
-        wanted = asked(sampler, max_tokens=1, prompt_logprobs=True)
-        task = asyncio.create_task(served.policy.draw(wanted, never))
+    async def play() -> None:
+        wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in (PROMPT, ROWS[0], ROWS[1])]
+        first, *others = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
         await asyncio.sleep(0)
-        assert len(served.policy._samplers._prompts) == 1
-        task.cancel()
-        await asyncio.wait([task])
+        first.cancel()  # whose turn the others share
+        ready.set()
+        assert all(each.prompt_logprobs is not None for each in await asyncio.gather(*others))
+        ready.clear()
+        alone = asyncio.create_task(served.policy.draw(wanted[0], later))
+        await asyncio.sleep(0)
+        alone.cancel()
+        ready.set()
+        await asyncio.wait([alone])
+        await asyncio.sleep(0.01)
 
-    asyncio.run(gone())
-    assert not len(served.policy._samplers._prompts)
+    asyncio.run(play())
+    assert rows == [2] and not served.policy._samplers._waiting
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,10 +509,10 @@ def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch:
     sampler = publish(served)
     drawn = served.draw(asked(sampler, seed=6, prompt_logprobs=True))
     assert slept == ["forward"]  # by the log-probs of the prompt, before which nobody had sampled
-    passed = served.policy.run(supervised(*ROWS))
+    passed = run(served.policy, supervised(*ROWS))
     again = served.draw(asked(sampler, seed=6))
     assert again.logprobs[0].tolist() == drawn.logprobs[0].tolist() and slept == ["forward", "train"]
     served.policy.step(ADAM)
     assert served.draw(asked(sampler, seed=6)).logprobs[0].tolist() == drawn.logprobs[0].tolist()  # from the copy
     np.testing.assert_array_equal(served.logprobs(sampler, PROMPT), drawn.prompt_logprobs)
-    assert passed.metrics["loss:sum"] > served.policy.run(supervised(*ROWS)).metrics["loss:sum"]
+    assert passed.metrics["loss:sum"] > run(served.policy, supervised(*ROWS)).metrics["loss:sum"]

@@ -93,7 +93,9 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
     training = client.create_lora_training_client(NAME).result()
     refused = training.forward_backward([datum(1, [1.0])], "stable_reinforce")
     step = training.optim_step(types.AdamParams())
-    with pytest.raises(tinker.RequestFailedError, match="'stable_reinforce' is not served; use cross_entropy") as error:
+    with pytest.raises(
+        tinker.RequestFailedError, match="'stable_reinforce' is not served: .*loss_fn=importance_sampling"
+    ) as error:
         refused.result()
     assert error.value.category is types.RequestErrorCategory.User
     with pytest.raises(tinker.RequestFailedError, match="the step was not taken, and its gradients are dropped"):
@@ -140,7 +142,7 @@ def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.Se
     first = training.save_weights_for_sampler("first").result()
     training.forward_backward([datum(1, [1.0])], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=4.0))
-    second = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    second = training.save_weights_and_get_sampling_client().result()
     samplers = [training.create_sampling_client(first.path).result(), second]
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
     found = [sampler.sample(prompt, 1, params).result().sequences[0].logprobs for sampler in samplers]
@@ -173,10 +175,10 @@ def test_runs_and_checkpoints_are_listed_kept_and_deleted(client: tinker.Service
     info = rest.get_weights_info_by_tinker_path(saved.path).result()
     assert (info.base_model, info.is_lora, info.lora_rank) == (NAME, True, 4)
     rest.set_checkpoint_ttl_from_tinker_path(saved.path, 7200).result()
-    assert served.policy.checkpoints.find(saved.path)[1].expires
+    assert served.policy.checkpoints.find(saved.path)[1].expires_at
     rest.delete_checkpoint_from_tinker_path(saved.path).result()
-    (kept,) = served.policy.checkpoints.run(training.model_id).checkpoints
-    assert kept.path.rpartition("/")[2] == "two"
+    (kept,) = served.policy.checkpoints.of(training.model_id)
+    assert kept.tinker_path.rpartition("/")[2] == "two"
     with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         client.create_training_client_from_state(saved.path).result()
     models = rest.get_server_capabilities().result().supported_models

@@ -58,7 +58,7 @@ async def test_a_client_that_vanishes_costs_nothing(bench: Bench) -> None:
     sentence = {"error": f"session {gone} has ended", "category": "user"}
     assert [(await each).json() for each in waiting] == [sentence] * 2
     await asyncio.sleep(0)
-    assert (len(bench.service.futures), bench.service.futures.bytes) == (0, 0)
+    assert (bench.promises(), bench.service.sessions.bytes) == ({}, 0)
     statuses = [
         (await client.post("session_heartbeat", {"session_id": gone})).status_code,
         (await client.step(model, 6)).status_code,
@@ -96,9 +96,11 @@ async def test_a_refused_model_leaves_the_one_before(bench: Bench) -> None:
     await client.step(first, 3)  # waits for 2
     refused = await client.create(session, 1, base_model="nobody/nothing")
     early = await client.run(f"{session}:train:1", 1)  # before its client knows
+    waiting = await client.run(f"{session}:train:1", 3)
     bench.policy.hold.set()
     assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
-    assert "was not created" in (await client.get(early.json()["request_id"])).json()["error"]
+    for each in (early, waiting):
+        assert "was not created" in (await client.get(each.json()["request_id"])).json()["error"]
     await client.run(first, 2)
     assert (await client.get(f"{first}:3")).json() == {"metrics": {"grad_norm": 4.0}}
     assert bench.policy.calls == ["create", "pass 1", "create", "pass 1", "step"]

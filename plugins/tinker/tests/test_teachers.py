@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from corerl.errors import ConfigError
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL, asked, serving, train
+from plugins.tinker.tests.served import CONFIG, LORA, MODEL, asked, save, serving, train
 
 ROW = [1, 7, 8, 9, 4]
 TEACHER = "teacher"
@@ -41,7 +41,7 @@ def test_a_teachers_logprobs_are_those_of_transformers(teacher: Path, tmp_path: 
         of_start = served.logprobs(start, ROW)
         served.new_model("a:train:2")
         train(served.policy, 1)
-        path = served.policy.save("one", ttl=None, overwrite=False, user_metadata={}).path
+        path = save(served.policy, "one").tinker_path
         served.policy.load(path, optimizer=True)  # by other ranks
         np.testing.assert_allclose(served.logprobs(before, ROW)[1:], wanted, atol=1e-5)
         assert served.logprobs(start, ROW).tobytes() == of_start.tobytes()

@@ -16,17 +16,22 @@ from tinker import types
 
 from corerl.errors import UserError
 from corerl.plugin import Capability
-from corerl_tinker.requests import Datum, Pass, Refused
+from corerl_tinker.requests import Refused
 from corerl_tinker.training import ServedPolicy
 from plugins.tinker.tests.served import (
     ADAM,
     MODEL,
     ROWS,
     VOCABULARY,
+    Datum,
+    Pass,
     Served,
     asked,
     datum,
     model_wanted,
+    publish,
+    run,
+    save,
     serving,
     supervised,
     train,
@@ -34,7 +39,6 @@ from plugins.tinker.tests.served import (
 )
 
 TARGETS = "target_tokens"
-NOTHING: Mapping[str, str] = {}
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +167,8 @@ PASSES = {
 @pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())
 def test_losses_gradients_and_logprobs_are_those_of_torch(wanted: Pass, served: Served, policy: ServedPolicy) -> None:
     value, logprobs, gradients = in_torch(served.network, wanted)
-    without = policy.run(evolve(wanted, forward_only=True))
-    done = policy.run(wanted)
+    without = run(policy, evolve(wanted, forward_only=True))
+    done = run(policy, wanted)
     for found in (done, without):
         assert found.metrics == {"loss:sum": pytest.approx(value, rel=1e-5)}
         for row, expected in zip(found.logprobs, logprobs, strict=True):
@@ -181,7 +185,7 @@ def test_a_backend_without_targets_trains_on_next_tokens(served: Served, policy:
     try:
         for forward_only in (True, False):
             with pytest.raises(UserError, match="forward.* with the column 'targets' requires 'targets', which"):
-                policy.run(evolve(of_several(), forward_only=forward_only))
+                run(policy, evolve(of_several(), forward_only=forward_only))
         assert train(policy, 2)[0] > 0
     finally:
         group.plan = own
@@ -189,10 +193,10 @@ def test_a_backend_without_targets_trains_on_next_tokens(served: Served, policy:
 
 @pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())
 def test_three_calls_add_the_gradients_of_one(wanted: Pass, served: Served, policy: ServedPolicy) -> None:
-    whole = policy.run(wanted)
+    whole = run(policy, wanted)
     together = gradients_of(served.network)
     policy.discard()
-    parts = [policy.run(evolve(wanted, datums=(each,))) for each in wanted.datums]
+    parts = [run(policy, evolve(wanted, datums=(each,))) for each in wanted.datums]
     torch.testing.assert_close(gradients_of(served.network), together, rtol=1e-5, atol=1e-6)
     assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(whole.metrics["loss:sum"], abs=1e-5)
 
@@ -231,7 +235,7 @@ def test_steps_with_settings_of_their_own_are_those_of_torch(served: Served, pol
     ]
     expected, losses = in_torch_trained(copy.deepcopy(served.network), settings), []
     for each in settings:
-        losses.append(policy.run(supervised(*ROWS)).metrics["loss:sum"])
+        losses.append(run(policy, supervised(*ROWS)).metrics["loss:sum"])
         norm = math.sqrt(sum(float((grad**2).sum()) for grad in gradients_of(served.network).values()))
         assert policy.step(each) == {"grad_norm": pytest.approx(norm, rel=1e-4), "applied": 1.0}
     assert losses == expected
@@ -245,12 +249,12 @@ def test_a_client_differentiates_a_loss_of_its_own(served: Served, policy: Serve
         return -torch.nn.functional.logsigmoid(logprobs[0].sum() - logprobs[1].sum()) + (logprobs[2] ** 2).mean()
 
     nothing = tuple(evolve(row, inputs={**row.inputs, "weights": np.zeros(len(row.tokens))}) for row in rows)
-    forward = policy.run(Pass(loss="cross_entropy", datums=nothing, forward_only=True))
+    forward = run(policy, Pass(loss="cross_entropy", datums=nothing, forward_only=True))
     logprobs = [torch.tensor(row, requires_grad=True) for row in forward.logprobs]
     difference(logprobs).backward()
     slopes = [-each.grad.numpy() for each in logprobs if each.grad is not None]
     weighted = (evolve(row, inputs={**row.inputs, "weights": slope}) for row, slope in zip(rows, slopes, strict=True))
-    policy.run(Pass(loss="cross_entropy", datums=tuple(weighted)))
+    run(policy, Pass(loss="cross_entropy", datums=tuple(weighted)))
 
     network = copy.deepcopy(served.network)
     network.zero_grad()
@@ -264,32 +268,32 @@ def test_a_client_differentiates_a_loss_of_its_own(served: Served, policy: Serve
 WRONG: Mapping[str, tuple[Callable[[ServedPolicy], Any], str]] = {
     "a step without gradients": (lambda policy: policy.step(ADAM), "no forward_backward has come since the last step"),
     "a beta that is none": (
-        lambda policy: (policy.run(supervised(*ROWS)), policy.step(with_adam(beta2=1.0))),
+        lambda policy: (run(policy, supervised(*ROWS)), policy.step(with_adam(beta2=1.0))),
         r"betas=\(0.9, 1.0\), expected two numbers, each at least 0 and below 1",
     ),
     "a learning rate that is none": (
-        lambda policy: (policy.run(supervised(*ROWS)), policy.step(with_adam(learning_rate=math.nan))),
+        lambda policy: (run(policy, supervised(*ROWS)), policy.step(with_adam(learning_rate=math.nan))),
         "learning_rate=nan",
     ),
     "a save between passes and step": (
         lambda policy: (
-            policy.run(supervised(*ROWS)),
-            policy.save("x", ttl=None, overwrite=False, user_metadata=NOTHING),
+            run(policy, supervised(*ROWS)),
+            save(policy, "x"),
         ),
         "save after optim_step",
     ),
     "a load between passes and step": (
-        lambda policy: (policy.run(supervised(*ROWS)), policy.load("tinker://a:train:0/weights/x", optimizer=True)),
+        lambda policy: (run(policy, supervised(*ROWS)), policy.load("tinker://a:train:0/weights/x", optimizer=True)),
         "take optim_step first",
     ),
     "a checkpoint that is not there": (
         lambda policy: policy.load("tinker://a:train:0/weights/never", optimizer=True),
         "there is no checkpoint 'tinker://a:train:0/weights/never'",
     ),
-    "a token that no model has": (lambda policy: policy.run(supervised([1, 99, 2])), "token 99 is not in the vocab"),
-    "a row that is too long": (lambda policy: policy.run(supervised([1] * 80)), "more than the context length 64"),
+    "a token that no model has": (lambda policy: run(policy, supervised([1, 99, 2])), "token 99 is not in the vocab"),
+    "a row that is too long": (lambda policy: run(policy, supervised([1] * 80)), "more than the context length 64"),
     "a loss that the server does not know": (
-        lambda policy: policy.run(evolve(supervised(*ROWS), loss="stable_reinforce")),
+        lambda policy: run(policy, evolve(supervised(*ROWS), loss="stable_reinforce")),
         "loss_fn=importance_sampling",
     ),
 }
@@ -311,8 +315,8 @@ def test_a_step_whose_gradients_overflow_is_not_applied(served: Served, policy: 
     expected = train(policy, 2)
     served.new_model("a:train:1")
     losses = train(policy, 1)
-    sampler = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata=NOTHING)
-    policy.run(Pass(loss="cross_entropy", datums=(datum([1, 2, 3], weights=[3e38, 3e38]),)))
+    sampler = publish(served)
+    run(policy, Pass(loss="cross_entropy", datums=(datum([1, 2, 3], weights=[3e38, 3e38]),)))
     assert policy.step(ADAM)["applied"] == 0.0
     assert len(served.draw(asked(sampler, [1, 2])).tokens) == 1  # its weights are those of now
     assert losses + train(policy, 1) == expected
@@ -323,7 +327,7 @@ def test_gradients_that_are_dropped_leave_nothing(served: Served, policy: Served
     served.new_model("a:train:1")
     losses = train(policy, 1)
     before = weights_of(served)
-    policy.run(supervised([1, 2, 3, 4]))
+    run(policy, supervised([1, 2, 3, 4]))
     policy.discard()
     torch.testing.assert_close(weights_of(served), before, rtol=0, atol=0)
     assert losses + train(policy, 2) == expected
@@ -358,25 +362,25 @@ def test_a_resumed_model_goes_on_as_if_nothing_had_happened(served: Served, poli
     expected = train(policy, 4)
     served.new_model("c:train:0")
     losses = train(policy, 2)
-    path = policy.save("two", ttl=None, overwrite=True, user_metadata={"note": "half"}).path
+    path = save(policy, "two", overwrite=True, user_metadata={"note": "half"}).tinker_path
     served.new_model("c:train:1")
     policy.load(path, optimizer=True)
     assert losses + train(policy, 2) == expected
-    (run,) = [run for run in policy.checkpoints.runs() if run.id == "c:train:0"]
-    assert [(saved.path, saved.user_metadata) for saved in run.checkpoints] == [(path, {"note": "half"})]
+    (saved,) = policy.checkpoints.of("c:train:0")
+    assert (saved.tinker_path, saved.user_metadata) == (path, {"note": "half"})
 
 
 def test_a_checkpoint_is_replaced_only_if_that_is_asked_for(policy: ServedPolicy) -> None:
-    saved = policy.save("again", ttl=60, overwrite=False, user_metadata=NOTHING)
-    assert saved.expires == pytest.approx(saved.created + 60.0) and saved.bytes > 10_000
+    saved = save(policy, "again", ttl_seconds=60)
+    assert saved.expires_at and (saved.expires_at - saved.time).total_seconds() == 60.0 and saved.size_bytes > 10_000
     with pytest.raises(Refused, match="weights/again exists"):
-        policy.save("again", ttl=None, overwrite=False, user_metadata=NOTHING)
-    assert policy.save("again", ttl=None, overwrite=True, user_metadata=NOTHING).expires is None
+        save(policy, "again")
+    assert save(policy, "again", overwrite=True).expires_at is None
 
 
 def test_weights_without_moments_begin_a_new_optimizer(served: Served, policy: ServedPolicy) -> None:
     losses = train(policy, 2)
-    path = policy.save("moments", ttl=None, overwrite=True, user_metadata=NOTHING).path
+    path = save(policy, "moments", overwrite=True).tinker_path
     saved = weights_of(served)
     losses += train(policy, 2)
     served.new_model("c:train:2")
@@ -389,8 +393,8 @@ def test_weights_without_moments_begin_a_new_optimizer(served: Served, policy: S
 
 def test_a_broken_checkpoint_leaves_ranks_that_answer(served: Served, policy: ServedPolicy) -> None:
     first = train(policy, 2)
-    sampler = policy.save_for_sampler(None, ttl=None, inflight=False, user_metadata=NOTHING)
-    path = policy.save("broken", ttl=None, overwrite=True, user_metadata=NOTHING).path
+    sampler = publish(served)
+    path = save(policy, "broken", overwrite=True).tinker_path
     for each in served.policy.checkpoints.state_of(path).rglob("*.json"):
         each.unlink()
     with pytest.raises(Refused, match=r"weights/broken cannot be loaded, and ranks begin with the model again: "):
@@ -404,7 +408,7 @@ def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:
     wanted = model_wanted(32)
     served.policy.release()
     made = served.policy.create(wanted, model_id="e:train:0")
-    assert (made.base_model, made.tokenizer, made.rank) == (MODEL, MODEL, None)
+    assert (made.base_model, made.lora_rank, made.is_lora) == (MODEL, None, False)
     served.policy.release()
-    with pytest.raises(Refused, match="train_attn=False, but this server trains all weights"):
+    with pytest.raises(Refused, match="this server trains all weights, and not some layers alone"):
         served.policy.create(model_wanted(32, train_attn=False), model_id="e:train:1")

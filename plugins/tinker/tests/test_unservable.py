@@ -8,7 +8,7 @@ import pytest
 
 from corerl.errors import ConfigError
 from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import LORA, model_wanted, serving, train
+from plugins.tinker.tests.served import LORA, model_wanted, save, serving, train
 
 
 def test_a_server_whose_sums_would_be_means_does_not_start(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_server_whose_sums_would_be_means_does_not_start(tmp_path: Path) -> No
 def test_a_checkpoint_of_another_rank_is_refused_before_ranks_end(tmp_path: Path) -> None:
     with serving(tmp_path, LORA) as served:
         served.new_model("a:train:0", rank=4)
-        path = served.policy.save("four", ttl=None, overwrite=True, user_metadata={}).path
+        path = save(served.policy, "four", overwrite=True).tinker_path
     with serving(tmp_path, {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}) as other:
         other.new_model("a:train:1")  # as one that is resumed, it asks for nothing but what its checkpoint has
         with pytest.raises(Refused, match="has adapters of rank 4, and this server trains adapters of rank 2"):

@@ -284,16 +284,6 @@ def test_top_p_and_top_k_keep_the_likeliest_tokens() -> None:
         assert kept[0].isfinite().tolist() == expected[0] and kept[1, 0].isfinite()
 
 
-def test_greedy_takes_the_likeliest_token_whatever_the_noise(tied: tuple[TransformersEngine, Any]) -> None:
-    served, model = tied
-    asked = request(12, evolve(PARAMS, greedy=True))
-    generation = served.generate(asked)
-    for prompt, response, _ in sequences(asked, generation):
-        expected = plain_logprobs(model, prompt + response)[len(prompt) - 1 :].argmax(dim=-1)
-        assert response == expected.tolist()
-    assert_same_samples(generation, served.generate(evolve(asked, noise_keys=asked.noise_keys + 1)))
-
-
 def test_a_models_generation_defaults_are_not_applied(tied: tuple[TransformersEngine, Any], tmp_path: Path) -> None:
     served, model = tied
     asked = request(16)
@@ -354,15 +344,6 @@ def test_sums_are_taken_in_each_tensors_own_dtype(tmp_path: Path) -> None:
     wanted = {name: int(tensor.view(torch.int16).long().sum()) for name, tensor in sent.items()}
     wanted["model.norm.weight"] = int(exact.view(torch.int32).long().sum())
     assert served.weight_sums(own.dtype) == wanted
-
-
-def test_an_engine_with_narrower_weights_reports_no_sums() -> None:
-    served = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), evolve(context(), precision="bfloat16"))
-    assert served.weight_sums("float32") is None
-    name = next(iter(served._views))
-    served._sent = dict.fromkeys(served._views, torch.float32) | {name: torch.bfloat16}
-    sums = served.weight_sums("uint8")
-    assert sums is not None and sums.keys() == {name}  # of the one that it holds as it came
 
 
 def test_sleep_frees_parameters_and_waking_needs_fresh_weights(tmp_path: Path) -> None:
@@ -588,16 +569,6 @@ def test_each_token_has_its_own_version_and_logprob(tmp_path: Path, monkeypatch:
             wanted = plain_logprobs(models[version], prompt + response, PARAMS.temperature)
             token = len(prompt) + position
             assert logprob == pytest.approx(float(wanted[token - 1, response[position]]), abs=1e-4)
-
-
-def test_a_paused_engine_returns_nothing_until_resumed(tmp_path: Path) -> None:
-    served = engine(TIED)
-    update([served], hf_tensors(random_model(TIED, seed=1), tmp_path / "hf"), version=1, path=tmp_path / "w")
-    served.pause()
-    none = served.generate(request(3))
-    assert len(none.tokens) == 0 and none.unfinished.tolist() == [True] * 3
-    served.resume()
-    assert not served.generate(request(3)).unfinished.any()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -157,7 +157,7 @@ def test_each_picture_of_a_request_is_encoded_once(tmp_path: Path, monkeypatch: 
     assert tower.encoded == 2 and len(calls) == 1 and np.diff(generation.offsets).max() > 1
     assert generation.tokens.tolist() == whole.tokens.tolist()
     np.testing.assert_allclose(generation.logprobs, whole.logprobs, atol=1e-5, rtol=0)
-    monkeypatch.setattr("corerl.models.towers.PIXELS", 1)  # each picture alone
+    monkeypatch.setattr("corerl_vision.tower.PIXELS", 1)  # each picture alone
     np.testing.assert_allclose(made.served.generate(made.asked).logprobs, generation.logprobs, atol=1e-5, rtol=0)
     assert tower.encoded == 4 and len(calls) == 3
 
@@ -178,18 +178,6 @@ def test_a_paused_request_continues_with_its_pictures(
     assert joined.tokens.tolist() == whole.tokens.tolist()
     np.testing.assert_allclose(joined.logprobs, whole.logprobs, atol=1e-4, rtol=0)
     assert_logprobs_of(made, made.asked, joined)
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "mistral3"])
-def test_a_placeholder_that_stands_for_no_picture_is_another_token(family: str, tmp_path: Path) -> None:
-    made = trial(family, tmp_path)
-    tokens = made.asked.tokens.copy()
-    tokens[made.asked.offsets[1:] - 1] = PLACEHOLDER  # as the last of an answer that continues
-    asked = evolve(made.asked, tokens=tokens)
-    assert_logprobs_of(made, asked, made.served.generate(asked))
-    alone = asked.take_rows(np.array([2, 5]))
-    assert not alone.pictures
-    assert_logprobs_of(made, alone, made.served.generate(alone))
 
 
 def test_a_prompt_that_ends_with_a_picture_is_refused(tmp_path: Path) -> None:

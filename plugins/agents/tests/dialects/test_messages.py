@@ -65,19 +65,6 @@ def test_a_conversation_with_a_tool_is_one_row() -> None:
     assert between == ("\ntool: 5<|end|>\nassistant: ", False)
 
 
-def test_a_stream_says_what_an_answer_says() -> None:
-    separate = EpisodesConfig(reasoning="separate")
-    with scripted(PROMPT, [THOUGHT] * 2, options=separate) as script, client(script.episode.anthropic_url) as ours:
-        asked: dict[str, Any] = {"model": "any", "max_tokens": 4096, "messages": [USER], "tools": [ADD]}
-        with ours.messages.stream(**asked) as stream:
-            texts = "".join(stream.text_stream)
-            streamed = stream.get_final_message()
-        whole = ours.messages.create(**asked)
-    assert texts == "I call."
-    whole.stop_details = None  # as the client adds it to what it has put together
-    assert {**streamed.to_dict(), "id": ""} == {**whole.to_dict(), "id": ""}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_says_which_text_has_ended_it(stream: bool) -> None:
     with scripted(PROMPT, ["I add. ### It"] * 3) as script, client(script.episode.anthropic_url) as ours:

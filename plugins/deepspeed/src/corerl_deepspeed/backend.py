@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from corerl.backend import Backend, RankTower, StateKey, moments, set_adam_step
+from corerl.backend import Backend, StateKey, moments, set_adam_step
 from corerl.config import RoleConfig
 from corerl.errors import Unsupported
 from corerl.models import buffer_chunks, hf_config
@@ -50,7 +50,8 @@ class DeepSpeedBackend(Backend):
                 device=self.device,
                 pictures=self.picture_inputs,
             )
-        self.tower = RankTower.of(self.model.policy.tower, config, device=self.device, group=self.group)
+        if (tower := self.model.policy.tower) is not None:
+            self.tower = tower.on_rank(config, device=self.device, group=self.group)
         self.working = state.working(self.model)
         self.masters = [] if config.frozen else state.masters(self.model)
         self.partitioned = state.partitioned(self.model)

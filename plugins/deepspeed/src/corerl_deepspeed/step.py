@@ -12,9 +12,10 @@ from attrs import evolve
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from corerl.backend import RankTower, StepLosses, forward_outputs, set_adam
+from corerl.backend import StepLosses, forward_outputs, set_adam
 from corerl.config import OptimizerConfig
 from corerl.ops import clip_grads, grad_norm, scale_grads
+from corerl.pictures import RankTower
 from corerl.types import ForwardResult, GradientResult, LossSpec, MicroBatch, Output, PackedBatch, StepResult
 from corerl_deepspeed.build import Model
 from corerl_deepspeed.state import drop_skipped_gradients, release

@@ -29,6 +29,7 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "Backend.update_weights": "Backend.update_weights(sender, version, adapters)",
         "Backend.stream": "Backend.stream(adapters=False).sent",
         "corerl.backend.adamw": "corerl.backend: adamw, moments, set_adam_step, set_lr",
+        "corerl.backend:RankTower": "corerl.pictures: RankTower",
         "corerl.backend.base:Extra": "corerl.backend: ExtraState",
         "corerl.backend.passes:StepLosses": (
             "corerl.backend: StepLosses(model, batch, loss, outputs, ...), whose result() has its metrics and tokens"
@@ -51,7 +52,9 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.rollout.receiving": "corerl.engines: Receiving",
         "corerl.rollout.serving": "corerl.engines: EngineLifecycle",
         "corerl.rollout.sources:Scored": "corerl.rollout: ScoredRollout",
-        "corerl.weights.transports.disk": "corerl_delta.disk, which pip install 'corerl[delta]' brings",
+        "corerl.weights.transports": (
+            "corerl_transports, which pip install 'corerl[transports]' brings, and for `disk` `corerl_delta`"
+        ),
         "the methods `begin`, `commit` and `give_up` of a WeightSender": "`open`, `finish` and the argument `lost`",
         "the decorator `corerl.hookimpl`": "not needed: methods are hooks by their names, and generators wrap them",
         "corerl.testing": "corerl_testing, which pip install 'corerl[testing]' brings",

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from corerl.backend import Backend, ExtraState, RankTower, StateKey, adamw, moments, set_adam_step
+from corerl.backend import Backend, ExtraState, StateKey, adamw, moments, set_adam_step
 from corerl.config import RoleConfig
 from corerl.models import buffer_chunks, hf_boxes, hf_config, trained_parameters
 from corerl.plugin import Context
@@ -48,7 +48,8 @@ class FsdpBackend(Backend):
             options=options,
             pictures=self.picture_inputs,
         )
-        self.tower = RankTower.of(self.policy.tower, config, device=self.device, group=self.group)
+        if (tower := self.policy.tower) is not None:
+            self.tower = tower.on_rank(config, device=self.device, group=self.group)
         self.boxes = hf_boxes(self.policy.model)
         on_host = options.offload == "optimizer" and not config.frozen
         trained = trained_parameters(self.policy.model)

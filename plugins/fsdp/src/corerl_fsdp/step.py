@@ -9,10 +9,11 @@ import torch
 from attrs import evolve
 from torch.distributed.fsdp import FSDPModule
 
-from corerl.backend import RankTower, StepLosses, forward_outputs, set_adam
+from corerl.backend import StepLosses, forward_outputs, set_adam
 from corerl.config import OptimizerConfig
 from corerl.models import Policy
 from corerl.ops import clip_grads, grad_norm, scale_grads
+from corerl.pictures import RankTower
 from corerl.types import ForwardResult, GradientResult, LossSpec, Metric, Output, PackedBatch, StepResult
 from corerl_fsdp.build import end_pass
 from corerl_fsdp.scale import LossScale

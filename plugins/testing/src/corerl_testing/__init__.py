@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from corerl.plugin.capabilities import check_capabilities as check_capabilities
     from corerl.plugin.host import PluginHost as PluginHost
     from corerl.plugin.observers import Observers as Observers
+    from corerl.plugin.transports import abandon as abandon
     from corerl.plugin.transports import open_receiver as open_receiver
     from corerl.plugin.transports import open_sender as open_sender
     from corerl.rollout.evaluation import EvalSet as EvalSet

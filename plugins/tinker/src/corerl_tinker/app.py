@@ -1,44 +1,106 @@
-"""HTTP for a `Service`: routes, key, host, sizes, and bodies of errors; what requests mean is none of its business."""
+"""HTTP for a `Service`: routes, key, host, sizes, and bodies of errors; served in a thread of its own, while the thread
+that runs the server drives the group."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import ipaddress
-import json
+import socket
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import pydantic
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from tinker import types as sdk
+from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
 
 from corerl.messages import one_line, shorten
+from corerl.rollout import EventLoop
 from corerl_tinker import wire
-from corerl_tinker.futures import Answer
-from corerl_tinker.requests import Refused
+from corerl_tinker.options import ServeOptions
+from corerl_tinker.requests import Refused, json_object, read
 from corerl_tinker.service import Service
+from corerl_tinker.sessions import Answer
+
+if TYPE_CHECKING:
+    from corerl_tinker.training import ServedPolicy
 
 MOST_JSON = 16 * 2**20  # bytes of a body in JSON, which is read in the thread that serves
 SERVER_FAILED = 422  # not 5xx, which clients repeat for minutes without a word
 CLOSED = 499  # for a client that has gone, which nobody reads
-Handler = Callable[..., Awaitable[Answer | Mapping[str, Any] | None]]
+IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so as a client sends its next request
+# What clients are told before anything else; other flags are as the SDK has them. Without this one each sample has a
+# connection of its own, which it waits in.
+CLIENT_CONFIG = {"sample_use_retrieve_futures": True}
+RUN, CHECKPOINT = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
+# Takes the body as its route says, and words of the path.
+Handler = Callable[..., Awaitable[Answer | pydantic.BaseModel | Mapping[str, Any] | None]]
+
+
+def routes(service: Service) -> list[tuple[str, str, Handler, Any]]:
+    """Method, path, handler, and what the handler is given of the body: a request of this class, the JSON object as a
+    `dict`, the `bytes`, or None for nothing."""
+    in_turn = partial(partial, service.in_turn)
+    return [
+        ("GET", "healthz", _always({"status": "ok"}), None),
+        ("GET", "get_server_capabilities", service.capabilities, None),
+        ("POST", "client/config", _always(CLIENT_CONFIG), None),
+        # Stack traces, and headers of failed requests, which are not kept.
+        ("POST", "telemetry", _always({"status": "accepted"}), None),
+        ("POST", "create_session", service.create_session, sdk.CreateSessionRequest),
+        ("POST", "session_heartbeat", service.session_heartbeat, sdk.SessionHeartbeatRequest),
+        ("POST", "sessions/{session}/finish", service.finish_session, None),
+        ("POST", "create_model", service.create_model, sdk.CreateModelRequest),
+        ("POST", "get_info", service.get_info, sdk.GetInfoRequest),
+        ("POST", "forward_backward", service.forward_backward, bytes),
+        ("POST", "optim_step", in_turn(sdk.OptimStepRequest, service.optim_step), dict),
+        ("POST", "save_weights", in_turn(sdk.SaveWeightsRequest, service.save_weights), dict),
+        ("POST", "load_weights", service.create_or_load, dict),
+        (
+            "POST",
+            "save_weights_for_sampler",
+            in_turn(sdk.SaveWeightsForSamplerRequest, service.save_weights_for_sampler),
+            dict,
+        ),
+        ("POST", "create_sampling_session", service.create_sampling_session, sdk.CreateSamplingSessionRequest),
+        ("GET", "samplers/{sampler}", service.get_sampler, None),
+        ("POST", "asample", service.asample, dict),
+        ("POST", "retrieve_future", service.retrieve_future, sdk.FutureRetrieveRequest),
+        ("POST", "retrieve_futures", service.retrieve_futures, FuturesRetrieveRequest),
+        ("GET", RUN, service.training_run, None),
+        ("GET", f"{RUN}/checkpoints", service.checkpoints, None),
+        ("POST", "weights_info", service.weights_info, dict),
+        ("PUT", f"{CHECKPOINT}/ttl", service.expire_checkpoint, dict),
+        ("DELETE", CHECKPOINT, service.delete_checkpoint, None),
+    ]
+
+
+def _always(fields: Mapping[str, Any]) -> Handler:
+    async def handler() -> Mapping[str, Any]:
+        return fields
+
+    return handler
 
 
 def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette:
     """Answers to whoever has the key, under the names `hosts`, localhost or an IP address."""
     names = {"localhost", *(host.lower() for host in hosts)}
 
-    def route(methods: str, path: str, handler: Handler, *, is_json: bool = True) -> Route:
+    def route(method: str, path: str, handler: Handler, given: Any) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
                 _require_entry(request, key=key, hosts=names)
-                body = await _body(request, most=MOST_JSON if is_json else wire.MOST_BYTES)
-                return _response(await handler(_object(body) if is_json else body, **request.path_params))
+                body = await _body(request, most=wire.MOST_BYTES if given is bytes else MOST_JSON)
+                return _response(await handler(*_given(body, given), **request.path_params))
             except Refused as refused:
                 return _refusal(refused.message, refused.status)
             except ClientDisconnect:
@@ -47,43 +109,15 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
                 traceback.print_exception(error)
                 return _refusal(f"the server has failed: {one_line(error)}", SERVER_FAILED)
 
-        return Route(f"/api/v1/{path}", endpoint, methods=[methods])
+        return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
     async def lost(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path = shorten(request.url.path, 200)
         return _refusal(f"{request.method} {path} is not served here", error.status_code)
 
-    run, checkpoint = "training_runs/{run}", "training_runs/{run}/checkpoints/{checkpoint:path}"
     return Starlette(
-        routes=[
-            route("GET", "healthz", service.health),
-            route("GET", "get_server_capabilities", service.capabilities),
-            route("POST", "client/config", service.client_config),
-            route("POST", "telemetry", service.telemetry),
-            route("POST", "create_session", service.create_session),
-            route("POST", "session_heartbeat", service.session_heartbeat),
-            route("POST", "sessions/{session}/finish", service.finish_session),
-            route("POST", "create_model", service.create_model),
-            route("POST", "get_info", service.get_info),
-            route("POST", "forward_backward", service.forward_backward, is_json=False),
-            route("POST", "optim_step", service.optim_step),
-            route("POST", "save_weights", service.save_weights),
-            route("POST", "load_weights", service.load_weights),
-            route("POST", "save_weights_for_sampler", service.save_weights_for_sampler),
-            route("POST", "create_sampling_session", service.create_sampling_session),
-            route("GET", "samplers/{sampler}", service.get_sampler),
-            route("POST", "asample", service.asample),
-            route("POST", "retrieve_future", service.retrieve_future),
-            route("POST", "retrieve_futures", service.retrieve_futures),
-            route("GET", "training_runs", service.training_runs),
-            route("GET", run, service.training_run),
-            route("GET", f"{run}/checkpoints", service.checkpoints),
-            route("GET", "checkpoints", service.checkpoints),
-            route("POST", "weights_info", service.weights_info),
-            route("PUT", f"{checkpoint}/ttl", service.expire_checkpoint),
-            route("DELETE", checkpoint, service.delete_checkpoint),
-        ],
+        routes=[route(*each) for each in routes(service)],
         exception_handlers={404: lost, 405: lost},
     )
 
@@ -91,56 +125,93 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
 def _require_entry(request: Request, *, key: str, hosts: Collection[str]) -> None:
     # A web page whose name is made to lead here has that name as host: no such name is an IP address.
     # Starlette's `request.url` has the server's own name where it does not like the header.
-    try:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    except ValueError:  # brackets without an address
-        host = ""
-    if host not in hosts and not _is_ip_address(host):
+    if not _is_known(host := request.headers.get("host", ""), hosts):
         raise Refused(f"this server is not called {shorten(host, 200)!r}; list its names in serve.hosts", status=403)
     given = request.headers.get("x-api-key", "").encode("latin-1")
     if not hmac.compare_digest(given, key.encode()):
         raise Refused("the key is not the one that this server printed; set TINKER_API_KEY to it", status=401)
 
 
-def _is_ip_address(text: str) -> bool:
+def _is_known(host: str, names: Collection[str]) -> bool:
+    """Whether the name in this header, with or without a port, is one of these or an IP address."""
     try:
-        ipaddress.ip_address(text)
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in names or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-    return True
 
 
 async def _body(request: Request, *, most: int) -> bytes:
-    """At most `most` bytes, also where they are compressed."""
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise Refused(f"the body is encoded as {shorten(encoding, 40)!r}; send it as it is", status=415)
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > most:
             raise Refused(f"the body has more than {most} bytes; send less at once", status=413)
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding == "zstd":
-        return await asyncio.to_thread(wire.decompressed, bytes(body), most=most)
-    if encoding != "identity":
-        raise Refused(f"the body is encoded as {shorten(encoding, 40)!r}; use zstd, or none", status=415)
     return bytes(body)
 
 
-def _object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body; an empty one where there is none."""
-    try:
-        fields = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {one_line(error)}") from error
-    if not isinstance(fields, dict):
-        raise Refused(f"the body is a {type(fields).__name__} in JSON, wanted an object")
-    return fields
+def _given(body: bytes, wanted: Any) -> tuple[Any, ...]:
+    if wanted is None:
+        return ()
+    if wanted is bytes:
+        return (body,)
+    fields = json_object(body)
+    return (fields if wanted is dict else read(wanted, fields),)
 
 
-def _response(found: Answer | Mapping[str, Any] | None) -> Response:
+def _response(found: Answer | pydantic.BaseModel | Mapping[str, Any] | None) -> Response:
     if isinstance(found, Answer):
         return Response(found.body, media_type=found.media_type)
+    if isinstance(found, pydantic.BaseModel):
+        return Response(found.model_dump_json(), media_type="application/json")
     return Response(status_code=204) if found is None else JSONResponse(found)
 
 
 def _refusal(sentence: str, status: int) -> Response:
     return JSONResponse({"error": sentence, "category": "user"}, status)
+
+
+class Server:
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        options: ServeOptions,
+        *,
+        key: str,
+        listening: socket.socket,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._loop, self._socket = EventLoop("server"), listening
+        self.service = Service(policy, options, self._loop, notify=notify)
+        self._http = uvicorn.Server(
+            uvicorn.Config(
+                app(self.service, key=key, hosts=options.hosts),
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                log_level="critical",  # `notify` says what matters
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=IDLE_SECONDS,
+            )
+        )
+
+    def run(self) -> None:
+        """Serve until `stop`, or until this thread is interrupted; it makes all calls of the policy but `draw`."""
+        try:
+            self._loop.run(self._serve())
+        finally:
+            self._loop.close()
+
+    def stop(self) -> None:
+        """End `run`, from any thread; clients that wait are cut off."""
+        self._http.should_exit = self._http.force_exit = True
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            working = tasks.create_task(self.service.work())
+            await self._http.serve(sockets=[self._socket])
+            working.cancel()

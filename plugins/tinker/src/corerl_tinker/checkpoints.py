@@ -1,6 +1,6 @@
-"""Checkpoints on disk: each a directory with what the ranks wrote, and a JSON file that says what it is.
+"""Checkpoints on disk: each a directory with what the ranks wrote, and a JSON file of what clients are told of it.
 
-DIRECTORY/RUN/run.json                          the model: how clients know it, and their metadata
+DIRECTORY/RUN/run.json                          the model: what clients are told of it
 DIRECTORY/RUN/config.toml                       what ranks were started with, for exports
 DIRECTORY/RUN/weights/NAME/checkpoint.json      written last
 DIRECTORY/RUN/weights/NAME/state/               as `TrainGroup.save` writes it
@@ -9,20 +9,21 @@ DIRECTORY/RUN/sampler_weights/NAME/...          the same of a checkpoint that is
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from attrs import asdict, evolve
+from pydantic import BaseModel
+from tinker.types import Checkpoint, TrainingRun
 
 from corerl.messages import short_repr
-from corerl_tinker.requests import ModelMade, Refused, Run, Saved
+from corerl_tinker.requests import Refused
 
 KINDS: Mapping[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
 NAME = r"[\w-][\w.-]{0,127}"
@@ -30,7 +31,7 @@ PATH = re.compile(rf"tinker://[\w:-][\w.:-]{{0,127}}/({'|'.join(KINDS)})/{NAME}"
 CHECKPOINT, RUN, CONFIG, STATE = "checkpoint.json", "run.json", "config.toml", "state"
 PARTIAL, REPLACED = ".partial", ".replaced"  # beginnings of the names of directories that hold no checkpoint
 LONGEST_TTL = 10**9  # seconds
-Metadata = Mapping[str, Any] | None
+Metadata = Mapping[str, str] | None
 
 
 class Checkpoints:
@@ -41,34 +42,35 @@ class Checkpoints:
         self._directory, self._config = directory, config
         self._changing = threading.RLock()
 
-    def begin(self, run: str, made: ModelMade, user_metadata: Metadata) -> None:
+    def begin(self, run: TrainingRun) -> None:
         """Remember a model, under whose id its checkpoints will be."""
-        place = self._directory / run
+        place = self._directory / run.training_run_id
         place.mkdir(parents=True, exist_ok=True)
-        _write(place / RUN, {"made": asdict(made), "user_metadata": _texts(user_metadata)})
+        _write(place / RUN, run)
         (place / CONFIG).write_text(self._config)
 
     def save(
         self, path: str, write: Callable[[Path], int], *, ttl: object, overwrite: bool, user_metadata: Metadata
-    ) -> Saved:
+    ) -> Checkpoint:
         """Publish what `write` puts into a directory; it returns the bytes. Raises Refused if there is a checkpoint of
         that path, unless `overwrite`."""
-        place, lifetime = self._place(path), _seconds(ttl)
+        place, now = self._place(path), _now()
+        expires = _expiry(ttl, now)
         if not overwrite and self._read(place) is not None:
             raise Refused(f"{path} exists; give the checkpoint another name, or say overwrite=True")
         partial = place.with_name(PARTIAL + place.name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        size, now = write(partial / STATE), time.time()
-        saved = Saved(
-            path=path,
-            kind=KINDS[place.parent.name],
-            bytes=size,
-            created=now,
-            expires=now + lifetime if lifetime else None,
-            user_metadata=_texts(user_metadata),
+        saved = Checkpoint(
+            checkpoint_id=f"{place.parent.name}/{place.name}",
+            checkpoint_type=KINDS[place.parent.name],
+            time=now,
+            tinker_path=path,
+            size_bytes=write(partial / STATE),
+            user_metadata=dict(user_metadata or {}),
+            expires_at=expires,
         )
-        _write(partial / CHECKPOINT, asdict(saved))
+        _write(partial / CHECKPOINT, saved)
         with self._changing:
             aside = _moved_aside(place)
             os.replace(partial, place)
@@ -76,7 +78,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
-    def find(self, path: object) -> tuple[Run, Saved]:
+    def find(self, path: object) -> tuple[TrainingRun, Checkpoint]:
         """A checkpoint, and the model that it is of. Raises Refused, with status 404, if there is none."""
         place = self._place(path)
         saved = self._read(place)
@@ -92,7 +94,7 @@ class Checkpoints:
         self.find(path)
         return (self._place(path) / STATE).absolute()
 
-    def run(self, name: str) -> Run:
+    def run(self, name: str) -> TrainingRun:
         """Raises Refused, with status 404, if there is none."""
         run = self._run(self._directory / name) if PATH.fullmatch(f"tinker://{name}/weights/x") else None
         if run is None:
@@ -101,10 +103,9 @@ class Checkpoints:
             )
         return run
 
-    def runs(self) -> list[Run]:
-        """Every model that has a directory, those used last at the end."""
-        places = self._directory.iterdir() if self._directory.is_dir() else ()
-        return sorted(filter(None, map(self._run, places)), key=lambda run: run.used)
+    def of(self, name: str) -> list[Checkpoint]:
+        """A run's checkpoints, the oldest first. Raises Refused as `run` does."""
+        return self._checkpoints(self._directory / self.run(name).training_run_id)
 
     def delete(self, path: str) -> None:
         """Raises Refused as `find` does."""
@@ -114,11 +115,9 @@ class Checkpoints:
 
     def expire(self, path: str, *, ttl: object) -> None:
         """Delete a checkpoint `ttl` seconds from now; None: never. Raises Refused as `find` does."""
-        lifetime = _seconds(ttl)
         with self._changing:
             _, saved = self.find(path)
-            saved = evolve(saved, expires=time.time() + lifetime if lifetime else None)
-            _write(self._place(path) / CHECKPOINT, asdict(saved))
+            _write(self._place(path) / CHECKPOINT, saved.model_copy(update={"expires_at": _expiry(ttl, _now())}))
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -131,38 +130,31 @@ class Checkpoints:
             )
         return self._directory / path.removeprefix("tinker://")
 
-    def _read(self, place: Path) -> Saved | None:
+    def _read(self, place: Path) -> Checkpoint | None:
         """The checkpoint of this directory; None if there is none. What has expired goes."""
         with self._changing:
             try:
-                saved = Saved(**json.loads((place / CHECKPOINT).read_text()))
-            except (OSError, ValueError, TypeError):
+                saved = Checkpoint.model_validate_json((place / CHECKPOINT).read_text())
+            except (OSError, ValueError):
                 return None  # also what is no longer readable, or of a later version
-            if saved.expires is None or time.time() < saved.expires:
+            if saved.expires_at is None or _now() < saved.expires_at:
                 return saved
             _remove(place)
             return None
 
-    def _run(self, place: Path) -> Run | None:
+    def _run(self, place: Path) -> TrainingRun | None:
         try:
-            used = (place / RUN).stat().st_mtime
-            content: dict[str, Any] = json.loads((place / RUN).read_text())
-            made = ModelMade(**content["made"])
-        except (OSError, ValueError, TypeError, KeyError):
+            run = TrainingRun.model_validate_json((place / RUN).read_text())
+            used = datetime.fromtimestamp((place / RUN).stat().st_mtime, UTC)
+        except (OSError, ValueError):
             return None  # none of ours
-        return Run(
-            id=place.name,
-            made=made,
-            used=used,
-            user_metadata=content.get("user_metadata", {}),
-            checkpoints=tuple(sorted(self._checkpoints(place), key=lambda saved: saved.created)),
-        )
+        latest = {saved.checkpoint_type: saved for saved in self._checkpoints(place)}
+        last = {"last_checkpoint": latest.get("training"), "last_sampler_checkpoint": latest.get("sampler")}
+        return run.model_copy(update={"last_request_time": used, **last})
 
-    def _checkpoints(self, run: Path) -> Iterator[Saved]:
-        for folder in KINDS:
-            for place in (run / folder).glob("[!.]*"):
-                if (saved := self._read(place)) is not None:
-                    yield saved
+    def _checkpoints(self, run: Path) -> list[Checkpoint]:
+        found = [self._read(place) for folder in KINDS for place in (run / folder).glob("[!.]*")]
+        return sorted(filter(None, found), key=lambda saved: saved.time)
 
 
 def _remove(place: Path) -> None:
@@ -179,18 +171,20 @@ def _moved_aside(place: Path) -> Path:
     return aside
 
 
-def _seconds(ttl: object) -> int | None:
-    """How long a checkpoint is kept; None: forever."""
-    if ttl is None or (isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL):
-        return ttl
+def _now() -> datetime:
+    return datetime.fromtimestamp(time.time(), UTC)
+
+
+def _expiry(ttl: object, now: datetime) -> datetime | None:
+    """When a checkpoint goes that is kept for so many seconds; None: never."""
+    if ttl is None:
+        return None
+    if isinstance(ttl, int) and 0 < ttl <= LONGEST_TTL:
+        return now + timedelta(seconds=ttl)
     raise Refused(f"ttl_seconds={short_repr(ttl, 40)}, wanted 1 to {LONGEST_TTL}, or null for ever")
 
 
-def _texts(metadata: Metadata) -> dict[str, str]:
-    return {name: str(value) for name, value in (metadata or {}).items()}
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: BaseModel) -> None:
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(content))
+    temporary.write_text(content.model_dump_json())
     os.replace(temporary, path)

@@ -19,9 +19,10 @@ from corerl.algorithms import ACTOR
 from corerl.config import Config, load_with_table
 from corerl.errors import ConfigError
 from corerl.messages import note
-from corerl_tinker.options import KEY_START, ServeOptions, check_key, is_loopback
+from corerl_tinker.options import ServeOptions
 
 KEY_VARIABLE = "TINKER_API_KEY"  # which clients read too
+KEY_START = "tml-"  # without which the SDK refuses a key
 WAITING = 2048  # connections that may wait: a client sends a batch's requests at the same moment
 VERSIONS = 4  # of adapters that engines hold, unless the config says: the policy, an opponent, and those before
 
@@ -38,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config, options = read_config(args.config, args.overrides)
-    key = key_of(options)
     with listener(options) as listening:  # before ranks start, which takes long
+        key = key_of(listening)
         import corerl
-        from corerl_tinker.server import Server
+        from corerl_tinker.app import Server
         from corerl_tinker.training import ServedPolicy
 
         with corerl.Engines.start(config, notify=note) as engines:
@@ -88,21 +89,18 @@ def read_config(file: str, overrides: Sequence[str]) -> tuple[Config, ServeOptio
     return config, evolve(options, name=name)
 
 
-def key_of(options: ServeOptions) -> str:
-    """The key of clients. Raises ConfigError if there must be one, and is none."""
-    given = options.key or os.environ.get(KEY_VARIABLE, "")
-    if given:
-        try:
-            check_key(given)
-        except ValueError as error:
-            raise ConfigError(f"{KEY_VARIABLE}: {error}") from error
-        return given
-    if not is_loopback(options.address):
+def key_of(listening: socket.socket) -> str:
+    """The key of clients. Raises ConfigError, which does not show it, if there must be one, and is none."""
+    key, address = os.environ.get(KEY_VARIABLE, ""), listening.getsockname()[0]
+    if not key and ipaddress.ip_address(address).is_loopback:
+        return KEY_START + secrets.token_urlsafe(24)
+    if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
         raise ConfigError(
-            f"serve.address={options.address} may be reached by other machines; set serve.key or {KEY_VARIABLE}, to "
-            f"{KEY_START} and at least 12 random characters, and let a proxy add TLS"
+            f"serve.address={address}: {KEY_VARIABLE} is no key; set it to {KEY_START!r}, as clients demand, "
+            "and at least 12 random characters of ASCII; other machines reach a server only by a key that was chosen, "
+            "and a proxy should add TLS"
         )
-    return KEY_START + secrets.token_urlsafe(24)
+    return key
 
 
 def listener(options: ServeOptions) -> socket.socket:
@@ -111,16 +109,14 @@ def listener(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.address, options.port), family=family, backlog=WAITING)
     except OSError as error:
-        what = os.strerror(error.errno or 0)
         raise ConfigError(
-            f"serve.address={options.address}, serve.port={options.port}: {what}; choose another port, or 0 for any "
-            "that is free"
+            f"serve.address={options.address}, serve.port={options.port}: {error}; choose an address of this machine, "
+            "and another port, or 0 for any that is free"
         ) from error
 
 
 def url_of(listening: socket.socket) -> str:
     """For clients on this machine."""
     address, port = listening.getsockname()[:2]
-    found = ipaddress.ip_address(address)
-    host = ("::1" if found.version == 6 else "127.0.0.1") if found.is_unspecified else address
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

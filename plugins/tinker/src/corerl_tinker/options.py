@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
-from typing import Any
 
-from attrs import Attribute, frozen
+from attrs import frozen
 
 from corerl.config import above, at_least, between, finite, option
-
-KEY_START = "tml-"  # without which the SDK refuses a key
-
-
-def is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address).is_loopback
-
-
-def _address(_: Any, attribute: Attribute[Any], value: str) -> None:
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        raise ValueError(f"must be an IP address, such as 127.0.0.1 or 0.0.0.0, got {value!r}") from None
-
-
-def check_key(key: str) -> None:
-    """Raises ValueError, which does not show the key."""
-    if not (key.startswith(KEY_START) and len(key) >= 16 and key.isascii() and key.isprintable()):
-        raise ValueError(f"must begin with {KEY_START!r}, as clients demand, and have at least 16 characters of ASCII")
-
-
-def _key(_: Any, attribute: Attribute[Any], value: str) -> None:
-    if value:
-        check_key(value)
 
 
 @frozen(kw_only=True)
@@ -44,22 +18,14 @@ class ServeOptions:
     )
     aliases: tuple[str, ...] = option("further names of the same model", factory=tuple)
     address: str = option(
-        "IP address on which to listen; one that other machines reach needs serve.key",
+        "address on which to listen; one that other machines reach needs a key in TINKER_API_KEY",
         default="127.0.0.1",
-        validator=_address,
     )
     port: int = option("port on which to listen; 0: any that is free", default=8420, validator=between(0, 65535))
     hosts: tuple[str, ...] = option(
         "names by which clients reach this machine; requests to any other name but localhost, such as those of a web "
         "page, are refused",
         factory=tuple,
-    )
-    key: str = option(
-        f"the key of clients, which begins with {KEY_START}; empty: that of the environment variable TINKER_API_KEY, "
-        "or on a loopback address a random one, which is printed",
-        default="",
-        validator=_key,
-        repr=False,
     )
     directory: str = option("directory of the checkpoints that clients save", default="checkpoints")
     idle_minutes: float = option(
@@ -84,9 +50,6 @@ class ServeOptions:
         "tokens of prompt and response together that clients are promised; none: what the engines hold",
         default=None,
         validator=at_least(2),
-    )
-    tokens_per_row: int = option(
-        "tokens that a row of a request may have", default=100_000, validator=between(1, 10_000_000)
     )
     memory_mib: int = option(
         "memory for requests that wait and for results until they are fetched, in MiB; above it clients wait, and "

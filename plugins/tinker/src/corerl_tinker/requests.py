@@ -1,20 +1,36 @@
-"""What clients ask for, once it is read and checked, and what they are answered: plain data between the wire and the
-model that is served."""
+"""What passes between the wire and the model that is served: requests as they are read and checked, and results."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import numpy as np
+import pydantic
 from attrs import define, field, frozen
-from tinker.types import SampleRequest
+from tinker import types as sdk
 
 from corerl.errors import UserError
+from corerl.messages import one_line, short_repr
 from corerl.types import Array, FloatArray, IntArray
 
-T = TypeVar("T")
-
+MOST_SAMPLES = 4096  # of one prompt
+MOST_TOKENS = 2**26  # of a prompt, once for each of its samples
+MOST_TOKEN = 2**31  # a token is below
+MOST_LIKELY = 2**22  # likely tokens of one prompt, of all its places together
+# What samplers are not asked, and what clients do instead.
+UNSERVED = {
+    "topk_sample_logprobs": "ask for topk_prompt_logprobs of the prompt followed by what was sampled",
+    "target_prompt_logprobs": "ask for topk_prompt_logprobs; or, under the weights that are trained, call forward with "
+    "'cross_entropy', these tokens as target_tokens [n, K] and weights of 0, and read logprobs [n, K]",
+    "prompt_alt_tokens_k": "ask for topk_prompt_logprobs; or sample one token after each beginning of the prompt",
+}
+Fields: TypeAlias = Mapping[str, Any]
+Request = TypeVar("Request", bound=pydantic.BaseModel)
 Category: TypeAlias = Literal["user", "server"]
+# Awaits what it is given, called in the thread of the group, between two requests of the model.
+InTurn: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Refused(UserError):
@@ -27,19 +43,14 @@ class Refused(UserError):
 
 
 @frozen(kw_only=True)
-class Datum:
-    """One row of a pass."""
-
-    tokens: IntArray  # [n]
-    inputs: Mapping[str, Array]  # name -> [n] or [n, K]: `target_tokens`, `weights`, `logprobs`, `advantages`, ...
-
-
-@frozen(kw_only=True)
 class Pass:
-    """A `forward_backward`, or a `forward`."""
+    """A `forward_backward`, or a `forward`, of D datums that have M tokens together."""
 
-    datums: tuple[Datum, ...]
     loss: str
+    tokens: IntArray  # [M]
+    shapes: tuple[tuple[int, ...], ...]  # [D] of a datum's inputs: [n], or [n, K] for K targets of each token
+    # `target_tokens`, `weights`, `logprobs`, ...: [M], or [M, K] with the most targets of any datum, and 0 in others.
+    inputs: Mapping[str, Array]
     config: Mapping[str, float | str] = field(factory=dict)  # of the loss
     forward_only: bool = False
 
@@ -52,21 +63,12 @@ class PassDone:
     metrics: Mapping[str, float]
 
 
-@frozen(kw_only=True)
-class ModelMade:
-    """A trained model as clients are told of it."""
-
-    base_model: str
-    tokenizer: str  # what the client loads by this name or from this directory
-    rank: int | None  # None: all weights are trained
-
-
 @define(kw_only=True, eq=False)
 class Sampler:
     """What a client samples from."""
 
     number: int  # the same each time a client does the same
-    weights: int | None  # their number; None: those that were published last, while this model is trained
+    weights: int  # their number
     name: str  # for messages
     base_model: str
     model_path: str | None = None  # of a checkpoint
@@ -78,7 +80,7 @@ class Draw:
 
     sampler: Sampler
     prompt: IntArray  # [n]
-    asked: SampleRequest  # in the ranges that `draw_of` knows
+    asked: sdk.SampleRequest  # in the ranges that `draw_of` knows
 
 
 @frozen(kw_only=True)
@@ -92,31 +94,60 @@ class Drawn:
     prompt_top: tuple[IntArray, FloatArray] | None = None  # [n, k] tokens, the likeliest first, and log-probs, or NaN
 
 
-@frozen(kw_only=True)
-class Saved:
-    """A checkpoint on disk: `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`, where RUN is the id of
-    the model. Both parts consist of letters, digits and `._-`, RUN of colons too: whoever calls has checked it."""
-
-    path: str
-    kind: Literal["training", "sampler"]
-    bytes: int
-    created: float  # seconds since the epoch
-    expires: float | None = None
-    user_metadata: Mapping[str, str] = field(factory=dict)
+# ---- requests in JSON ------------------------------------------------------------------------------------------------
 
 
-@frozen(kw_only=True)
-class Run:
-    """A model that was trained here, by this server or an earlier one, and its checkpoints."""
+def json_object(body: bytes) -> Fields:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON: {one_line(error)}") from error
+    if not isinstance(fields, dict):
+        raise Refused(f"the body is a {type(fields).__name__} in JSON, wanted an object")
+    return fields
 
-    id: str  # of the model
-    made: ModelMade
-    used: float  # seconds since the epoch
-    user_metadata: Mapping[str, str] = field(factory=dict)
-    checkpoints: tuple[Saved, ...] = ()  # the oldest first
+
+def read(cls: type[Request], fields: Fields) -> Request:
+    """A request as the SDK's own class of it. Fields of later versions are ignored where they say nothing."""
+    try:
+        return cls.model_validate(
+            {name: value for name, value in fields.items() if name in cls.model_fields or value not in (None, 0, "")}
+        )
+    except pydantic.ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+    where, got = ".".join(map(str, wrong["loc"])), short_repr(wrong["input"], 80)
+    raise Refused(f"{where}: {wrong['msg']}, got {got}")
 
 
-class InTurn(Protocol):
-    """Awaits what `work` returns in the thread of the group, between two requests of the model."""
-
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
+    """What is asked of a sampler, whose prompts have at most `longest` tokens; `given` are the sampling parameters as
+    they came."""
+    params = request.sampling_params
+    for name, instead in UNSERVED.items():
+        if getattr(request, name):
+            raise Refused(f"{name} is not served; {instead}")
+    for name in given.keys() - sdk.SamplingParams.model_fields.keys():  # which the SDK's class ignores
+        if given[name]:
+            raise Refused(f"sampling_params.{name} is not served")
+    for chunk in request.prompt.chunks:
+        if not isinstance(chunk, sdk.EncodedTextChunk):
+            raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
+    prompt = request.prompt.to_ints()
+    if not 0 < len(prompt) <= longest:
+        raise Refused(f"the prompt has {len(prompt)} tokens, wanted 1 to {longest}")
+    checks = {
+        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / len(prompt)),
+        "prompt": all(0 <= each < MOST_TOKEN for each in prompt),
+        "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
+        "temperature": 0 <= params.temperature < float("inf"),
+        "top_p": 0 < params.top_p <= 1,
+        "top_k": -1 <= params.top_k < MOST_TOKEN,
+        "stop": all(0 <= each < MOST_TOKEN for each in params.stop or () if isinstance(each, int)),
+        "prompt_logprobs_last_n": 1 <= (request.prompt_logprobs_last_n or 1) <= len(prompt),
+        "topk_prompt_logprobs": 0 <= request.topk_prompt_logprobs * len(prompt) <= MOST_LIKELY,
+    }
+    for name, holds in checks.items():
+        if not holds:
+            value = getattr(request, name, None) or getattr(params, name, None)
+            raise Refused(f"{name}={short_repr(value, 80)} is out of range")
+    return Draw(sampler=sampler, prompt=np.array(prompt, np.int64), asked=request)

@@ -11,10 +11,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from attrs import define, evolve
@@ -23,63 +22,20 @@ from corerl import Engines, Output, SampleBatch
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import CorerlError, EngineFailed, VersionGone
 from corerl.ops import hash_key
-from corerl.types import FloatArray, IntArray, offsets_of
+from corerl.types import FloatArray, offsets_of
 from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
 ATTEMPTS = 3  # to sample a row whose engines die or are replaced meanwhile; a row of the same noise is sampled alike
-Samples = concurrent.futures.Future[Generation]
 
 
 @define(eq=False)
-class _Waiting(Generic[A, R]):
-    """Something that a client has asked of a sampler."""
+class _Asked:
+    """Something that waits for a turn of the group's thread, with all else of the same kind and weights."""
 
-    sampler: Sampler
-    asked: A
-    answer: R | None = None
-
-
-class _Together(Generic[A, R]):
-    """What is asked of the same weights, answered in one turn of the group's thread with all that waits by then."""
-
-    def __init__(
-        self,
-        prepare: Callable[[int, Sampler], str],
-        answer: Callable[[str, Sequence[_Waiting[A, R]]], Sequence[R | None]],
-    ) -> None:
-        """What is asked during `prepare`, too, is answered with what that returns."""
-        self._prepare, self._answer = prepare, answer
-        self._changing = threading.Lock()
-        self._waiting: dict[int, list[_Waiting[A, R]]] = {}  # by weights
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    async def ask(self, weights: int, sampler: Sampler, asked: A, in_turn: InTurn) -> R | None:
-        mine = _Waiting[A, R](sampler, asked)
-        with self._changing:
-            self._waiting.setdefault(weights, []).append(mine)
-
-        def answer() -> R | None:
-            if mine.answer is None:
-                prepared = self._prepare(weights, sampler)
-                with self._changing:
-                    waiting = self._waiting.pop(weights, [mine])
-                for each, found in zip(waiting, self._answer(prepared, waiting), strict=True):
-                    each.answer = found
-            return mine.answer
-
-        try:
-            return await in_turn(answer)
-        finally:
-            with self._changing:
-                if mine in (left := self._waiting.get(weights, [])):  # refused, or whoever asked has gone
-                    left.remove(mine)
+    what: Any  # a prompt [n] to score, or a GenerateRequest to begin
+    answer: asyncio.Future[Any]
 
 
 class Samplers:
@@ -94,18 +50,13 @@ class Samplers:
         self.now = START  # the number of the weights in the ranks
         self._last = START  # the highest number that was given
         self._added = 0  # samplers, so far
-        self._inflight: weakref.WeakSet[Sampler] = weakref.WeakSet()  # of the model that is trained
         self._kept: list[int] = []  # the numbers of copies in the ranks, the one used last at the end
-        # What follows is changed by the thread of the group and read by those who sample.
+        # What follows is shared by the thread of the group and those who sample, under this lock.
         self._changing = threading.Condition()
-        # Version of the engines -> the number of the weights; the one that was sampled from last at the end. Another
-        # dict with each change: it is read without the lock.
-        self._numbers: dict[int, int] = {}
-        self._published = START  # the number of the weights that were pushed last as they were, and not from a copy
+        self._numbers: dict[int, int] = {}  # by the engines' versions; the one that was sampled from last at the end
         self._going: tuple[int, ...] = ()  # versions that engines are about to lose, from which no sample begins
         self._in_flight: Counter[int] = Counter()  # samples by version
-        self._prompts = _Together[IntArray, FloatArray](self._passed_with, self._scores)
-        self._requests = _Together[GenerateRequest, Samples](self._sampled_from, self._begin_all)
+        self._waiting: dict[tuple[Callable[..., Any], int], list[_Asked]] = {}  # by what answers them, and weights
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -141,13 +92,13 @@ class Samplers:
 
     def has(self, number: int) -> bool:
         """Whether a sampler of these weights can be answered anything."""
-        return number in (self.now, *self._kept, *self._sources, *self._held)
+        return number in (self.now, *self._kept, *self._sources, *self._held())
 
-    @property
     def _held(self) -> dict[int, int]:
-        """The versions under which engines hold weights, by the numbers of these, in the same order."""
-        held = self._engines.held
-        return {number: version for version, number in self._numbers.items() if version in held}
+        """The versions under which engines hold weights, by the numbers of these, in the order of their use."""
+        with self._changing:
+            held = self._engines.held
+            return {number: version for version, number in self._numbers.items() if version in held}
 
     def turn(self, stage: Literal["train", "forward", "save"]) -> None:
         """Before ranks do such work. Where they share devices with engines, these finish what they are at and sleep."""
@@ -159,15 +110,14 @@ class Samplers:
     def push(self, sampler: Sampler | None = None) -> None:
         """Let engines hold the weights as they are, or a sampler's, of which ranks have a copy. Samples in flight are
         only waited for if they are of a version that goes."""
-        number = self.now if sampler is None else self._number(sampler)
-        if number not in self._held:
-            copy = "" if sampler is None or number == self.now else self._copy(number, sampler)
-            with self._losing(self._least_used()) as forget:
-                version = self._push(copy, next(iter(forget), None))
-                with self._changing:
-                    self._numbers = {**{each: held for held, each in self._held.items()}, version: number}
-        if number == self.now:
-            self._published = number
+        number = self.now if sampler is None else sampler.weights
+        if number in self._held():
+            return
+        copy = "" if sampler is None else self._copy(sampler)
+        with self._losing(self._least_used()) as forget:
+            version = self._push(copy, next(iter(forget), None))
+            with self._changing:
+                self._numbers = {**{held: each for each, held in self._held().items()}, version: number}
 
     def _push(self, copy: str, forget: int | None) -> int:
         """Raises Refused where engines have failed for good, and ranks have not: only sampling has come to its end."""
@@ -184,7 +134,7 @@ class Samplers:
 
     def _least_used(self) -> tuple[int, ...]:
         """The version in whose place another one comes, if one has to go: rather one without samples in flight."""
-        held, engines = tuple(self._held.values()), self._engines
+        held, engines = tuple(self._held().values()), self._engines
         # On shared devices engines sleep before weights come, and keep none.
         most = engines.config.versions if engines.separate_adapters and not engines.takes_turns else 1
         idle_first = sorted(held, key=lambda each: self._in_flight[each] > 0)
@@ -202,8 +152,12 @@ class Samplers:
             with self._changing:
                 self._going = ()
 
-    def _copy(self, number: int, sampler: Sampler) -> str:
-        """The name of the ranks' copy of weights that are not those of now. Raises Refused if they have none."""
+    def _copy(self, sampler: Sampler) -> str:
+        """The name of the ranks' copy of a sampler's weights; "" if they are those of now. Raises Refused if ranks have
+        none."""
+        number = sampler.weights
+        if number == self.now:
+            return ""
         if number in self._sources:
             self.keep_loaded(number)
         if number not in self._kept:
@@ -217,19 +171,10 @@ class Samplers:
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
-    def add(self, weights: int | None, name: str, *, base_model: str, model_path: str | None) -> Sampler:
+    def add(self, weights: int, name: str, *, base_model: str, model_path: str | None) -> Sampler:
         """A new sampler of these weights."""
-        sampler = Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
         self._added += 1
-        if weights is None:
-            self._inflight.add(sampler)
-        return sampler
-
-    def model_ends(self) -> None:
-        """Inflight samplers stay at what their model has published last: others are published from now on."""
-        for each in self._inflight:
-            each.weights = self._published
-        self._inflight.clear()
+        return Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
 
     async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
@@ -239,11 +184,10 @@ class Samplers:
         if asked.topk_prompt_logprobs:  # from the engines, and then all of the prompt's log-probs in this answer are
             params = evolve(params, scored=last, scored_top=asked.topk_prompt_logprobs)
         elif asked.prompt_logprobs:
-            scores = await self._prompts.ask(self._number(sampler), sampler, wanted.prompt, in_turn)
-            assert scores is not None
+            scores = await self._together(self._scores, sampler, wanted.prompt, in_turn)
             scores[: length - last] = np.nan
         request = _request(wanted, params)
-        if scores is not None and params.max_tokens == 1 and sampler.weights not in (None, self.now, *self._held):
+        if scores is not None and params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
@@ -262,35 +206,71 @@ class Samplers:
         )
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
-        for attempt in range(ATTEMPTS):
+        begun = self._begin(sampler, request)
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                begun = None if attempt else self._begin(sampler, request)
-                begun = begun or await self._requests.ask(self._number(sampler), sampler, request, in_turn)
+                begun = begun or await self._together(self._begin_all, sampler, request, in_turn)
                 if begun is None:  # an error of this request alone: what fails in turn is the end of the model
                     raise EngineFailed("all engines died as soon as they had the weights")
                 return await asyncio.wrap_future(begun)
             except (EngineFailed, VersionGone):  # others start in the place of dead ones only by a push
-                if attempt == ATTEMPTS - 1:
+                begun = None
+                if attempt == ATTEMPTS:
                     raise
         raise AssertionError("every attempt returns or raises")
 
-    def _sampled_from(self, weights: int, sampler: Sampler) -> str:
+    async def _together(self, answers: Callable[..., Any], sampler: Sampler, what: Any, in_turn: InTurn) -> Any:
+        """What the method `answers` says to this, in one turn of the group's thread with all that asks the same of the
+        same weights by then."""
+        mine, key = _Asked(what, asyncio.get_running_loop().create_future()), (answers, sampler.weights)
+        with self._changing:
+            first = key not in self._waiting
+            self._waiting.setdefault(key, []).append(mine)
+        if first:  # in a task of its own: whoever asks first may go
+            asyncio.create_task(self._answer_all(key, sampler, in_turn))  # noqa: RUF006  -- the group's queue holds it
+        return await mine.answer
+
+    async def _answer_all(self, key: tuple[Callable[..., Any], int], sampler: Sampler, in_turn: InTurn) -> None:
+        taken = list[_Asked]()
+
+        def take() -> list[_Asked]:
+            with self._changing:
+                taken.extend(each for each in self._waiting.pop(key, []) if not each.answer.done())
+            return taken
+
+        def work() -> list[Any]:
+            with self._changing:
+                gone = all(each.answer.done() for each in self._waiting[key])
+            return take() if gone else key[0](sampler, take)
+
+        try:
+            found: Sequence[Any] = await in_turn(work)
+        except Exception as error:
+            found = [error] * len(take())
+        for each, answer in zip(taken, found, strict=True):
+            if each.answer.done():  # who asked has gone
+                answer.cancel() if isinstance(answer, concurrent.futures.Future) else None
+            elif isinstance(answer, Exception):
+                each.answer.set_exception(answer)
+            else:
+                each.answer.set_result(answer)
+
+    def _begin_all(
+        self, sampler: Sampler, take: Callable[[], list[_Asked]]
+    ) -> list[concurrent.futures.Future[Generation] | None]:
+        """Begin what waits once engines hold the weights, which may take long."""
         self.push(sampler)
-        return ""
+        return [self._begin(sampler, each.what) for each in take()]
 
-    def _begin_all(self, _: str, waiting: Sequence[_Waiting[GenerateRequest, Samples]]) -> list[Samples | None]:
-        return [self._begin(each.sampler, each.asked) for each in waiting]
-
-    def _begin(self, sampler: Sampler, request: GenerateRequest) -> Samples | None:
+    def _begin(self, sampler: Sampler, request: GenerateRequest) -> concurrent.futures.Future[Generation] | None:
         """The samples; None if engines do not hold the sampler's weights. Always of one version by its name: the newest
         one may be a copy's."""
         with self._changing:
-            version = self._held.get(self._number(sampler))
+            version = self._held().get(sampler.weights)
             if version is None or version in self._going:
                 return None
             self._in_flight[version] += 1
-            others = {each: number for each, number in self._numbers.items() if each != version}
-            self._numbers = {**others, version: self._numbers[version]}
+            self._numbers[version] = self._numbers.pop(version)
         try:
             work = self._engines.begin(evolve(request, version=version))
         except BaseException:
@@ -304,29 +284,18 @@ class Samplers:
             self._in_flight[version] -= 1
             self._changing.notify_all()
 
-    def _number(self, sampler: Sampler) -> int:
-        """Of the weights that a sampler is asked for now."""
-        if sampler.weights is not None:
-            return sampler.weights
-        return self._published if self._published in self._held else self.now
-
-    # ---- log-probs of prompts ----------------------------------------------------------------------------------------
-
-    def _passed_with(self, weights: int, sampler: Sampler) -> str:
-        copy = "" if weights == self.now else self._copy(weights, sampler)
-        self.turn("forward")
-        return copy
-
-    def _scores(self, weights: str, waiting: Sequence[_Waiting[IntArray, FloatArray]]) -> list[FloatArray]:
+    def _scores(self, sampler: Sampler, take: Callable[[], list[_Asked]]) -> list[FloatArray]:
         """[n] each: the log-probs of a prompt's tokens, NaN at the first."""
-        rows = [each.asked for each in waiting]
-        offsets, tokens = offsets_of([len(row) for row in rows]), np.concatenate(rows)
-        mask = np.ones(len(tokens), np.bool_)
+        copy = self._copy(sampler)
+        self.turn("forward")
+        if not (rows := [each.what for each in take()]):
+            return []
+        offsets = offsets_of([len(row) for row in rows])
+        mask = np.ones(offsets[-1], np.bool_)
         mask[offsets[:-1]] = False
-        samples = SampleBatch(tokens=tokens, offsets=offsets, columns={"loss_mask": mask})
-        found = self._engines.group.forward(samples, Output.LOGPROBS, weights=weights).result()[Output.LOGPROBS]
-        scores = np.where(mask, found, np.nan).astype(np.float32)
-        return np.split(scores, offsets[1:-1])
+        samples = SampleBatch(tokens=np.concatenate(rows), offsets=offsets, columns={"loss_mask": mask})
+        found = self._engines.group.forward(samples, Output.LOGPROBS, weights=copy).result()[Output.LOGPROBS]
+        return np.split(np.where(mask, found, np.nan).astype(np.float32), offsets[1:-1])
 
 
 def _name(number: int) -> str:

@@ -1,116 +1,265 @@
-"""Who is there: sessions of clients, the model that one of them trains, and samplers; all end with their session."""
+"""Who is there, and what they wait for: sessions of clients, and promises of the answers to their requests, which are
+kept until they are fetched. In memory, within one event loop."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import math
 import secrets
-import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from attrs import define, field
+from attrs import define, field, frozen
+from tinker.types import TrainingRun
 
-from corerl_tinker.futures import Completions
-from corerl_tinker.order import Turns
-from corerl_tinker.requests import ModelMade, Refused, Sampler
+from corerl.errors import UserError
+from corerl.messages import message_of, short_repr
+from corerl_tinker.requests import Category, Refused, Sampler
 
-HEARTBEATS_SECONDS = 35.0  # clients send one every 10 s
+JSON = "application/json"
+KEPT_SECONDS = 600.0  # after a result was fetched: the response may not have arrived, and clients ask again
+GATHER_SECONDS = 0.01  # for requests that are done soon after another one: each poll costs client and server a request
+GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
+LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 GONE = 410  # for which clients neither wait nor ask again
+
+
+@frozen(kw_only=True)
+class Answer:
+    """What a client is sent."""
+
+    body: bytes
+    media_type: str = JSON
+    error: str = ""  # a sentence, if there is no result
+
+
+def answered(**fields: Any) -> Answer:
+    return Answer(body=json.dumps(fields).encode())
+
+
+def failure(sentence: str, category: Category) -> Answer:
+    return Answer(body=json.dumps({"error": sentence, "category": category}).encode(), error=sentence)
+
+
+async def answer_of(work: Callable[[], Awaitable[Answer]], notify: Callable[[str], None]) -> Answer:
+    """What `work` returns, or the sentence of its error."""
+    try:
+        return await work()
+    except Refused as refused:
+        return failure(refused.message, refused.category)
+    except UserError as error:
+        return failure(error.message, "user")
+    except Exception as error:
+        notify(f"a request has failed: {message_of(error)}")
+        return failure(message_of(error), "server")
+
+
+@define(kw_only=True, eq=False)
+class Promise:
+    """The answer to one request, once its task has ended."""
+
+    task: asyncio.Task[Answer]
+    size: int  # bytes of the request, then of the answer
+    fetched: float = math.inf  # when, by the clock
+    given_up: Answer | None = None  # why there will be no other
+
+    @property
+    def answer(self) -> Answer | None:
+        """None: not yet."""
+        there = self.task.done() and not self.task.cancelled()
+        return self.given_up or (self.task.result() if there else None)
+
+    def give_up(self, answer: Answer) -> None:
+        if self.answer is None:
+            self.given_up = answer
+            self.task.cancel()
+
+
+class Completions:
+    """The requests of one sampler that are done, in that order, of which its client is told in one poll for all."""
+
+    def __init__(self) -> None:
+        self._seen, self._names = 0, list[str]()  # how many the client has seen; those after them
+        self._more = asyncio.Event()
+
+    def add(self, name: str) -> None:
+        self._names.append(name)
+        self._more.set()
+
+    async def after(self, seen: int, seconds: float) -> tuple[list[str], int]:
+        """The names after the first `seen`, which are forgotten, and how many there are with these. Waits so long for
+        the first one, and a moment more for others."""
+        del self._names[: max(0, seen - self._seen)]
+        self._seen = max(seen, self._seen)
+        if not self._names and seconds > 0:
+            self._more.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._more.wait(), seconds)
+                await asyncio.sleep(GATHER_SECONDS)
+        return list(self._names), self._seen + len(self._names)
+
+
+@define(kw_only=True, eq=False)
+class Session:
+    """A client. What it has, it has until it ends."""
+
+    id: str  # with which the names of its model, its samplers and their requests begin: `ID:...`
+    seen: float  # when there was a request of it, by the clock
+    samplers: dict[str, tuple[Sampler, Completions]] = field(factory=dict)
+    promises: dict[str, Promise] = field(factory=dict)  # by the names of the requests
+
+
+class Sessions:
+    def __init__(self, *, most_bytes: int, notify: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._most, self._notify, self._clock = most_bytes, notify, clock
+        self.bytes = 0  # of requests that wait, and of answers that are kept
+
+    def begin(self) -> str:
+        # Of random characters: what has a name of an earlier server's is not taken for another.
+        session = Session(id=f"session-{secrets.token_hex(8)}", seen=self._clock())
+        self._sessions[session.id] = session
+        return session.id
+
+    def of(self, name: str, *, status: int = GONE) -> Session:
+        """Whose request has just arrived, by the session's id or the name of something that it has. Raises Refused if
+        it has ended."""
+        session = self._sessions.get(name.partition(":")[0])
+        if session is None:
+            raise Refused(
+                f"session {short_repr(name.partition(':')[0], 80)} has ended, or is one of an earlier server; begin "
+                "another, with a new ServiceClient, and resume from a saved state",
+                status=status,
+            )
+        session.seen = self._clock()
+        return session
+
+    def sampler(self, sampler_id: str) -> tuple[Session, Sampler, Completions]:
+        session = self.of(sampler_id, status=404)
+        if sampler_id not in session.samplers:
+            raise Refused(f"sampler {short_repr(sampler_id, 80)} is not known; create another", status=404)
+        return session, *session.samplers[sampler_id]
+
+    def add(self, session: Session, sampler: Sampler) -> str:
+        """The id of a new sampler."""
+        sampler_id = f"{session.id}:sampler:{sampler.number}"
+        session.samplers[sampler_id] = sampler, Completions()
+        return sampler_id
+
+    def silent_for(self, session_id: str) -> float:
+        """Seconds since a request of this session."""
+        return self._clock() - self._sessions[session_id].seen
+
+    def idle(self, seconds: float) -> list[str]:
+        """Sessions of which nothing was heard for so long."""
+        return [each for each in self._sessions if self.silent_for(each) > seconds]
+
+    def end(self, session_id: str) -> None:
+        """What was promised is given up, and whoever still waits for it is told."""
+        if (session := self._sessions.pop(session_id, None)) is not None:
+            for name, promise in list(session.promises.items()):
+                promise.give_up(failure(f"session {session_id} has ended", "user"))
+                self._drop(session, name)
+
+    # ---- promises ----------------------------------------------------------------------------------------------------
+
+    def promise(
+        self, session: Session, name: str, work: Callable[[], Awaitable[Answer]], *, size: int = 0, urgent: bool = False
+    ) -> Promise:
+        """Promise what `work` returns, or what was promised before under this name. Raises Refused, with the status for
+        which clients wait and repeat the request, if there is no memory for what it holds; one that others wait for is
+        `urgent` and never refused."""
+        if name in session.promises:
+            return session.promises[name]
+        if not urgent and self.bytes + size > self._most:
+            self.forget(seconds=0.0)
+            if self.bytes + size > self._most:
+                raise Refused(
+                    f"requests and results hold {self.bytes >> 20} MiB of serve.memory_mib; fetch results, or send "
+                    "less at once",
+                    status=429,
+                )
+        task = asyncio.create_task(answer_of(work, self._notify))
+        promise = session.promises[name] = Promise(task=task, size=max(size, LEAST_BYTES))
+        self.bytes += promise.size
+
+        def done(_: object) -> None:
+            if session.promises.get(name) is promise:  # and not dropped
+                self.bytes -= promise.size
+                promise.size = max(len(promise.answer.body) if promise.answer else 0, LEAST_BYTES)
+                self.bytes += promise.size
+
+        task.add_done_callback(done)
+        return promise
+
+    async def wait(self, promise: Promise, seconds: float) -> Answer | None:
+        """The answer, or None if it is not there after `seconds`."""
+        await asyncio.wait([promise.task], timeout=seconds)
+        if promise.answer is not None:
+            promise.fetched = min(promise.fetched, self._clock())
+        return promise.answer
+
+    def forget(self, *, seconds: float = KEPT_SECONDS) -> None:
+        """Forget what was fetched at least so long ago."""
+        latest = self._clock() - seconds
+        for session in self._sessions.values():
+            for name in [name for name, promise in session.promises.items() if promise.fetched <= latest]:
+                self._drop(session, name)
+
+    def fetched(self, session: Session, name: str) -> None:
+        """The client says that it has the answer."""
+        if name in session.promises and session.promises[name].fetched < math.inf:
+            self._drop(session, name)
+
+    def fail_all(self, answer: Answer) -> None:
+        """Give up all that is open."""
+        for session in self._sessions.values():
+            for promise in session.promises.values():
+                promise.give_up(answer)
+
+    def _drop(self, session: Session, name: str) -> None:
+        self.bytes -= session.promises.pop(name).size
 
 
 @define(kw_only=True, eq=False)
 class Model:
-    """A model that a session trains."""
+    """A model that a session trains: its requests are executed by their numbers, in whatever order they arrive."""
 
     id: str
     session: str
-    turns: Turns
-    made: ModelMade | None = None  # None: not yet
+    clock: Callable[[], float]
+    run: TrainingRun | None = None  # None: it is not created yet, or has ended
     incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
+    next: int = 1  # the number that begins next
+    _waiting: dict[int, asyncio.Future[None]] = field(factory=dict)
+    _moved: float = 0.0
 
+    async def turn(self, number: int) -> None:
+        """Wait until the requests of all lower numbers have begun. Raises Refused where one does not come."""
+        if not self._waiting:
+            self._moved = self.clock()
+        if number != self.next:
+            self._waiting[number] = asyncio.get_running_loop().create_future()
+            await self._waiting[number]
+        self._moved, self.next = self.clock(), number + 1
+        following = self._waiting.pop(self.next, None)
+        if following is not None and not following.done():
+            following.set_result(None)
 
-@define(kw_only=True, eq=False)
-class Sampling:
-    """A sampler that a session has."""
-
-    session: str
-    sampler: Sampler
-    done: Completions = field(factory=Completions)  # of its requests
-
-
-class Sessions:
-    def __init__(self, *, idle_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._idle, self._clock = idle_seconds, clock
-        self._seen: dict[str, float] = {}  # session -> when, by the clock
-        self._samplers: dict[str, Sampling] = {}  # by id
-        self.model: Model | None = None  # the one that is trained
-
-    def begin(self) -> str:
-        session_id = f"session-{secrets.token_hex(8)}"
-        self._seen[session_id] = self._clock()
-        return session_id
-
-    def seen(self, session_id: str) -> None:
-        """A request of this session has just arrived. Raises Refused if it has ended."""
-        if session_id not in self._seen:
-            raise Refused(
-                f"session {session_id!r} has ended, or is one of an earlier server; begin another, with a new "
-                "ServiceClient, and resume from a saved state",
-                status=GONE,
+    def close_gap(self) -> None:
+        """Refuse what waits for a number that does not come, and go on after it."""
+        if self._waiting and self.clock() >= self._moved + GAP_SECONDS:
+            self.incomplete = (
+                f"request {self.next} of this model has not arrived in {GAP_SECONDS:.0f} s; those after it are refused"
             )
-        self._seen[session_id] = self._clock()
+            self.give_up(self.incomplete)
 
-    def end(self, session_id: str) -> None:
-        self._seen.pop(session_id, None)
-        for sampler_id, each in list(self._samplers.items()):  # at once: the group's thread adds to them
-            if each.session == session_id:
-                del self._samplers[sampler_id]
-        if self.model is not None and self.model.session == session_id:
-            self.model = None
-
-    def idle(self) -> list[str]:
-        """Sessions of which nothing was heard for long."""
-        return [session_id for session_id, seen in list(self._seen.items()) if self._clock() > seen + self._idle]
-
-    def trained(self, model_id: str) -> Model:
-        """The model of this id, whose session is there."""
-        self.seen(model_id.partition(":")[0])
-        if self.model is None or self.model.id != model_id:
-            now = f"trains {self.model.id!r}" if self.model else "trains none"
-            raise Refused(f"model {model_id!r} is not trained here any more; this server {now}", status=404)
-        return self.model
-
-    def was_answered(self, owner: str, number: str) -> bool:
-        """Whether a request of this number was made of a model or sampler that is there. A sampler's numbers leave
-        gaps, and a client whose answer is forgotten asks again under another one."""
-        if self.model is not None and self.model.id == owner:
-            return number.isdecimal() and int(number) < self.model.turns.next
-        return owner in self._samplers
-
-    def silent_trainer(self, session_id: str) -> str:
-        """The other session that trains a model, if its client has missed its heartbeats: "" if there is none. Raises
-        Refused if its client is there."""
-        if self.model is None or self.model.session == session_id:
-            return ""
-        silent = self._clock() - self._seen[self.model.session]
-        if silent > HEARTBEATS_SECONDS:
-            return self.model.session
-        raise Refused(
-            f"session {self.model.session} trains {self.model.id!r}, and this server trains one model at a time; its "
-            f"client was there {silent:.0f} s ago; close that client, or try again once it has been silent for "
-            f"{HEARTBEATS_SECONDS:.0f} s"
-        )
-
-    def add(self, session_id: str, sampler: Sampler) -> str:
-        """The id of a new sampler. Raises Refused if its session has ended."""
-        self.seen(session_id)
-        sampler_id = secrets.token_hex(8)  # in no other server's life, or a client of that would get other weights
-        self._samplers[sampler_id] = Sampling(session=session_id, sampler=sampler)
-        return sampler_id
-
-    def sampling(self, sampler_id: str) -> Sampling:
-        if (found := self._samplers.get(sampler_id)) is None:
-            raise Refused(
-                f"sampler {sampler_id!r} is not known; create another: samplers end with their session or server",
-                status=404,
-            )
-        self.seen(found.session)
-        return found
+    def give_up(self, sentence: str) -> None:
+        """Refuse all that waits."""
+        self.next = max(self._waiting, default=self.next - 1) + 1
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(Refused(sentence))
+        self._waiting.clear()

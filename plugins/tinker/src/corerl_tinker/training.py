@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cached_property
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tinker import types as sdk
 
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
-from corerl.config import ALL_LINEAR, Config, LoraConfig, ModelConfig, dump_toml, recorded
+from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
 from corerl.types import FloatArray, TrainResult
-from corerl_tinker.checkpoints import Checkpoints, Metadata
-from corerl_tinker.losses import INFINITE, rows_of
+from corerl_tinker import wire
+from corerl_tinker.checkpoints import Checkpoints
+from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, InTurn, ModelMade, Pass, PassDone, Refused, Sampler, Saved
+from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
 # The linear layers of a decoder by the names that they have in most models, as the API tells them apart.
@@ -35,6 +33,8 @@ PARTS: Mapping[str, frozenset[str]] = {
     "train_mlp": frozenset({ALL_LINEAR, "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
     "train_attn": frozenset({ALL_LINEAR, "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "out_proj"}),
 }
+
+SETTINGS = {"seed": "run.seed", "rank": "lora.rank"}
 
 
 def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objective: Objective | None) -> None:
@@ -54,8 +54,9 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `draw`, in the order of the client's numbers. Each method raises `Refused`, or another
-    UserError, for what has failed alone, such as what the client should do otherwise; other errors end the model.
+    One thread calls all but `read` and `draw`, in the order of the client's numbers. Each method raises `Refused`, or
+    another UserError, for what has failed alone, such as what the client should do otherwise; other errors end the
+    model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -63,7 +64,9 @@ class ServedPolicy:
         plan = engines.group.plan
         require_servable(options, lora=plan.cluster.lora, objective=plan.objective)
         self._engines, self._options, self._plan = engines, options, plan
-        self._model: ModelConfig = plan.assignments[0].config.model
+        model = plan.assignments[0].config.model
+        self._tokenizer = load_tokenizer(tokenizer=model.tokenizer, path=model.path)
+        self._ends = end_tokens(self._tokenizer, model)
         self._seed: int = config.run.seed
         self._lora: LoraConfig | None = plan.cluster.lora
         self._rank = self._lora.rank if self._lora is not None else None  # None: all weights are trained
@@ -90,28 +93,35 @@ class ServedPolicy:
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
-    def create(self, wanted: sdk.CreateModelRequest, *, model_id: str) -> ModelMade:
+    def create(self, wanted: sdk.CreateModelRequest, *, model_id: str) -> sdk.TrainingRun:
         """Begin with a new model in the place of the one before, which goes on if this one is refused."""
         self._require_served(wanted.base_model)
         if (optimizer := wanted.optimizer_config.type) != "adamw":
             raise Refused(f"optimizer {optimizer!r} is not served here; 'adamw' is")
         if wanted.lora_config is not None:
             self._require_same(wanted.lora_config)
-        made = ModelMade(base_model=wanted.base_model, tokenizer=self._options.name, rank=self._rank)
+        run = sdk.TrainingRun(
+            training_run_id=model_id,
+            base_model=wanted.base_model,
+            model_owner="local",
+            is_lora=self._rank is not None,
+            lora_rank=self._rank,
+            last_request_time=datetime.now(UTC),
+            user_metadata={name: str(value) for name, value in (wanted.user_metadata or {}).items()},
+        )
         try:
-            self.checkpoints.begin(model_id, made, wanted.user_metadata)
+            self.checkpoints.begin(run)
         except OSError as error:
             raise Refused(f"a model needs its directory in serve.directory: {error}") from error
         self.release()
         if self._step or self._samplers.now != START:
             self._stale = True  # not yet: a checkpoint may be loaded next
         self._training, self._name = model_id, wanted.base_model
-        return made
+        return run
 
     def release(self) -> None:
         """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""
         self.discard()
-        self._samplers.model_ends()
         self._training = ""
 
     def _require_served(self, base_model: str) -> None:
@@ -122,27 +132,25 @@ class ServedPolicy:
     def _require_same(self, asked: sdk.LoraConfig) -> None:
         """Raise Refused where this server would train something else than was asked for, and the client would not see
         it. That all weights are trained, and no adapters, is in the answer; adapters of the head are in none."""
-        targets = (self._lora.targets if self._lora is not None else None) or (ALL_LINEAR,)
-        there = {name for target in targets for name, layers in PARTS.items() if target.rsplit(".", 1)[-1] in layers}
-        for name, wanted, here, setting in (
-            ("seed", asked.seed, self._seed, "run.seed"),
-            ("rank", asked.rank or None, self._rank, "lora.rank"),
-            ("train_mlp", asked.train_mlp, "train_mlp" in there, "lora.targets"),
-            ("train_attn", asked.train_attn, "train_attn" in there, "lora.targets"),
-        ):
-            if wanted in (here, None) or here is None:
-                continue
-            if self._lora is None and name != "seed":
-                raise Refused(f"{name}={wanted}, but this server trains all weights; give it a table [lora]")
-            raise Refused(
-                f"{name}={wanted}, but adapters here have {name} {here}; ask for that, or start the server with "
-                f"another {setting}"
-            )
+        here: dict[str, Any] = {"seed": self._seed}
+        if self._lora is not None:
+            layers = {target.rsplit(".", 1)[-1] for target in self._lora.targets or (ALL_LINEAR,)}
+            parts = {name: bool(layers & known) for name, known in PARTS.items()}
+            here |= {"rank": self._rank, **parts}
+        for name, value in here.items():
+            if getattr(asked, name) not in (value, None, 0 if name == "rank" else None):
+                raise Refused(
+                    f"{name}={getattr(asked, name)}, but adapters here have {name} {value}; ask for that, or start the "
+                    f"server with another {SETTINGS.get(name, 'lora.targets')}"
+                )
+        if self._lora is None and not (asked.train_mlp and asked.train_attn):
+            raise Refused("this server trains all weights, and not some layers alone; give it a table [lora]")
 
-    def _require_model(self) -> None:
+    def _require_model(self, *, fresh: bool = True) -> None:
         if not self._training:
             raise Refused("no model is trained here; create one first", status=404)
-        self._freshen()
+        if fresh:
+            self._freshen()
 
     def _freshen(self) -> None:
         """Let the ranks hold what a new model begins with, if they do not."""
@@ -160,11 +168,14 @@ class ServedPolicy:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def run(self, wanted: Pass) -> PassDone:
+    def read(self, message: wire.PassMessage) -> Rows:
+        """The rows of a pass; in any thread."""
+        return rows_of(wire.read_pass(message), vocabulary=self._plan.vocabulary, longest=self._longest)
+
+    def run(self, rows: Rows) -> PassDone:
         """Compute log-probs, and add gradients unless it is `forward_only`."""
         self._require_model()
-        rows = rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
-        if wanted.forward_only:
+        if rows.forward_only:
             self._samplers.turn("forward")
             logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
             loss = rows.value(logprobs)
@@ -221,15 +232,17 @@ class ServedPolicy:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, name: str, *, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
+    def save(self, asked: sdk.SaveWeightsRequest) -> sdk.Checkpoint:
         """Weights and moments, as `tinker://RUN/weights/NAME`."""
-        return self._save(f"weights/{name}", ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
+        return self._save("weights", asked, overwrite=asked.overwrite)
 
-    def _save(self, name: str, *, ttl: object, overwrite: bool, user_metadata: Metadata) -> Saved:
+    def _save(
+        self, kind: str, asked: sdk.SaveWeightsRequest | sdk.SaveWeightsForSamplerRequest, *, overwrite: bool = False
+    ) -> sdk.Checkpoint:
         self._require_model()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
-        path = f"tinker://{self._training}/{name}"
+        path = f"tinker://{self._training}/{kind}/{asked.path or ''}"
 
         def write(directory: Path) -> int:
             step = Step(optimizer_step=self._step, rollout_step=self._step, lr=0.0)
@@ -237,7 +250,9 @@ class ServedPolicy:
 
         self._samplers.turn("save")
         try:
-            saved = self.checkpoints.save(path, write, ttl=ttl, overwrite=overwrite, user_metadata=user_metadata)
+            saved = self.checkpoints.save(
+                path, write, ttl=asked.ttl_seconds, overwrite=overwrite, user_metadata=asked.user_metadata
+            )
         except (SaveFailed, OSError) as error:
             raise Refused(f"{path} was not saved, and the model goes on: {error}") from error
         self._weights_at[path] = self._samplers.now
@@ -245,16 +260,15 @@ class ServedPolicy:
 
     def load(self, path: str, *, optimizer: bool) -> None:
         """Into the model that was created, with the moments of a training checkpoint or without."""
-        if not self._training:
-            raise Refused("no model is trained here; create one first", status=404)
+        self._require_model(fresh=False)
         if self._gradients:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
 
     def _go_on_from(self, path: str, *, moments: bool = False) -> None:
         run, _ = self.checkpoints.find(path)
-        if run.made.rank != self._rank:
-            ranks = (run.made.rank, self._rank)
+        if run.lora_rank != self._rank:
+            ranks = (run.lora_rank, self._rank)
             there, here = ("all weights" if each is None else f"adapters of rank {each}" for each in ranks)
             raise Refused(f"{path} has {there}, and this server trains {here}; start one with the same [lora]")
         try:
@@ -266,19 +280,16 @@ class ServedPolicy:
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
 
-    def save_for_sampler(self, name: str | None, *, ttl: object, inflight: bool, user_metadata: Metadata) -> Sampler:
+    def save_for_sampler(self, asked: sdk.SaveWeightsForSamplerRequest) -> Sampler:
         """A new sampler of the weights as they are, and their checkpoint if it has a name."""
         self._require_model()
-        if name is not None:
-            saved = self._save(f"sampler_weights/{name}", ttl=ttl, overwrite=False, user_metadata=user_metadata)
-            self._samplers.keep()
-            return self._sampler(self._samplers.now, saved.path, path=saved.path)
-        if not inflight:
-            self._samplers.keep()
-        self._samplers.push()
-        if inflight:
-            return self._sampler(None, "the inflight sampler")
-        return self._sampler(self._samplers.now, f"the sampler of step {self._step}")
+        if asked.kind != "snapshot":
+            raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
+        path = None if asked.path is None else self._save("sampler_weights", asked).tinker_path
+        self._samplers.keep()
+        if path is None:
+            self._samplers.push()
+        return self._sampler(self._samplers.now, path or f"the sampler of step {self._step}", path=path)
 
     def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         """A new sampler of a saved checkpoint, or of a base model."""
@@ -297,7 +308,7 @@ class ServedPolicy:
         if number == self._samplers.now and not self._stale:
             self._samplers.keep()
             self._samplers.push()
-        return self._sampler(number, model_path, path=model_path, base_model=run.made.base_model)
+        return self._sampler(number, model_path, path=model_path, base_model=run.base_model)
 
     def _weights_of_model(self, base_model: str) -> int:
         if base_model in self._teachers:
@@ -309,7 +320,7 @@ class ServedPolicy:
             self._samplers.push()
         return START
 
-    def _sampler(self, weights: int | None, name: str, *, path: str | None = None, base_model: str = "") -> Sampler:
+    def _sampler(self, weights: int, name: str, *, path: str | None = None, base_model: str = "") -> Sampler:
         return self._samplers.add(weights, name, base_model=base_model or self._name, model_path=path)
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
@@ -331,18 +342,13 @@ class ServedPolicy:
                 "shorten the prompt, or ask for fewer max_tokens"
             )
         listed = [asked.stop] if isinstance(asked.stop, str) else asked.stop or ()
-        tokens, texts = (
-            [each for each in listed if isinstance(each, int)],
-            [each for each in listed if isinstance(each, str)],
-        )
-        if asked.stop is None or texts:
-            tokens += self._ends
-        if texts:
+        tokens, texts = [each for each in listed if isinstance(each, int)], list[str]()
+        if asked.stop is None or len(tokens) < len(listed):
             try:
-                of_texts, texts = stops_of(texts, self._tokenizer)
+                of_texts, texts = stops_of([each for each in listed if isinstance(each, str)], self._tokenizer)
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
-            tokens += of_texts
+            tokens += [*self._ends, *of_texts]
         return SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
@@ -352,11 +358,3 @@ class ServedPolicy:
             stop=tuple(texts),
             greedy=asked.temperature == 0.0,
         )
-
-    @cached_property
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(tokenizer=self._model.tokenizer, path=self._model.path)
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return end_tokens(self._tokenizer, self._model)

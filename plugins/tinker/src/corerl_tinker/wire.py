@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
-import zstandard
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types.topk_logprobs import MASK_LOGPROB
 
-from corerl.types import Array, IntArray
-from corerl_tinker.futures import Answer
-from corerl_tinker.requests import Datum, Drawn, Pass, PassDone, Refused
+from corerl.types import Array
+from corerl_tinker.requests import Drawn, Pass, PassDone, Refused
+from corerl_tinker.sessions import Answer
 
 PROTOBUF = "application/x-protobuf"
-LARGEST_WINDOW = 2**27  # of zstd, in bytes: memory that a frame's header may ask for
-MOST_BYTES = 64 * 2**20  # of a body, once it is decompressed
+MOST_BYTES = 64 * 2**20  # of a body
+LONGEST = 1_000_000  # tokens of a row; the model's own limit is below
 MOST_TARGETS = 2**25  # of a pass, once all its tokens have as many: a body of few bytes may have many that are 0
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 
 # The SDK widens all others to these.
 DTYPES: Mapping[int, np.dtype] = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8")}
-
-
-def decompressed(body: bytes, *, most: int = MOST_BYTES) -> bytes:
-    """A body compressed by zstd. Raises Refused if it is none, or has more than `most` bytes."""
-    try:
-        with zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).stream_reader(body) as reader:
-            found = reader.read(most + 1)
-    except (zstandard.ZstdError, MemoryError) as error:
-        raise Refused(f"the body is not compressed by zstd: {error}") from error
-    if len(found) > most:
-        raise Refused(f"the body has more than {most} bytes when decompressed; send fewer datums at once", status=413)
-    return found
 
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
@@ -52,45 +39,69 @@ def parsed(body: bytes) -> PassMessage:
     return message
 
 
-def read_pass(message: PassMessage, *, longest: int) -> Pass:
-    """What a message asks for. Rows have at most `longest` tokens. Raises Refused, with the number of the datum, for
-    what is not served or contradicts itself."""
+def read_pass(message: PassMessage) -> Pass:
+    """What a message asks for. Raises Refused, with the number of the datum, for what is not served or contradicts
+    itself."""
     if not message.data:
         raise Refused("a pass without datums")
-    datums, total, most = [], 0, 1
+    names = sorted(message.data[0].loss_fn_inputs)
+    tokens, shapes, total, most = list[Array](), list[tuple[int, ...]](), 0, 1
+    parts: dict[str, list[Array]] = {name: [] for name in names}
     for number, datum in enumerate(message.data):
         try:
-            tokens = _tokens(datum.model_input, longest=longest)
-            given = datum.loss_fn_inputs.items()
-            total, most = total + len(tokens), max(most, *(each for _, tensor in given for each in tensor.shape[1:]), 1)
+            row, given = _tokens(datum.model_input), datum.loss_fn_inputs
+            if sorted(given) != names:
+                raise Refused(
+                    f"its inputs are {', '.join(sorted(given)) or 'none'}, and datum 0 has {', '.join(names)}"
+                )
+            total, most = total + len(row), max(most, *(each for name in names for each in given[name].shape[1:]), 1)
             if total * most > MOST_TARGETS:
                 raise Refused(
                     f"{total} tokens with {most} targets each are more than {MOST_TARGETS}; send fewer datums"
                 )
-            inputs = {name: _array(tensor, name=name, rows=len(tokens)) for name, tensor in given}
+            shape = (len(row),)
+            for at, name in enumerate(names):
+                array = _array(given[name], name=name, rows=len(row))
+                if at and array.shape != shape:
+                    raise Refused(f"{name} has the shape {list(array.shape)}, and {names[0]} {list(shape)}")
+                shape = array.shape
+                parts[name].append(array)
         except Refused as refused:
             raise Refused(f"datum {number}: {refused.message}") from refused
-        datums.append(Datum(tokens=tokens, inputs=inputs))
+        tokens.append(row)
+        shapes.append(shape)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
-    return Pass(datums=tuple(datums), loss=message.loss_fn, config=config, forward_only=message.forward_only)
+    return Pass(
+        loss=message.loss_fn,
+        tokens=np.concatenate(tokens).astype(np.int64),
+        shapes=tuple(shapes),
+        inputs={name: _together(arrays) for name, arrays in parts.items()},
+        config=config,
+        forward_only=message.forward_only,
+    )
 
 
-def _tokens(chunks: Iterable[pb.Chunk], *, longest: int) -> IntArray:
+def _together(parts: Sequence[Array]) -> Array:
+    """[M] or [M, K] of datums [n] or [n, k], the most that one has; [M] if that is 1. 0 is what others lack."""
+    most = max(math.prod(part.shape[1:]) for part in parts)
+    if most == 1:
+        return np.concatenate([part.reshape(-1) for part in parts])
+    rows = [part.reshape(len(part), -1) for part in parts]
+    return np.concatenate([np.pad(row, ((0, 0), (0, most - row.shape[1]))) for row in rows])
+
+
+def _tokens(chunks: Sequence[pb.Chunk]) -> Array:
     parts = []
     for chunk in chunks:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise Refused(f"a chunk is {kind or 'empty'}; this server reads text only")
         parts.append(_values(chunk.encoded_text.tokens, np.dtype("<i4"), what="tokens"))
-    return row_of(np.concatenate(parts) if parts else np.zeros(0), longest=longest)
-
-
-def row_of(tokens: Array, *, longest: int) -> IntArray:
-    """The tokens of one row, once they are checked."""
-    if not 0 < len(tokens) <= longest:
-        raise Refused(f"{len(tokens)} tokens, wanted 1 to {longest} (serve.tokens_per_row)")
-    return tokens.astype(np.int64)
+    row = np.concatenate([np.zeros(0, np.int32), *parts]) if len(parts) != 1 else parts[0]
+    if not 0 < len(row) <= LONGEST:
+        raise Refused(f"{len(row)} tokens, wanted 1 to {LONGEST}")
+    return row
 
 
 def _array(tensor: pb.Tensor, *, name: str, rows: int) -> Array:

@@ -38,13 +38,10 @@ from corerl.engines import (
 from corerl.errors import EngineFailed
 from corerl.memory import empty_cache
 from corerl.models import (
-    Features,
-    Tower,
     build_on_meta,
     carries_state,
     choose_layout,
     hf_config,
-    in_parts,
     materialize,
     meta_model,
     named_views,
@@ -54,7 +51,7 @@ from corerl.models import (
     routers,
 )
 from corerl.ops import gumbel
-from corerl.pictures import Picture
+from corerl.pictures import Picture, Tower
 from corerl.plugin import picture_inputs
 from corerl.types import PICTURE, Array, BoolArray, MicroBatch, offsets_of
 from corerl.weights import Address, Bucket, Manifest, bit_sums, is_adapter
@@ -76,7 +73,7 @@ class TransformersEngine(Engine):
         self._model = build_on_meta(
             hf, dtype=getattr(torch, context.precision), attention=attention, pictures=inputs is not None
         )
-        self._tower = None if inputs is None else Tower(parts_of(self._model).decoder, inputs)
+        self._tower = None if inputs is None else inputs.tower(parts_of(self._model).decoder)
         if context.lora is not None:
             put_adapters(self._model, context.lora, dtype=getattr(torch, context.precision))
         # Rows are padded on the left. Attention of other kinds, distances and states may begin with the padding.
@@ -107,7 +104,7 @@ class TransformersEngine(Engine):
 
     def generate(self, request: GenerateRequest, on_finished: OnFinished = ignore) -> Generation:
         done: list[Generation] = []
-        encoded: dict[str, Features] = {}  # by the picture's id
+        encoded: dict[str, Any] = {}  # features by the picture's id
         with self._serving.generating(request.version) as version:
             self._use(version)
             for start, end in pairwise(self._bounds(request)):
@@ -128,7 +125,7 @@ class TransformersEngine(Engine):
 
     @torch.inference_mode()
     def _generate(
-        self, request: GenerateRequest, version: int, on_finished: OnFinished, encoded: MutableMapping[str, Features]
+        self, request: GenerateRequest, version: int, on_finished: OnFinished, encoded: MutableMapping[str, Any]
     ) -> Generation:
         params = request.params
         scores = self._scores(request, encoded) if params.scored else None
@@ -175,7 +172,7 @@ class TransformersEngine(Engine):
             unfinished=~finished & (sizes < request.left),
         )
 
-    def _scores(self, request: GenerateRequest, encoded: MutableMapping[str, Features]) -> PromptScores:
+    def _scores(self, request: GenerateRequest, encoded: MutableMapping[str, Any]) -> PromptScores:
         """One row at a time: logits of all places of all rows would take too much memory."""
         top, found = request.params.scored_top, PromptScores.unknown(len(request.tokens), request.params)
         for row, stop in enumerate(request.offsets[1:].tolist()):
@@ -196,7 +193,7 @@ class TransformersEngine(Engine):
 
     @contextmanager
     def _prompts(
-        self, request: GenerateRequest, mask: BoolArray, encoded: MutableMapping[str, Features]
+        self, request: GenerateRequest, mask: BoolArray, encoded: MutableMapping[str, Any]
     ) -> Iterator[dict[str, Any]]:
         """The arguments of `generate` for the prompts, whose places in padded rows `mask` [R, width] marks. Within the
         block the model's tower gives `encoded`, to which the pictures that are not yet there are added."""
@@ -239,14 +236,10 @@ class TransformersEngine(Engine):
         with tower.showing([each for own in seen.features for each in own]) as shown:
             yield prompts | shown
 
-    def _features(
-        self, tower: Tower, pictures: Sequence[Picture], encoded: MutableMapping[str, Features]
-    ) -> dict[int, Features]:
+    def _features(self, tower: Tower, pictures: Sequence[Picture], encoded: MutableMapping[str, Any]) -> dict[int, Any]:
         """What the tower makes of the pictures, by their numbers in the column `picture`."""
         new = {picture.id: picture for picture in pictures if picture.id not in encoded}
-        for names in in_parts(new):
-            features = tower.encode([new[name] for name in names], self._device)
-            encoded.update(zip(names, features, strict=True))
+        encoded.update(tower.encode(new, self._device))
         return {number: encoded[picture.id] for number, picture in enumerate(pictures, start=1)}
 
     def pause(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from attrs import define
 from PIL import Image
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.image_processing_auto import (
     IMAGE_PROCESSOR_MAPPING_NAMES,
     get_image_processor_class_from_name,
@@ -22,6 +22,7 @@ from corerl.messages import one_line
 from corerl.models import hf_config
 from corerl.pictures import Picture, PictureInputs
 from corerl.types import Array
+from corerl_vision.tower import VisionTower
 
 PLACEHOLDER = ("image_token_id", "image_token_index")  # fields of configs
 BEGINS = ("boi_token_id", "boi_token_index")
@@ -186,3 +187,6 @@ class VisionInputs(PictureInputs):
 
     def inputs(self, pictures: Sequence[Picture]) -> Mapping[str, Array]:
         return self._processor.prepared([picture.pixels for picture in pictures])
+
+    def tower(self, decoder: PreTrainedModel, module: PreTrainedModel | None = None) -> VisionTower:
+        return VisionTower(decoder, self, module)

@@ -38,14 +38,7 @@ def broken_on_several_ranks(cls: str, fault: str, *, seen_by: str) -> BrokenSpec
     """A faulty backend on any number of ranks, each with the whole model."""
     lacks = dict(PLAIN.capabilities)
     del lacks[Capability.MULTI_RANK]
-    return BrokenSpec(
-        implementation=f"{__name__}.backends:{cls}",
-        config=PlainConfig,
-        api=PLAIN.api,
-        summary=f"wrong on purpose: {fault}",
-        capabilities=lacks,
-        seen_by=seen_by,
-    )
+    return evolve(broken(cls, fault, seen_by=seen_by), capabilities=lacks)
 
 
 def without_moments(config: PlainConfig, cluster: ClusterInfo, size: ModelSize) -> RankMemory:

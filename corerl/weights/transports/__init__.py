@@ -1,1 +1,0 @@
-"""Core's own transports; their specs are in `corerl.plugin.transports`."""
