@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_sides import STAND_IN, Peer, arguments_of
-from benchmarks.report import Comparison, Number, Report, finish, in_turns
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns
 from benchmarks.runs import SERVER
 from benchmarks.shapes import SHAPES
 from corerl.config.schema import Config
@@ -164,19 +164,16 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def main() -> None:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, rounds=7)
     command.add_argument("shape", choices=SHAPES)
     command.add_argument("--rows", type=int, default=256, help="samples at once")
     command.add_argument("--prompt", type=int, default=63, help="tokens of a prompt, without the first one")
     command.add_argument("--new", type=int, default=256, help="tokens that are sampled for each")
-    command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--warm", type=int, default=WARM_UP, help="rounds before them that do not count")
     command.add_argument("--requests", type=int, default=SglangConfig().requests, help="engines.sglang.requests")
     command.add_argument(
         "--memory", type=float, default=0.35, help="share of what is free that each side's engine takes"
     )
-    command.add_argument("--tiny", action="store_true", help="on a CPU, with a stand-in for SGLang")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     if args.tiny:
         args = argparse.Namespace(**{**vars(args), "prompt": 7, "rounds": 2, "requests": 2})

@@ -11,7 +11,6 @@ one core has the driver and another one the clients. Both kinds of episodes get 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import hashlib
@@ -24,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns
 from corerl.data import Prompt
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.models import load_tokenizer
@@ -218,12 +217,10 @@ def measure(*, rounds: int, size: int, concurrency: int, tokens: int) -> Report:
 
 
 if __name__ == "__main__":
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--rounds", type=int, default=3, help="of each kind, in turns (default: 3)")
+    command = arguments(__doc__, rounds=3, tiny=False)
     command.add_argument("--size", type=int, default=4000, help="episodes of each kind in a round (default: 4000)")
     command.add_argument("--concurrency", type=int, default=1000, help="episodes at a time (default: 1000)")
     command.add_argument("--tokens", type=int, default=3, help="of an answer, its end included (default: 3)")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     found = measure(rounds=args.rounds, size=args.size, concurrency=args.concurrency, tokens=args.tokens)
     finish(found, args.output)

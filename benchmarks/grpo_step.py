@@ -23,7 +23,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from benchmarks.report import Comparison, Number, Report, finish
+from benchmarks.report import Comparison, Number, Report, arguments, finish
 from benchmarks.runs import LARGE, Ended, Watched, say_steps, sglang, shape_settings
 from benchmarks.shapes import SHAPES
 
@@ -108,7 +108,7 @@ def report(args: argparse.Namespace, ended: Ended, command: str) -> Report:
 
 
 def main() -> int:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, deadline=500.0, settings="more settings of the runs")
     command.add_argument("shape", choices=SHAPES)
     command.add_argument("--backend", default="fsdp")
     command.add_argument("--ranks", type=int, default=1)
@@ -123,10 +123,6 @@ def main() -> int:
     command.add_argument("--micro-batch", type=int, default=16384, help="tokens")
     command.add_argument("--memory", type=float, default=0.5, help="share of the GPU for weights and KV cache")
     command.add_argument("--limit", nargs="*", default=[], metavar="PHASE=SECONDS")
-    command.add_argument("--deadline", type=float, default=500.0, help="seconds, the start included")
-    command.add_argument("--set", nargs="*", default=[], help="more settings of the run")
-    command.add_argument("--tiny", action="store_true", help="on a CPU: the quickstart's model, engine transformers")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     if args.tiny:
         args = argparse.Namespace(**{**vars(args), "prompts": 8, "samples": 4, "new": 7, "steps": 3})

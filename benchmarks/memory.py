@@ -13,7 +13,6 @@ holds asleep, besides the CUDA context before there was a process group or a mod
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from attrs import evolve
 from transformers import AutoConfig
 
+from benchmarks.report import arguments
 from benchmarks.shapes import (
     BLOOM_1B1,
     GEMMA3_1B,
@@ -225,13 +225,10 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all of one rank)")
     parser.add_argument("--ranks", type=int, help="of each case, in place of its own")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
-    parser.add_argument("--output", type=Path, help="a JSON file, written again after each case")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     rows: list[dict[str, Any]] = []
@@ -249,8 +246,8 @@ def main() -> None:
         print(rows[-1], flush=True)
         if args.output:
             found = {"versions": versions, "rows": rows, "failures": failures}
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(found, indent=1))
+            Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.output).write_text(json.dumps(found, indent=1))
     print_table(rows)
     most = {row["name"]: max(row["asleep"], row["asleep_again"]) / GIB for row in rows}
     failures += [f"{name} holds {gib:.2f} GiB asleep, allowed {ALLOWED}" for name, gib in most.items() if gib > ALLOWED]

@@ -12,8 +12,6 @@ itself, over the step's; where it is trained, the step has a second one with a b
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 from collections.abc import Mapping
@@ -24,7 +22,7 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns
 from benchmarks.samples import GROUP, make_batch, plan_one_step
 from benchmarks.steps import CLIP, OPTIMIZER, quick_worker, timed
 from corerl.config import TrainConfig
@@ -209,13 +207,9 @@ def measure(tower: str, *, rounds: int, tiny: bool) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--tower", choices=("frozen", "trained"), default="frozen")
-    parser.add_argument("--rounds", type=int, default=5, help="of each side, in turns (default: 5)")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
-    parser.add_argument("--output", help="a JSON file; without it a table is printed")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     finish(measure(args.tower, rounds=args.rounds, tiny=args.tiny), args.output)
 
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,7 +29,7 @@ from attrs import define
 from PIL import Image
 
 import corerl_vision.reader
-from benchmarks.report import ROOT, commit, machine
+from benchmarks.report import ROOT, arguments, finish_page
 from benchmarks.scale import Reader, Row, layouts_of, measure, status
 from corerl.cluster.runtime import ray_session
 from corerl.config import DataConfig, ModelConfig
@@ -197,34 +195,27 @@ several ranks show is encoded on each of them.
 """
 
 
-def report(found: Mapping[str, Row], args: argparse.Namespace) -> str:
+def report(found: Mapping[str, Row], args: argparse.Namespace) -> None:
     text, pictures = (found[case] for case in CASES)
     lines = ["| | text | pictures |", "| --- | --- | --- |"]
     lines += [f"| {name} | {text[name]:.3g} | {pictures[name]:.3g} |" for name in text]
     more = pictures["memory, GB"] - text["memory, GB"]
     verdict = "met" if more <= ALLOWED else "**not met**"
     about = ABOUT.strip().format(prompts=args.prompts, size=args.size)
-    facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
-    facts |= {
-        "commit": commit(),
-        "command": f"`{shlex.join(['python', '-m', 'benchmarks.pictures_memory', *sys.argv[1:]])}`",
-    }
-    parts = [
-        "# The driver's memory with pictures",
-        "\n".join(f"- {name}: {value}" for name, value in facts.items()),
-        about,
-        "\n".join(lines),
-        f"Pictures take {more:.2f} GB more than text; at most {ALLOWED} GB: {verdict}.",
-    ]
-    return "\n\n".join(parts) + "\n"
+    finish_page(
+        "The driver's memory with pictures",
+        [about, "\n".join(lines), f"Pictures take {more:.2f} GB more than text; at most {ALLOWED} GB: {verdict}."],
+        args.output,
+        packages={"Ray": ray.__version__, "numpy": np.__version__},
+        command="benchmarks.pictures_memory",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, tiny=False, output="the markdown file; without it, it is printed")
     parser.add_argument("--prompts", type=int, default=64, help="of a step (64)")
     parser.add_argument("--size", default="1920x1080", help="of the files, in pixels (1920x1080)")
     parser.add_argument("--steps", type=int, default=3, help="(3)")
-    parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -248,11 +239,7 @@ def main() -> None:
                 check=True,
             )
             found[case] = json.loads(done.stdout.splitlines()[-1])
-    text = report(found, args)
-    if args.output:
-        args.output.write_text(text)
-    else:
-        print(text)
+    report(found, args)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_sides import STAND_IN
-from benchmarks.report import ROOT, Number, Report, finish
+from benchmarks.report import ROOT, Number, Report, arguments, finish
 from benchmarks.runs import SERVER
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "mistral3")
@@ -277,13 +277,10 @@ def report_of(every: Mapping[str, Mapping[str, Any]]) -> Report:
 
 
 def main() -> None:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__)
     command.add_argument("families", nargs="*", choices=[[], *FAMILIES], help="default: all")
-    command.add_argument("--tiny", action="store_true", help="on a CPU, with a stand-in for SGLang")
     command.add_argument("--only", metavar="FILE", help=argparse.SUPPRESS)  # of the process of one family
-    command.add_argument("--output", help="a JSON file; the table is printed in any case")
     args = command.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     with tempfile.TemporaryDirectory(prefix="pictures-") as directory:
         if args.only:
             found = Found(Path(args.only))

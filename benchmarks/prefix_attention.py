@@ -11,7 +11,6 @@ measured. FlexAttention is compiled, and its mask is made once, outside of it, a
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns, joined, table
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns, joined, table
 from benchmarks.steps import timed
 from corerl.ops import PackedSequences, packed_attention
 from corerl.types import IntArray, offsets_of
@@ -118,11 +117,8 @@ def measure(prompt: int, answer: int, *, rounds: int, device: torch.device) -> R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--shape", nargs="*", choices=SHAPES, default=list(SHAPES), help="of prompt and answers")
-    parser.add_argument("--rounds", type=int, default=5, help="of each side, in turns (default: 5)")
-    parser.add_argument("--tiny", action="store_true", help="short samples on the CPU, to see that everything runs")
-    parser.add_argument("--output", help="a JSON file, besides the tables")
     args = parser.parse_args()
     device = torch.device("cpu" if args.tiny else "cuda")
     reports = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -105,6 +106,30 @@ def in_turns(rounds: int, ours: Callable[[int], float], other: Callable[[int], f
     return results
 
 
+def arguments(
+    doc: str | None,
+    *,
+    rounds: int = 0,
+    deadline: float = 0.0,
+    settings: str = "",
+    tiny: bool = True,
+    output: str = "a JSON file, written again after each part; without it a table is printed",
+) -> argparse.ArgumentParser:
+    """The command line of a benchmark with these of the options that several have. Its models come from no network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    command = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if rounds:
+        command.add_argument("--rounds", type=int, default=rounds, help=f"of each side, in turns (default: {rounds})")
+    if deadline:
+        command.add_argument("--deadline", type=float, default=deadline, help="seconds of a run, its start included")
+    if settings:
+        command.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help=settings)
+    if tiny:
+        command.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to see that everything runs")
+    command.add_argument("--output", help=output)
+    return command
+
+
 def finish(report: Report, output: str | None) -> None:
     """Write it as JSON, with what it was measured on, or print its table."""
     if output:
@@ -137,6 +162,20 @@ def table(reports: Sequence[Report]) -> str:
     ]
     rows = [(report.name, *row) for report in reports for row in report.rows()]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def finish_page(
+    title: str, parts: Sequence[str], output: str | None, *, packages: Mapping[str, str], command: str
+) -> None:
+    """Write the parts as a page of markdown that says what they were measured on, or print it."""
+    facts = {**machine(), "Python": platform.python_version(), **packages, "commit": commit()}
+    facts["command"] = f"`{shlex.join(['python', '-m', command, *sys.argv[1:]])}`"
+    about = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    text = "\n\n".join([f"# {title}", about, *parts]) + "\n"
+    if output:
+        Path(output).write_text(text)
+    else:
+        print(text)
 
 
 def machine() -> dict[str, str]:

@@ -11,12 +11,9 @@ one dp rank ("dp = R / 8"), or 8 of them ("dp = R").
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import pickle
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -30,7 +27,7 @@ import numpy as np
 import ray
 from attrs import define, field, frozen
 
-from benchmarks.report import commit, machine
+from benchmarks.report import arguments, finish_page
 from corerl.algorithms.base import Estimate
 from corerl.cluster.heartbeat import Pending
 from corerl.cluster.runtime import ray_session
@@ -343,11 +340,9 @@ def _short(number: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=3, tiny=False, output="the markdown file; without it, it is printed")
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 1e7, 1e8], help="of a batch (1e6 1e7 1e8)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024], help="(8 64 256 1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="whose median counts, part by part (3)")
-    parser.add_argument("--output", type=Path, help="the markdown file; without it, it is printed")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     batches: list[Row] = []
@@ -364,16 +359,9 @@ def main() -> None:
                     rows.append(medians(found))
                     print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
             del samples
-    facts = {**machine(), "Python": platform.python_version(), "Ray": ray.__version__, "numpy": np.__version__}
-    facts |= {"load average before": f"{load:.1f}", "commit": commit()}
-    facts["command"] = f"`{shlex.join(['python', '-m', 'benchmarks.scale', *sys.argv[1:]])}`"
-    parts = ["# The driver's work in a step", *(f"- {name}: {value}" for name, value in facts.items()), ABOUT.strip()]
-    parts += ["## Before ranks come into it", table(batches), "## By number of ranks", table(rows)]
-    text = "\n\n".join(parts) + "\n"
-    if args.output:
-        args.output.write_text(text)
-    else:
-        print(text)
+    packages = {"Ray": ray.__version__, "numpy": np.__version__, "load average before": f"{load:.1f}"}
+    parts = [ABOUT.strip(), "## Before ranks come into it", table(batches), "## By number of ranks", table(rows)]
+    finish_page("The driver's work in a step", parts, args.output, packages=packages, command="benchmarks.scale")
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ with 60 GiB, and twice the state in host memory, since the bare loop has its own
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import threading
 import time
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns
 from benchmarks.shapes import QWEN3_8B, tiny_shape
 from benchmarks.steps import GIB, quick_worker, synchronize, timed, used
 from corerl.backend.primitives import StateKey
@@ -186,13 +184,9 @@ def compared(tensors: Sequence[Tensor], wanted: Sequence[int], who: str) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--layers", type=int, default=15, help="of the 8B shape; 12 bytes a parameter (default: 15)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each side, in turns (default: 5)")
-    parser.add_argument("--tiny", action="store_true", help="a small model on the CPU, to see that everything runs")
-    parser.add_argument("--output", help="a JSON file; without it a table is printed")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     finish(measure(layers=args.layers, rounds=args.rounds, tiny=args.tiny), args.output)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.report import Number, Report, finish
+from benchmarks.report import Number, Report, arguments, finish
 from benchmarks.runs import Ended, Watched, say_steps, sglang
 
 MIB = 2**20
@@ -126,13 +126,9 @@ def report(args: argparse.Namespace, ended: Ended, watch: Watch, command: str) -
 
 
 def main() -> int:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, deadline=400.0, settings="more settings of the runs")
     command.add_argument("--backend", default="fsdp")
     command.add_argument("--steps", type=int, default=50)
-    command.add_argument("--deadline", type=float, default=400.0, help="seconds, the start included")
-    command.add_argument("--set", nargs="*", default=[], help="more settings of the run")
-    command.add_argument("--tiny", action="store_true", help="on a CPU")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="steady-") as directory,

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import Comparison, Number, Report, finish
+from benchmarks.report import Comparison, Number, Report, arguments, finish
 from benchmarks.runs import LARGE, TIMES, Watched, say_steps, sglang, shape_settings, value
 from benchmarks.shapes import SHAPES
 from corerl.rollout.recorded import ROLLOUTS, read_rollout, saved_rollouts
@@ -181,7 +181,7 @@ def report(
 
 
 def main() -> int:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, deadline=400.0, settings="more settings of the runs")
     command.add_argument("--shape", choices=SHAPES, default="0.6b")
     command.add_argument("--turns", type=int, default=1, help="runs of each source")
     command.add_argument("--prompts", type=int, default=96, help="of a step")
@@ -193,10 +193,6 @@ def main() -> int:
     command.add_argument("--memory", type=float, default=0.8, help="share of the GPU for engines")
     command.add_argument("--running", type=int, help="samples that the engine generates at once at most")
     command.add_argument("--engine", default="sglang", help="or transformers")
-    command.add_argument("--deadline", type=float, default=400.0, help="seconds of a run, its start included")
-    command.add_argument("--set", nargs="*", default=[], help="more settings of the runs")
-    command.add_argument("--tiny", action="store_true", help="on a CPU: the quickstart's model, engine transformers")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     if args.tiny:
         args.prompts, args.new, args.steps = 8, 7, 2

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Comparison, Number, Report, finish
+from benchmarks.report import Comparison, Number, Report, arguments, finish
 from benchmarks.runs import ENVIRONMENT, MAIN, Watched, say_steps, sglang, shape_settings, value
 from plugins.tinker.tests.recipes import workplace
 
@@ -168,12 +168,11 @@ def of(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
 
 
 def main() -> None:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__)
     command.add_argument(
         "--client", default=os.environ.get("TINKER_PYTHON", ""), help="a Python that has the SDK and the cookbook"
     )
     command.add_argument("--client-path", default="", help="its PYTHONPATH")
-    command.add_argument("--tiny", action="store_true", help="a small model on a CPU")
     command.add_argument("--steps", type=int, default=7)
     command.add_argument("--prompts", type=int, default=16)
     command.add_argument("--samples", type=int, default=8)

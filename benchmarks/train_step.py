@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ import torch.distributed as dist
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from benchmarks.report import DIFFERENT, Comparison, Number, Report, finish, joined, table
+from benchmarks.report import DIFFERENT, Comparison, Number, Report, arguments, finish, joined, table
 from benchmarks.shapes import (
     GEMMA3_1B,
     GPT_OSS_SLICE,
@@ -519,9 +518,8 @@ def starts_of(case: Case, turns: int) -> list[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, rounds=6, settings="options of all sides")
     parser.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--rounds", type=int, default=6, help="measured steps of each side in a start (default: 6)")
     parser.add_argument("--turns", type=int, default=2, help="starts of each side where they are apart (default: 2)")
     parser.add_argument("--apart", action="store_true", help="the sides one after the other, for less memory")
     parser.add_argument("--entropy", action="store_true", help="the loss has an entropy bonus")
@@ -529,15 +527,11 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; a bare loop passes alone")
     parser.add_argument("--tokens", type=int, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, help="of a step, on each dp rank")
-    parser.add_argument("--set", nargs="*", default=[], metavar="OPTION=VALUE", help="options of all sides")
     parser.add_argument("--sleep", action="store_true", help="the plugin sleeps twice before the last warm-up step")
     parser.add_argument("--update", action="store_true", help="gather all weights on one rank, three times, at the end")
     parser.add_argument("--profile", action="store_true", help="print what the device does in a step of each side")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds that one start may take (default: 400)")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU, to see that everything runs")
-    parser.add_argument("--output", help="a JSON file, written again after each start")
     args = parser.parse_args()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     reports: dict[str, Report] = {}
     failed: list[str] = []
     versions: dict[str, str] = {}

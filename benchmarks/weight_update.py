@@ -30,7 +30,6 @@ At the end CoreRL's engines are asked whether they hold the weights that they we
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import socket
@@ -49,7 +48,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 
 from benchmarks.engine_sides import Peer, Replica
-from benchmarks.report import Comparison, Number, Report, finish, in_turns, joined, table
+from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns, joined, table
 from benchmarks.shapes import QWEN3_8B, QWEN3_600M, tiny_shape
 from benchmarks.steps import Work, in_ranks, join, quick_worker, synchronize
 from corerl.config.schema import LoraConfig, TrainConfig, WeightsConfig
@@ -441,17 +440,14 @@ def gathering(manifest: Manifest, world: int, device: torch.device) -> float:
 
 
 def main() -> None:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, rounds=7)
     command.add_argument("cases", nargs="+", choices=CASES, metavar="CASE", help=", ".join(CASES))
     command.add_argument("--backend", help="of the ranks")
     command.add_argument("--engine", choices=(BARE, SGLANG), help="what takes the update")
     command.add_argument("--ranks", type=int)
-    command.add_argument("--rounds", type=int, default=7)
     command.add_argument("--bucket-mib", type=float)
     command.add_argument("--split", action="store_true", help="one engine over all ranks' GPUs, each holding its part")
     command.add_argument("--lora", type=int, metavar="RANK", help="merge adapters of this rank")
-    command.add_argument("--tiny", action="store_true", help="a few parameters, on a CPU")
-    command.add_argument("--output", help="a JSON file, written again after each case")
     args = command.parse_args()
     reports = []
     for name in args.cases:

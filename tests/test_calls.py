@@ -111,18 +111,6 @@ def test_an_interrupted_wait_can_be_repeated() -> None:
     assert [future.result(), future.result()] == ["a", "a"]
 
 
-def test_then_maps_results_once_and_passes_errors() -> None:
-    ranks, (good, bad) = answering("a", SaveFailed("disk full"))
-    made: list[str] = []
-    longer = good.then(lambda result: made.append(result) or result + "!")  # type: ignore[func-returns-value]
-    assert longer.group is ranks and longer.done() and made == []
-    assert [longer.result(), longer.result(), good.result(), made] == ["aA!", "aA!", "aA", ["aA"]]
-    with pytest.raises(SaveFailed, match="^disk full$"):
-        bad.then(str.upper).result()
-    ranks.calls.raise_unread()  # it was heard
-    assert good.then(len).done() and good.then(len).result() == 2  # of one that has ended
-
-
 # ---- in an event loop ------------------------------------------------------------------------------------------------
 
 
@@ -184,40 +172,7 @@ def test_a_cancelled_await_leaves_the_call_running() -> None:
         ranks.calls.raise_unread()
 
 
-def test_threads_and_a_loop_get_the_same_result() -> None:
-    ranks = Ranks()
-    futures = [ranks.start(answer) for answer in "abc"]
-    found: list[str] = []
-
-    async def awaits() -> list[str]:
-        asking = [threading.Thread(target=lambda: found.append(futures[2].result())) for _ in range(2)]
-        for each in asking:
-            each.start()
-        awaited = asyncio.gather(*futures)
-        await asyncio.sleep(0)
-        ranks.go(*"cba")
-        results = await awaited
-        for each in asking:
-            each.join()
-        return results
-
-    assert asyncio.run(awaits()) == ["aA", "bB", "cC"]
-    assert (found, ranks.log) == (["cC", "cC"], ["a", "b", "c"])
-
-
 # ---- one group -------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_that_ends_the_group_fails_later_calls() -> None:
-    died = WorkerDied("its process died in b")
-    ranks, futures = answering("a", died, "c", "d")
-    for future in (futures[3], futures[1], futures[2]):
-        with pytest.raises(WorkerDied) as caught:
-            future.result()
-        assert caught.value is died
-    assert futures[0].result() == "aA"
-    assert ranks.log == ["a", "its process died in b"]  # nobody waits for calls of a group that has ended
-    ranks.calls.raise_unread()
 
 
 def test_an_unread_error_is_raised_once_at_the_end() -> None:
@@ -250,18 +205,3 @@ def test_results_come_in_the_order_of_calls() -> None:
 def test_the_first_error_is_raised_while_others_hang() -> None:
     with pytest.raises(WorkerDied, match="^its process died$"):
         wait_all({**named(hangs=-5), "dies": Looks(1, died()).future()})
-
-
-def test_calls_of_one_group_are_polled_in_order() -> None:
-    group, later = object(), Looks(-5, "late")
-    futures = {"dies": Looks(3, died()).future(group), "waits": later.future(group), **named(other=0)}
-    with pytest.raises(WorkerDied, match="^its process died$"):
-        wait_all(futures)
-    assert later.looks == -5
-
-
-def test_a_call_that_is_alone_is_waited_for_without_looking() -> None:
-    alone = Looks(-5, 1)
-    assert wait_all({"one": alone.future()}) == {"one": 1}
-    assert alone.looks == -5
-    assert wait_all({}) == {}

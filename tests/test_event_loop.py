@@ -27,40 +27,6 @@ async def name() -> str:
     return threading.current_thread().name
 
 
-def test_coroutines_and_functions_run_in_their_threads(loop: EventLoop) -> None:
-    here = threading.current_thread().name
-
-    async def work() -> list[str]:
-        there = await in_thread(lambda: threading.current_thread().name, name="mine")
-        return [await name(), await loop.in_caller(lambda: threading.current_thread().name), there]
-
-    assert loop.run(work()) == ["tested", here, "mine"]
-    assert loop.begin(name()).result(LIMIT) == "tested"
-
-    async def inside() -> bool:
-        return loop.inside
-
-    assert loop.run(inside()) and not loop.inside
-
-
-def test_errors_reach_who_waits_whichever_thread_they_are_raised_in(loop: EventLoop) -> None:
-    def broken() -> None:
-        raise ValueError("no way")
-
-    async def caught() -> list[str]:
-        found = []
-        for call in (lambda: loop.in_caller(broken), lambda: in_thread(broken, name="mine")):
-            try:
-                await call()
-            except ValueError as error:
-                found.append(str(error))
-        return found
-
-    assert loop.run(caught()) == ["no way", "no way"]
-    with pytest.raises(ValueError, match="^no way$"):
-        loop.run(in_thread(broken, name="mine"))
-
-
 def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
     cancelled = threading.Event()
 
@@ -78,16 +44,6 @@ def test_an_interrupted_caller_cancels_the_coroutine(loop: EventLoop) -> None:
         loop.run(work())
     assert cancelled.wait(LIMIT)
     assert loop.run(name()) == "tested"  # what was left behind does not disturb
-
-
-def test_a_task_that_exits_fails_alone(loop: EventLoop) -> None:
-    async def exits() -> None:
-        raise SystemExit("bad argument")
-
-    other = loop.begin(asyncio.sleep(0.05, result=8))
-    with pytest.raises(SystemExit, match="^bad argument$"):
-        loop.begin(exits()).result(LIMIT)
-    assert other.result(LIMIT) == 8 and loop.run(name()) == "tested"
 
 
 @pytest.mark.parametrize("turns", range(6))

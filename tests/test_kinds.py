@@ -21,9 +21,3 @@ from corerl.kinds import experts_of
 )
 def test_experts_are_counted_in_the_fields_that_transformers_writes(fields: dict[str, Any], count: int) -> None:
     assert experts_of(AutoConfig.for_model(**fields).to_dict()) == count
-
-
-def test_experts_are_counted_under_the_name_that_older_versions_of_transformers_write() -> None:
-    assert experts_of({"model_type": "qwen3_moe", "num_experts": 6}) == 6
-    assert experts_of({"model_type": "qwen3_moe", "num_experts": None, "num_local_experts": 6}) == 6
-    assert experts_of({}) == experts_of({"num_experts": "6"}) == 0

@@ -3,11 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from corerl.engines.base import GenerateRequest, Generation
-from corerl.engines.continuation import continued
 from corerl.errors import UserError
-from corerl.types import AdamSettings, Metric, Reduction, SampleBatch, merge_metrics, offsets_of
-from tests.pictured import batch_of, random_rows, request_of, rows_in
+from corerl.types import AdamSettings, Metric, Reduction, SampleBatch, merge_metrics
+from tests.pictured import batch_of, random_rows, rows_in
 
 
 def batch(*lengths: int, start: int = 0) -> SampleBatch:
@@ -34,20 +32,6 @@ def test_samples_are_taken_in_the_order_asked_for() -> None:
     assert (runs.tokens.tolist(), runs.offsets.tolist()) == ([5, 0, 1, 2, 3, 4, 2, 3, 4], [0, 1, 3, 3, 6, 9])
 
 
-def test_batches_are_joined_end_to_end() -> None:
-    joined = SampleBatch.concatenate([batch(2, 1), batch(0, 3, start=3)])
-    assert joined.tokens.tolist() == [0, 1, 2, 3, 4, 5]
-    assert joined.offsets.tolist() == [0, 2, 3, 3, 6]
-    assert joined.row_columns["length"].tolist() == [2, 1, 0, 3]
-    assert joined.columns["tenth"] == pytest.approx(joined.tokens / 10)
-
-
-@pytest.mark.parametrize("offsets", [[1, 3], [0, 4], [0, 3, 2, 5], []])
-def test_samples_that_do_not_cover_their_tokens_are_refused(offsets: list[int]) -> None:
-    with pytest.raises(ValueError, match="offsets must increase from 0 to 5 tokens"):
-        SampleBatch(tokens=np.arange(5), offsets=np.array(offsets, dtype=np.int64))
-
-
 @pytest.mark.parametrize(
     "targets", [np.zeros(3), np.zeros((3, 0), int), np.zeros((3, 2, 2), int), np.zeros(3, np.uint8)]
 )
@@ -56,26 +40,6 @@ def test_targets_that_are_no_ids_of_each_token_are_refused(targets: np.ndarray) 
         ValueError, match=rf"'targets' is {targets.dtype} .*, expected int32 or int64, \[N\] or \[N, K\]"
     ):
         batch(3).with_columns(targets=targets)
-
-
-@pytest.mark.parametrize("lengths", [[2, 0, 3], [], np.array([2, 0, 3], np.int32)])
-def test_offsets_are_where_rows_begin_and_the_last_one_ends(lengths: list[int]) -> None:
-    offsets = offsets_of(lengths)
-    assert offsets.dtype == np.int64 and offsets.tolist() == [0, 2, 2, 5][: len(lengths) + 1]
-
-
-def test_an_episode_is_its_sample_with_the_last_answer() -> None:
-    every = batch(2, 1, 1, 3, 1)
-    for found in every.episodes:
-        assert found.tolist() == [0, 1, 2, 3, 4]
-    several = every.with_row_columns(episode=np.array([7, 2, 7, 2, 5]))
-    chosen, episode_of = several.episodes
-    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 4], [0, 1, 0, 1, 2])
-    final = several.with_row_columns(final=np.array([False, True, True, False, True]))
-    chosen, episode_of = final.episodes
-    assert (chosen.tolist(), episode_of.tolist()) == ([1, 2, 4], [1, 0, 1, 0, 2])
-    chosen, episode_of = final.take_rows(np.array([4, 3, 0])).episodes  # a user has left out the last answers
-    assert (chosen.tolist(), episode_of.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
 @pytest.mark.parametrize("reduction", Reduction)
@@ -103,17 +67,6 @@ def test_batches_that_are_taken_and_joined_keep_their_pictures(seed: int) -> Non
     assert rows_in(joined.take_rows(chosen)) == [every[row] for row in chosen]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_requests_that_are_taken_and_joined_keep_their_pictures(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    parts = [random_rows(rng, count) for count in rng.integers(1, 6, size=3)]
-    joined = GenerateRequest.concatenate([request_of(rows) for rows in parts])
-    every = [row for rows in parts for row in rows]
-    assert rows_in(joined) == every
-    chosen = rng.integers(0, len(every), size=rng.integers(1, 2 * len(every)))
-    assert rows_in(joined.take_rows(chosen)) == [every[row] for row in chosen]
-
-
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
@@ -131,19 +84,3 @@ def test_adam_settings_outside_their_range_are_refused(given: dict[str, object],
     with pytest.raises(UserError) as caught:
         AdamSettings(**given)  # type: ignore[arg-type]  # what is refused
     assert caught.value.message == f"AdamSettings: {wanted}; leave it out to keep the config's"
-
-
-def test_a_continued_request_shows_the_pictures_of_unfinished_rows() -> None:
-    rows = random_rows(np.random.default_rng(3), 6)
-    said = [np.arange(40, 40 + count) for count in range(6)]
-    unfinished = np.array([False, True, True, False, False, True])
-    generation = Generation(
-        tokens=np.concatenate(said),
-        offsets=offsets_of([len(each) for each in said]),
-        logprobs=np.zeros(15, np.float32),
-        versions=np.zeros(15, np.int64),
-        truncated=np.zeros(6, np.bool_),
-        unfinished=unfinished,
-    )
-    following = rows_in(continued(request_of(rows), generation))
-    assert following == [rows[row] + [(int(token), "") for token in said[row]] for row in np.flatnonzero(unfinished)]

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.peers import work
 from benchmarks.peers.work import CASES, Case
-from benchmarks.report import Comparison, Number, Report, finish, joined
+from benchmarks.report import Comparison, Number, Report, arguments, finish, joined
 from benchmarks.runs import LARGE, SERVER, Process, Watched, say_steps, sglang, value
 
 SIDES = ("corerl", "verl")
@@ -256,23 +256,19 @@ def make(
 
 
 def main() -> int:
-    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command = arguments(__doc__, deadline=420.0, settings="more settings of the runs")
     command.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     command.add_argument("--side", choices=(*SIDES, "both", "none"), default="both", help="none: of kept steps alone")
     command.add_argument("--steps", type=int, default=3, help="that count")
     command.add_argument("--warm", type=int, default=2, help="steps before them")
     command.add_argument("--attention", default="triton", help="SGLang's attention backend, on both sides")
     command.add_argument("--fused", choices=("triton", "torch"), default="triton", help="verl's kernels for log-probs")
-    command.add_argument("--deadline", type=float, default=420.0, help="seconds of a side, its start included")
-    command.add_argument("--set", nargs="*", default=[], help="more settings of CoreRL")
     command.add_argument("--verl-set", nargs="*", default=[], help="more overrides of verl's configuration")
     command.add_argument(
         "--verl-environment", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of verl's side"
     )
     command.add_argument("--keep", type=Path, help="a directory for checkpoints and steps")
     command.add_argument("--overrides", action="store_true", help="print verl's overrides, one a line, and end")
-    command.add_argument("--tiny", action="store_true", help="CoreRL alone in a small size, on a CPU")
-    command.add_argument("--output", help="a JSON file; without it a table is printed")
     args = command.parse_args()
     if args.tiny and args.side in ("verl", "both"):
         command.error("--tiny: verl needs a GPU, add --side corerl")

@@ -10,14 +10,8 @@ import pytest
 
 from corerl.algorithms.advantages import (
     STD_EPS,
-    at_last_token,
-    broadcast,
-    compared,
-    explained_variance,
     gae,
     group_advantages,
-    sample_rewards,
-    soft_overlong_penalty,
     spread,
     whiten,
     without_truncated,
@@ -38,36 +32,6 @@ def test_advantages_are_rewards_against_their_own_group(normalize_std: bool) -> 
     got = group_advantages(REWARDS, GROUPS, normalize_std=normalize_std)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("normalize_std", [False, True])
-def test_groups_without_spread_have_advantages_of_exactly_zero(normalize_std: bool) -> None:
-    rewards = np.array([0.1, 0.1, 0.1, 5.0], dtype=np.float64)  # the mean of three times 0.1 is not 0.1
-    got = group_advantages(rewards, np.array([0, 0, 0, 1]), normalize_std=normalize_std)
-    assert got.tolist() == [0.0, 0.0, 0.0, 0.0]
-
-
-def test_an_episode_of_several_samples_is_compared_once() -> None:
-    # Episode 0 has samples 0 and 2, of rewards 1 and of 0.5 and -0.25 at their tokens; they are one of two that differ.
-    samples = SampleBatch(
-        tokens=np.arange(4),
-        offsets=np.array([0, 1, 2, 4]),
-        row_columns={"group": np.zeros(3, np.int64), "episode": np.array([0, 1, 0])},
-    )
-    tokens = np.array([0.5, 0.125, -0.25, 0.0], np.float32)
-    each = sample_rewards(samples, np.array([1.0, 0.0, 1.0], np.float32), tokens)
-    assert each.tolist() == [1.25, 0.125, 1.25]
-    found = compared(each, samples, lambda rewards, groups: group_advantages(rewards, groups, normalize_std=False))
-    assert found.tolist() == [0.5625, -0.5625, 0.5625]
-
-
-def test_broadcast_writes_a_samples_number_at_its_loss_tokens_only() -> None:
-    batch = SampleBatch(
-        tokens=np.arange(6),
-        offsets=np.array([0, 2, 6]),
-        columns={"loss_mask": np.array([False, True, False, False, True, True])},
-    )
-    assert broadcast(np.array([-1.5, 2.0], dtype=np.float32), batch).tolist() == [0.0, -1.5, 0.0, 0.0, 2.0, 2.0]
 
 
 def batch_of(*masks: str) -> SampleBatch:
@@ -96,17 +60,6 @@ def loss_tokens_of(batch: SampleBatch) -> list[list[int]]:
     return [[n for n in range(start, end) if mask[n]] for start, end in itertools.pairwise(batch.offsets.tolist())]
 
 
-def test_at_last_token_of_ragged_samples_equals_a_loop() -> None:
-    rng = np.random.default_rng(1)
-    batch = random_batch(rng)
-    rewards = rng.standard_normal(len(batch)).astype(np.float32)
-    expected = np.zeros(len(batch.tokens), dtype=np.float32)
-    for reward, tokens in zip(rewards, loss_tokens_of(batch), strict=True):
-        if tokens:
-            expected[tokens[-1]] = reward
-    np.testing.assert_array_equal(at_last_token(rewards, batch), expected)
-
-
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.7), (1.0, 0.5)])
 def test_gae_is_the_papers_sum_of_discounted_residuals(gamma: float, lam: float) -> None:
     rng = np.random.default_rng(2)
@@ -122,23 +75,6 @@ def test_gae_is_the_papers_sum_of_discounted_residuals(gamma: float, lam: float)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_long_sample_does_not_lose_digits_on_the_way() -> None:
-    batch = batch_of("x" * 20_000)
-    rewards = np.full(20_000, 0.1, dtype=np.float32)
-    values = 1000 * np.random.default_rng(0).standard_normal(20_000, dtype=np.float32)
-    _, returns = gae(rewards, values, batch, gamma=1.0, lam=1.0)
-    # Even without the values, summed in float32 it would be wrong in the fourth digit.
-    np.testing.assert_allclose(returns[0], 20_000 * float(np.float32(0.1)), rtol=1e-7)
-
-
-def test_a_batch_without_loss_tokens_has_no_advantages() -> None:
-    batch = batch_of("..", "", ".")
-    nothing = np.full(3, np.nan, dtype=np.float32)
-    assert [part.tolist() for part in gae(nothing, nothing, batch, gamma=1.0, lam=1.0)] == [[0.0] * 3] * 2
-    assert at_last_token(nothing, batch).tolist() == [0.0] * 3
-    assert whiten(nothing, batch.columns["loss_mask"]).tolist() == [0.0] * 3
-
-
 def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
     rng = np.random.default_rng(4)
     batch = random_batch(rng)
@@ -149,18 +85,6 @@ def test_whitened_advantages_have_mean_0_and_deviation_1() -> None:
     assert statistics.pstdev(chosen) == pytest.approx(1.0, rel=1e-6)
     assert np.argsort(chosen).tolist() == np.argsort(advantages[mask]).tolist()
     assert not got[~mask].any()
-
-
-def test_equal_advantages_are_whitened_to_exactly_zero() -> None:
-    mask = np.array([True, True, True, False])
-    for dtype in (np.float32, np.float64):  # in float64 the mean of three times 0.1 is not 0.1
-        assert whiten(np.array([0.1, 0.1, 0.1, 7.0], dtype=dtype), mask).tolist() == [0.0] * 4
-
-
-def test_spread_tells_groups_whose_rewards_differ() -> None:
-    rewards = np.array([1.0, 0.1, 0.5, 1.0, 0.1, 0.25, 0.1], dtype=np.float32)
-    assert spread(rewards, np.array([2, 0, 1, 2, 0, 1, 0])).tolist() == [False, True, False]
-    assert spread(rewards[:3], np.array([0, 1, 2])).tolist() == [False, False, False]  # groups of one
 
 
 # Equal but for rounding: sums of the same parts in another order, a float32 and the next one, parts that cancel.
@@ -179,48 +103,9 @@ def test_rewards_equal_within_rounding_teach_nothing(rewards: list[float]) -> No
     assert whiten(np.array(rewards, np.float32), np.ones(2, np.bool_)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("rewards", [[1.0, 1.0 + 1e-5], [0.0, 1e-6], [1000.0, 1000.01], [-1e-3, 1e-3]])
-def test_small_differences_beyond_rounding_are_kept_exactly(rewards: list[float]) -> None:
-    mean, std = sum(rewards) / 2, abs(rewards[1] - rewards[0]) / 2**0.5
-    found = group_advantages(np.array(rewards), np.zeros(2, np.int64), normalize_std=True)
-    np.testing.assert_allclose(found, [(each - mean) / (std + 1e-6) for each in rewards], rtol=1e-5)
-    assert spread(np.array(rewards), np.zeros(2, np.int64)).all()
-
-
 def chosen(*numbers: float) -> tuple[FloatArray, BoolArray]:
     """Numbers at loss tokens, after one that is at none."""
     return np.array([np.nan, *numbers], dtype=np.float32), np.array([False] + [True] * len(numbers))
-
-
-def test_explained_variance_is_that_of_pythons_statistics() -> None:
-    rng = np.random.default_rng(6)
-    batch = random_batch(rng)
-    returns, values, mask = random_numbers(rng, batch), random_numbers(rng, batch), batch.columns["loss_mask"]
-    errors = [r - v for r, v in zip(returns[mask].tolist(), values[mask].tolist(), strict=True)]
-    expected = 1 - statistics.pvariance(errors) / statistics.pvariance(returns[mask].tolist())
-    assert explained_variance(values, returns, mask) == pytest.approx(expected)
-
-
-def test_returns_that_are_all_equal_leave_nothing_to_explain() -> None:
-    returns, mask = chosen(0.1, 0.1, 0.1)
-    values, _ = chosen(1, 2, 3)
-    assert explained_variance(values, returns, mask) == 0.0
-    assert explained_variance(values, returns, np.zeros(4, dtype=np.bool_)) == 0.0
-
-
-@pytest.mark.parametrize("buffer", [0, 1, 7, 50])
-def test_the_penalty_is_the_papers_equation(buffer: int) -> None:
-    expected = []
-    for length in range(61):
-        if length <= 50 - buffer:
-            expected.append(0.0)
-        elif length <= 50:
-            expected.append(((50 - buffer) - length) / buffer)
-        else:
-            expected.append(-1.0)
-    got = soft_overlong_penalty(np.arange(61), max_tokens=50, buffer=buffer)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
@@ -247,14 +132,3 @@ def test_truncated_samples_lose_their_loss_tokens_alone() -> None:
     }
     assert got.tokens is batch.tokens and got.row_columns == batch.row_columns and len(got) == 3
     assert batch.columns["loss_mask"].sum() == 4  # the batch that was given stays as it was
-
-
-@pytest.mark.parametrize("name", ["old_logprobs", "ref_logprobs", "advantages", "values", "returns"])
-def test_columns_computed_later_are_0_in_truncated_samples(name: str) -> None:
-    batch = SampleBatch(
-        tokens=np.arange(4),
-        offsets=np.array([0, 1, 3, 4]),
-        columns={name: np.array([1, 2, 3, 4], dtype=np.float32)},
-        row_columns={"truncated": np.array([False, True, False])},
-    )
-    assert without_truncated(batch).columns[name].tolist() == [1.0, 0.0, 0.0, 4.0]

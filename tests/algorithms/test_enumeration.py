@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from corerl.plugin.registry import Kind, scan
-from tests.algorithms.enumeration import FIXED, MOST, RANDOM, STATES, World, gradients, normal
+from tests.algorithms.enumeration import FIXED, MOST, RANDOM, World, gradients
 
 OURS = ("corerl", "corerl-algorithms")
 ALGORITHMS = sorted(entry.name for entry in scan(Kind.ALGORITHMS) if entry.distribution in OURS)
@@ -178,55 +178,12 @@ def test_the_expected_gradient_is_that_of_the_stated_objective(name: str, aggreg
     assert 0 < found.metrics["clip_fraction"].value < 1 or name == "cispo"
 
 
-def test_a_critics_expected_gradient_is_that_of_squared_error() -> None:
-    world, options = RANDOM, OPTIONS["ppo"]
-    last = torch.stack([~world.mask[..., 1], world.mask[..., 1]], -1)
-    values = world.critic + 0.3 * normal(6, STATES)
-    returns = generalized(world, world.rewards[world.pairs][..., None] * last) + world.at(world.critic)
-    leaf = values.clone().requires_grad_()
-    near = torch.maximum(torch.minimum(leaf, world.critic + 0.2), world.critic - 0.2)
-    each = torch.maximum((world.at(leaf) - returns) ** 2, (world.at(near) - returns) ** 2) / 2
-    (exact,) = torch.autograd.grad((stated_weights(world, "token-mean") * each).sum(), leaf)
-    found = gradients(world, values, "ppo", *options, "algorithm.aggregation=constant-length", role="critic")
-    assert_same(found.gradient, exact)
-    assert 0 < found.metrics["value_clip_fraction"].value < 1
-
-
 # ---- what the objectives are for -------------------------------------------------------------------------------------
 
 CONSTANT = "algorithm.aggregation=constant-length"
 
 
-def expected(world: World, logprobs: Tensor, values: Tensor) -> Tensor:
-    """Over the samples of a policy, of a value of each [samples]."""
-    return (torch.stack([of_sample(logprobs, said) for said in world.samples]).exp() * values).sum()
-
-
-def of_sample(table: Tensor, said: list[int]) -> Tensor:
-    """The sum over a sample's words of what a table has for each."""
-    return table[0, said[0]] + (table[said[0] + 1, said[1]] if len(said) == 2 else 0)
-
-
 RETURNS = ("algorithms.ppo.whiten=false",)  # gamma and lambda are 1
-# An estimator of the expected reward's gradient, up to a factor: of a pair, what is centred at its mean has lost half.
-UNBIASED = [("rloo", 1.0, ()), ("dr-grpo", 0.5, ()), ("ppo", 1.0, RETURNS)]
-
-
-@pytest.mark.parametrize(("name", "factor", "options"), UNBIASED)
-def test_unbiased_algorithms_climb_expected_reward_less_penalties(
-    name: str, factor: float, options: tuple[str, ...]
-) -> None:
-    world, policy = RANDOM, RANDOM.old
-    longer = torch.tensor([len(said) - 1.0 for said in world.samples], dtype=torch.float64)
-
-    def objective(logprobs: Tensor) -> Tensor:
-        apart = logprobs - world.reference
-        divergence = torch.stack([of_sample(apart, said) for said in world.samples])  # of whole samples
-        return -factor / MOST * expected(world, logprobs, world.rewards - longer - KL * divergence)
-
-    overlong = ("algorithm.overlong=penalty", "algorithm.overlong_buffer=1")
-    found = gradients(world, policy, name, CONSTANT, *options, *overlong, *PENALTIES["KL in the reward"])
-    assert_same(found.gradient, gradient_of(objective, policy))
 
 
 def test_distillation_descends_the_kl_to_the_teacher_at_each_state() -> None:

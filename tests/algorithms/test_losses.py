@@ -11,10 +11,8 @@ from corerl.algorithms.losses import (
     Loss,
     LossInputs,
     LossResult,
-    PolicyTokens,
     TensorMetric,
     clipped,
-    mismatch,
     value,
     weighted_logprobs,
 )
@@ -96,16 +94,6 @@ def test_tokens_of_weight_zero_reach_no_loss_or_metric(name: str, poison: float)
     assert gradients(found, among) == [[0.0, *each, 0.0] for each in gradients(alone, given)]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_filler_micro_batch_has_no_loss_or_gradient(name: str) -> None:
-    loss, params = LOSSES[name]
-    inputs = three_tokens()
-    filler = evolve(inputs, columns={**inputs.columns, "weights": torch.zeros(3, dtype=torch.float64)})
-    result = loss(filler, **params)
-    assert result.loss.item() == 0.0 and gradients(result, filler) == [[0.0] * 3] * 3
-    assert set(totals(result).values()) == {(0.0, 0)}
-
-
 @pytest.mark.parametrize(
     ("name", "without", "message"),
     [
@@ -169,68 +157,6 @@ def test_metrics_of_three_tokens_worked_by_hand() -> None:
     assert not any(metric.total.requires_grad for metric in metrics.values())
 
 
-def test_a_loss_without_coefficients_is_its_policy_term_alone() -> None:
-    inputs = three_tokens()
-    tokens = PolicyTokens.of(inputs, name="own")
-    result = tokens.result(-tokens.log_ratio)
-    ratios = [math.log(p) - old for p, old in zip(NEW, COLUMNS["old_logprobs"], strict=True)]
-    assert result.loss.item() == pytest.approx(-sum(w * ratio for w, ratio in zip(WEIGHTS, ratios, strict=True)))
-    assert gradients(result, inputs) == [[-w for w in WEIGHTS], [0.0] * 3, [0.0] * 3]
-    assert "kl" not in result.metrics
-
-
-def test_the_mismatch_of_three_tokens_worked_by_hand() -> None:
-    trainer, engine = torch.tensor([-1.0, -2.0, -3.05, -math.inf]), torch.tensor([-2.5, -2.0, -3.0, math.nan])
-    found = mismatch(trainer, engine, torch.tensor([True, True, True, False]))
-    assert {name: mean(metric) for name, metric in found.items() if name != "logprob_diff_max"} == {
-        "logprob_diff": pytest.approx((1.5 + 0.05) / 3),
-        "logprob_kl": pytest.approx((math.exp(1.5) - 1 - 1.5 + math.exp(-0.05) - 1 + 0.05) / 3, rel=1e-5),
-        "logprob_diff_above_0.1": pytest.approx(1 / 3),
-        "logprob_diff_above_1": pytest.approx(1 / 3),
-    }
-    assert found["logprob_diff_max"].total.item() == 1.5
-
-
-def test_a_log_prob_of_nan_counts_as_far_apart() -> None:
-    found = mismatch(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, math.nan]), torch.tensor([True, True]))
-    assert [mean(found[f"logprob_diff_above_{limit}"]) for limit in ("0.1", "1")] == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_an_impossible_token_does_not_make_a_step_infinite(advantage: float) -> None:
-    inputs = LossInputs(
-        logprobs=torch.tensor([-1.0], requires_grad=True),
-        columns={
-            "weights": torch.ones(1),
-            "advantages": torch.tensor([advantage]),
-            "old_logprobs": torch.tensor([-91.0]),
-            "rollout_logprobs": torch.tensor([-91.0]),
-        },
-    )
-    loss = clipped(inputs).loss
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert inputs.logprobs.grad is not None
-    assert inputs.logprobs.grad.tolist() == [0.0]
-
-
-@pytest.mark.parametrize(("new", "before", "log_ratio"), [(-91.0, -1.0, -20.0), (-1.0, -91.0, 20.0)])
-def test_log_ratios_in_divergences_are_clamped_at_20(new: float, before: float, log_ratio: float) -> None:
-    inputs = LossInputs(
-        logprobs=torch.tensor([new], dtype=torch.float64),
-        columns={
-            "weights": torch.ones(1),
-            "advantages": torch.ones(1),
-            "old_logprobs": torch.tensor([before]),
-            "rollout_logprobs": torch.tensor([before]),
-        },
-    )
-    metrics = clipped(inputs).metrics
-    k3 = math.exp(log_ratio) - 1 - log_ratio
-    expected = {"ratio": math.exp(log_ratio), "approx_kl": k3, "logprob_kl": k3, "logprob_diff": 90.0}
-    assert {name: mean(metrics[name]) for name in expected} == pytest.approx(expected)
-
-
 def test_the_critics_metrics_of_three_tokens_worked_by_hand() -> None:
     result = value(three_tokens(), value_clip=0.5)
     metrics = dict(result.metrics)
@@ -282,17 +208,6 @@ def test_weighted_logprobs_of_three_tokens_worked_by_hand() -> None:
     assert not metric.total.requires_grad
 
 
-def test_of_several_targets_all_logprobs_are_weighted() -> None:
-    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0], [-math.inf, math.nan]], requires_grad=True)
-    slopes = torch.tensor([[1.0, 0.0], [-2.0, 4.0], [9.0, 9.0]])
-    columns = {"weights": torch.tensor([0.5, 0.25, 0.0]), "logprob_weights": slopes}
-    result = weighted_logprobs(LossInputs(logprobs=logprobs, columns=columns))
-    assert result.loss.item() == 0.5 * -1.0 + 0.25 * (6.0 - 16.0)
-    (gradient,) = torch.autograd.grad(result.loss, logprobs)
-    assert gradient.tolist() == [[0.5, 0.0], [-0.5, 1.0], [0.0, 0.0]]
-    assert result.metrics["loss"].weight.item() == 2
-
-
 def test_losses_of_one_logprob_for_each_token_refuse_several() -> None:
     inputs = three_tokens()
     assert inputs.logprobs is not None
@@ -301,36 +216,3 @@ def test_losses_of_one_logprob_for_each_token_refuse_several() -> None:
         clipped(several)
     with pytest.raises(ContractError, match=r"column 'logprob_weights' \[3\] for log-probs \[3, 3\]"):
         weighted_logprobs(several)
-
-
-def preference(logprobs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Of two samples of three tokens, that the first be likelier: no sum over tokens, and over no micro-batch."""
-    first, second = torch.where(counted, logprobs, 0.0).split(3)
-    return -torch.nn.functional.logsigmoid(0.3 * (first.sum() - second.sum()))
-
-
-def test_a_loss_computed_elsewhere_moves_the_model_alike() -> None:
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    targets = torch.randint(8, (6, 1), generator=generator)
-    counted = torch.tensor([False, True, True, False, True, True])
-    start = torch.randn(4, 8, generator=generator, dtype=torch.float64)
-
-    def logprobs_of(weight: torch.Tensor) -> torch.Tensor:
-        return (features @ weight).log_softmax(-1).gather(-1, targets)[:, 0]
-
-    direct = start.clone().requires_grad_()
-    preference(logprobs_of(direct), counted).backward()
-
-    seen = logprobs_of(start).requires_grad_()  # as a pass without gradients gives them
-    (slopes,) = torch.autograd.grad(preference(seen, counted), seen)
-    by_weights = start.clone().requires_grad_()
-    columns = {"weights": counted.double(), "logprob_weights": slopes.where(counted, math.nan)}
-    # In two micro-batches, each of one sample.
-    for part in (slice(3), slice(3, None)):
-        logprobs = logprobs_of(by_weights)[part]
-        weighted_logprobs(
-            LossInputs(logprobs=logprobs, columns={name: column[part] for name, column in columns.items()})
-        ).loss.backward()
-    assert direct.grad is not None and by_weights.grad is not None and direct.grad.abs().max() > 0.01
-    torch.testing.assert_close(by_weights.grad, direct.grad, rtol=1e-12, atol=1e-14)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.algorithms.losses import LossInputs, LossResult, clipped
+from corerl.algorithms.losses import LossInputs, LossResult
 from corerl.algorithms.registry import policy_loss, resolve_loss, users_estimate, users_postprocess
 from corerl.errors import ConfigError, DataError
-from corerl.types import LossSpec, Output, SampleBatch
+from corerl.types import LossSpec, SampleBatch
 
 
 def reinforce(inputs: LossInputs, *, entropy_coef: float = 0.0, offset: float) -> LossResult:
@@ -53,30 +53,6 @@ def spec_of(loss: str, *, kl_coef: float = 0.0, entropy_coef: float = 0.0) -> Lo
     return policy_loss(own, loss=loss, entropy_coef=entropy_coef, kl_coef=kl_coef, kl_estimator="k2")
 
 
-ONE_TOKEN = LossInputs(
-    logprobs=torch.tensor([-1.0]),
-    columns={
-        "weights": torch.tensor([0.5]),
-        "advantages": torch.tensor([2.0]),
-        "old_logprobs": torch.tensor([-3.0]),
-        "rollout_logprobs": torch.tensor([-3.0]),
-    },
-)
-
-
-def test_a_registered_loss_gets_the_parameters_of_its_spec() -> None:
-    loss = resolve_loss(LossSpec(name="clipped", params={"clip_high": 0.5}))
-    assert loss(ONE_TOKEN).loss.item() == clipped(ONE_TOKEN, clip_high=0.5).loss.item() == -0.5 * 1.5 * 2.0
-
-
-def test_a_loss_is_resolved_once_for_each_name_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    specs = [LossSpec(name="my_losses:anything", params={"clip_low": value}) for value in (2.0, 3.0, 2.0)]
-    first = [resolve_loss(spec) for spec in specs]
-    monkeypatch.delitem(sys.modules, "my_losses")  # who looks for it again does not find it
-    assert [resolve_loss(spec) for spec in specs] == first
-    assert [loss(ONE_TOKEN).loss.item() for loss in first] == [-2.0, -3.0, -2.0]
-
-
 def test_losses_of_earlier_coefficients_are_not_kept() -> None:
     first = weakref.ref(resolve_loss(LossSpec(name="clipped", params={"kl_coef": 2.0})))
     for step in range(200):
@@ -108,14 +84,6 @@ def test_losses_of_earlier_coefficients_are_not_kept() -> None:
 def test_what_cannot_be_resolved_is_named(name: str, params: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_loss(LossSpec(name=name, params=params))
-
-
-def test_the_algorithms_own_loss_gets_the_common_terms() -> None:
-    assert spec_of("", kl_coef=0.1) == LossSpec(
-        name="clipped",
-        params={"clip_low": 0.2, "clip_high": 0.3, "entropy_coef": 0.0, "kl_coef": 0.1, "kl_estimator": "k2"},
-        outputs=(Output.LOGPROBS, Output.ENTROPY),
-    )
 
 
 def test_a_users_loss_gets_the_fields_that_it_takes() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from corerl.plugin.registry import Kind, load, scan
 from corerl.plugin.spec import ACTOR
 from tests.algorithms.enumeration import planned
 
@@ -25,25 +24,12 @@ DECLARED = {
 }
 
 
-def test_every_algorithm_of_core_and_its_wheel_is_listed_here() -> None:
-    found = {each.name: each.distribution for each in scan(Kind.ALGORITHMS)}
-    assert {name for name, wheel in found.items() if wheel == "corerl"} == {"grpo", "ppo"}
-    assert DECLARED.keys() == {name for name, wheel in found.items() if wheel in ("corerl", "corerl-algorithms")}
-
-
 @pytest.mark.parametrize("name", DECLARED)
 def test_an_algorithm_has_its_papers_settings(name: str) -> None:
     settings, loss = planned(name).settings, planned(name).objectives[ACTOR].loss
     bounds = (loss.params["clip_low"], loss.params["clip_high"])
     found = (settings.aggregation, settings.dynamic_sampling, settings.overlong, loss.name, *bounds)
     assert found == DECLARED[name]
-
-
-def test_what_an_algorithm_compares_is_what_its_advantages_need() -> None:
-    specs = {name: load(Kind.ALGORITHMS, name).spec for name in DECLARED}
-    over_the_batch = {"reinforce++", "reinforce++-baseline", "ppo"}
-    assert {name for name, spec in specs.items() if not spec.by_prompt} == over_the_batch
-    assert {name for name, spec in specs.items() if not spec.compares} == over_the_batch | {"distill"}
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -57,14 +43,3 @@ def test_options_reach_the_loss_and_settings_win_over_defaults(name: str) -> Non
         "keep",
         0,
     )
-
-
-def test_a_fifth_of_the_longest_response_is_dapos_buffer() -> None:
-    assert planned("dapo", "rollout.max_tokens=20480").settings.overlong_buffer == 4096  # as in section 4.1
-
-
-def test_ppos_further_options_reach_both_losses() -> None:
-    own = ("dual_clip=1.5", "value_clip=0.5", "warmup_steps=5")
-    found = planned("ppo", *(f"algorithms.ppo.{each}" for each in own)).objectives
-    assert (found[ACTOR].loss.params["dual_clip"], found[ACTOR].first_step) == (1.5, 5)
-    assert (found["critic"].loss.params["value_clip"], found["critic"].first_step) == (0.5, 0)

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corerl.backend import Backend, ExtraState, StateKey
 from corerl.checkpoint import writer
 from corerl.checkpoint.writer import BackgroundWriter
-from corerl.config.schema import WeightsConfig
 from corerl.errors import (
     CheckpointError,
     ContractError,
@@ -29,7 +28,7 @@ from corerl.memory.device import DeviceMeter
 from corerl.memory.pool import HostMemory, Piece
 from corerl.plugin.hooks import Context
 from corerl.plugin.host import PluginHost
-from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch, SleepResult
+from corerl.types import GradientResult, LossSpec, MemoryKind, Output, PackedBatch
 from corerl.weights.gather import GatherPlan
 from corerl.weights.manifest import Bucket
 from corerl_testing.harness import LOSS, Setup, role_config, step_at
@@ -73,16 +72,6 @@ def test_a_backend_without_one_of_the_primitives_cannot_be_made() -> None:
         TypeError, match="after_load.*build.*forward.*forward_backward.*local_state.*optimizer_step.*tensors"
     ):
         Incomplete()  # type: ignore[abstract]
-
-
-def test_an_overridden_hook_needs_no_mark(setup: Setup) -> None:
-    class Sleepless(PlainBackend):
-        def sleep(self, kinds: Any) -> SleepResult:
-            return SleepResult(freed_bytes=-1, residual_bytes=len(kinds))
-
-    host = PluginHost(Sleepless(), name="sleepless", context=CONTEXT)
-    host.init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
-    assert host.sleep({MemoryKind.PARAM}) == SleepResult(freed_bytes=-1, residual_bytes=1)
 
 
 def test_a_build_without_a_layout_is_refused_before_loading(setup: Setup) -> None:
@@ -142,23 +131,6 @@ def test_extra_state_comes_back_to_the_same_backend_and_to_no_other(setup: Setup
     other = initialized(Renamed(), setup, str(tmp_path))
     assert (other.noise.tolist(), other.offset) == ([0, 1, 2], 4)
     assert torch.equal(next(iter(other.params.values())), next(iter(backend.params.values())))
-
-
-def test_counters_of_a_checkpoint_are_its_own(setup: Setup, tmp_path: Path) -> None:
-    backend = initialized(PlainBackend(), setup)
-    backend.adam_step = 2  # of three steps one was skipped
-    backend.update_weights(InProcessSender(lambda bucket: None), 8, False)
-    backend.save(str(tmp_path), step_at(3), False)
-    resumed = PlainBackend()
-    result = resumed.init(evolve(role_config(setup, resume=str(tmp_path)), options=PlainConfig()), CONTEXT)
-    assert (result.optimizer_step, resumed.adam_step, result.weights_version) == (3, 2, 8)
-
-
-def test_bytes_of_an_update_are_what_was_sent(setup: Setup) -> None:
-    backend, sender = initialized(PlainBackend(), setup), InProcessSender(lambda tensors: None)
-    assert backend.update_weights(sender, 1, False).bytes == sum(param.nbytes for param in backend.params.values())
-    sender.sent = 5  # as of changes alone
-    assert backend.update_weights(sender, 2, False).bytes == 5
 
 
 def test_a_checkpoint_of_a_larger_model_is_refused(
@@ -276,15 +248,6 @@ def test_host_memory_is_reserved_for_what_will_sleep(setup: Setup, host_memory: 
     assert host_memory.closed
 
 
-def test_that_memory_is_not_pinned_is_said_once(setup: Setup, host_memory: Noting) -> None:
-    backend = initialized(PlainBackend(), setup)
-    notes = []
-    for _ in range(2):
-        notes.append(backend.sleep(set(MemoryKind)).notes)
-        backend.wake_up(set(MemoryKind))
-    assert notes == [("it could not be pinned",), ()]
-
-
 TORCHS = (
     "CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 86.69 MiB is "
     "free. Including non-PyTorch memory, this process has 138.24 GiB memory in use. Of the allocated memory 135.26 GiB "
@@ -339,14 +302,3 @@ def test_a_half_built_backend_shows_torchs_own_words(setup: Setup) -> None:
         host_of(backend).init(evolve(role_config(setup), options=PlainConfig()), CONTEXT)
     line = f"tests/backend/test_base.py:{Large.build.__code__.co_firstlineno + 2}"
     assert caught.value.message == f"backend:large, actor rank 0: init failed: OutOfMemoryError: {TORCHS} ({line})"
-
-
-@pytest.mark.parametrize(
-    ("wanted", "precision", "dtype"),
-    [("model", "float32", "float32"), ("model", "bfloat16", "bfloat16"), ("float32", "bfloat16", "float32")],
-)
-def test_weights_travel_in_the_precision_of_training_unless_another_is_named(
-    setup: Setup, wanted: Any, precision: Any, dtype: str
-) -> None:
-    chosen = evolve(setup, weights=WeightsConfig(dtype=wanted), train=evolve(setup.train, precision=precision))
-    assert initialized(PlainBackend(), chosen).stream(adapters=False).sent.dtype == dtype

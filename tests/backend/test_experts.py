@@ -46,25 +46,6 @@ def test_an_even_load_costs_as_many_as_experts_are_chosen() -> None:
     assert load_balancing_loss([even], torch.ones(6, dtype=torch.bool), topk=2).item() == pytest.approx(2.0)
 
 
-def test_a_micro_batch_of_padding_alone_costs_nothing() -> None:
-    logits = torch.randn(4, 3, requires_grad=True)
-    loss = load_balancing_loss([logits], torch.zeros(4, dtype=torch.bool), topk=1)
-    loss.backward()
-    assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
-
-
-def test_metrics_of_the_load_are_means_and_extremes_over_layers() -> None:
-    found = {name: metric.value for name, metric in metrics_of_load(torch.tensor([[4, 0, 0, 0], [1, 1, 1, 1]])).items()}
-    assert found == {
-        "moe/largest_share": pytest.approx((1 + 0.25) / 2),
-        "moe/entropy": pytest.approx(0.5),
-        "moe/unused": 1.5,
-        "moe/largest_share_max": 1.0,
-        "moe/entropy_min": 0.0,
-        "moe/unused_max": 3.0,
-    }
-
-
 def test_a_single_expert_has_a_load_without_entropy() -> None:
     found = metrics_of_load(torch.tensor([[4], [4]]))
     assert (found["moe/entropy"].value, found["moe/largest_share"].value) == (0.0, 1.0)
@@ -127,18 +108,6 @@ def micro_of(column: ArrayLike) -> MicroBatch:
 def column(**others: Any) -> list[list[list[int]]]:
     """[T, layers, k], of all tokens 1 and 7 in the first layer, 2 and 0 in the second."""
     return [others.get(f"token_{token}", [[1, 7], [2, 0]]) for token in range(6)]
-
-
-def test_tokens_choose_for_themselves_in_padding_and_where_an_expert_is_unknown() -> None:
-    micro = micro_of(column(token_1=[[-1, -1], [2, 0]], token_2=[[1, 7], [3, -1]]))
-    free = free_tokens(micro, **SIZES)
-    assert free is not None
-    assert free.tolist() == [[False] * 2, [True, False], [False, True], [True] * 2, [False] * 2, [True] * 2]
-
-
-def test_where_all_tokens_are_told_none_is_free() -> None:
-    unpadded = evolve(micro_batch([0, 1], [4, 2], multiple=1), columns={COLUMN: np.array(column(), dtype=np.int16)})
-    assert free_tokens(unpadded, **SIZES) is None
 
 
 @pytest.mark.parametrize(

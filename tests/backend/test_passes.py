@@ -109,25 +109,6 @@ def replayed(micro: MicroBatch, first: int) -> MicroBatch:
     return evolve(micro, columns={**micro.columns, "routed_experts": column[:, None].astype(np.int16)})
 
 
-def test_replayed_experts_last_through_each_backward_pass() -> None:
-    micros = [replayed(FIRST, 0), replayed(SECOND, 3), FIRST]
-    routers = Listening()
-    losses = StepLosses(
-        Slope(),
-        PackedBatch(micro_batches=micros, count=3, temperature=0.5),
-        LossSpec(name=LOSS.name),
-        (),
-        device=CPU,
-        routers=routers,
-    )
-    heard = []
-    for value in losses:
-        value.backward()
-        heard.append(routers.now)
-    assert heard == [micros[0].columns["routed_experts"].tolist(), micros[1].columns["routed_experts"].tolist(), None]
-    assert routers.now is None
-
-
 def test_chosen_experts_are_an_output() -> None:
     micros = [replayed(FIRST, 0), replayed(SECOND, 3)]
     batch = PackedBatch(micro_batches=micros, count=2, temperature=0.5)

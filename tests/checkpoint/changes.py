@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def flip(file: Path, tensor: str = "", bit: int = 3) -> None:
@@ -18,14 +15,3 @@ def flip(file: Path, tensor: str = "", bit: int = 3) -> None:
         end = 8 + header + json.loads(content[8 : 8 + header])[tensor]["data_offsets"][1]
     content[end - 1] ^= 1 << bit
     file.write_bytes(content)
-
-
-def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Change checkpoint.json, with the checksum that it then must have; returns its path."""
-    file = checkpoint / "checkpoint.json"
-    content = json.loads(file.read_text())
-    change(content)
-    del content["crc32"]
-    content["crc32"] = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    file.write_text(json.dumps(content, indent=1))  # how it is laid out does not matter
-    return file

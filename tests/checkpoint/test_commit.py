@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from corerl.checkpoint.reader import CheckpointSource
 from corerl.checkpoint.writer import stage, write
 from corerl.errors import CheckpointDamaged, CheckpointError, SaveFailed
 from corerl.weights.chunks import Chunk
-from tests.checkpoint.changes import flip
 from tests.checkpoint.roles import SHAPES, STATE, cut, whole
 
 
@@ -39,39 +35,6 @@ def test_a_checkpoint_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     assert read_state(path) == STATE
 
 
-def test_the_newest_complete_checkpoint_is_the_latest(tmp_path: Path) -> None:
-    assert latest(tmp_path) is None
-    save(tmp_path, 100)
-    nine = save(tmp_path, 9)
-    assert newest_intact(tmp_path) == (tmp_path / "checkpoints" / "step-00000100", {})
-    begin(tmp_path, 150)
-    file = tmp_path / "checkpoints" / "step-00000100" / "actor" / "rank-00001.safetensors"
-    whole_size = file.stat().st_size
-    file.write_bytes(file.read_bytes()[:-1])
-    assert latest(tmp_path) == nine
-    hundred = file.parents[1]
-    fault = f"{file} has {whole_size - 1} bytes instead of {whole_size}; the checkpoint is damaged"
-    assert {path: text.split(",")[0] for path, text in newest_intact(tmp_path)[1].items()} == {hundred: fault}
-
-
-def test_what_else_lies_in_a_checkpoint_belongs_to_it(tmp_path: Path) -> None:
-    partial = begin(tmp_path, 4)
-    write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
-    (partial / "step-00000004.npz").write_bytes(b"a batch in flight")
-    path = commit(partial, STATE)
-    index, tensors, batch = "actor/rank-00000.json", "actor/rank-00000.safetensors", "step-00000004.npz"
-    content = {name: (path / name).read_bytes() for name in (index, tensors, batch)}
-    header = content[tensors][: 8 + int.from_bytes(content[tensors][:8], "little")]  # its tensors' are in the index
-    summed = {**content, tensors: header}
-    assert json.loads((path / "checkpoint.json").read_text())["files"] == {
-        name: {"bytes": len(content[name]), "crc32": zlib.crc32(summed[name])} for name in content
-    }
-    (path / "step-00000004.npz").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="step-00000004.npz has 0 bytes instead of 17; the checkpoint is damaged"):
-        read_state(path)
-    assert latest(tmp_path) is None
-
-
 def test_driver_files_are_synced_before_the_checkpoint_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,20 +50,6 @@ def test_driver_files_are_synced_before_the_checkpoint_is_visible(
     monkeypatch.setattr(commit_module, "sync", sync)
     commit(partial, STATE)
     assert "step-00000004.npz" in synced
-
-
-def test_a_save_of_the_same_step_replaces_the_earlier_one(tmp_path: Path) -> None:
-    save(tmp_path, 5, seed=0)
-    path = save(tmp_path, 5, seed=1)
-    read = CheckpointSource(path / "actor", "master").read("embed", (0, 0), (6, 4))
-    assert torch.equal(read, whole(1)["master"]["embed"])
-    assert [p.name for p in path.parent.iterdir()] == ["step-00000005"]
-
-
-def test_a_checkpoint_whose_replacement_was_interrupted_still_counts(tmp_path: Path) -> None:
-    path = save(tmp_path, 5)
-    set_aside = path.rename(path.with_suffix(".replaced"))
-    assert latest(tmp_path) == set_aside
 
 
 def broken(run_dir: Path, change: str) -> Path:
@@ -231,40 +180,6 @@ def test_a_directory_that_is_no_checkpoint_is_named_for_what_it_is(tmp_path: Pat
             read_state(directory)
 
 
-def left(run_dir: Path) -> list[str]:
-    return sorted(path.name.removeprefix("step-0000") for path in (run_dir / "checkpoints").iterdir())
-
-
-def test_retention_keeps_the_newest_and_clears_what_was_given_up(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
-        newest = save(tmp_path, step)
-    begin(tmp_path, 2)  # a save that was interrupted, long ago
-    begin(tmp_path, 4)  # what a removal that was interrupted left beside its successor
-    begin(tmp_path, 5)  # one that is being written
-    assert retain(tmp_path, 0, committed=newest) == []
-    assert left(tmp_path) == ["0001", "0002", "0003", "0004", "0005.partial"]
-    begin(tmp_path, 1)
-    assert retain(tmp_path, 2, committed=newest) == []
-    assert left(tmp_path) == ["0003", "0004", "0005.partial"]
-
-
-def test_retention_never_counts_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
-    good = save(tmp_path, 1)
-    damaged = save(tmp_path, 2)
-    (damaged / "checkpoint.json").unlink()
-    retain(tmp_path, 1, committed=good)
-    assert latest(tmp_path) == good
-    assert retain(tmp_path, 2, committed=save(tmp_path, 3)) == []
-    assert left(tmp_path) == ["0001", "0002", "0003"]
-
-
-def test_retention_never_removes_what_was_just_completed(tmp_path: Path) -> None:
-    for step in (90, 100):  # of a disk that came back
-        save(tmp_path, step)
-    assert retain(tmp_path, 2, committed=save(tmp_path, 50)) == []
-    assert left(tmp_path) == ["0050", "0100"]
-
-
 def test_a_commit_that_is_tried_again_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = begin(tmp_path, 2)
     write(stage(cut(0, 1, whole()), {}), partial / "actor", 0)
@@ -294,14 +209,6 @@ def test_nothing_is_removed_beside_one_that_cannot_be_resumed(tmp_path: Path) ->
     )
 
 
-def test_what_an_interrupted_replacement_left_is_no_checkpoint_more(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    path = save(tmp_path, 2)
-    shutil.copytree(path, path.with_suffix(".replaced"))
-    assert retain(tmp_path, 2, committed=path) == []
-    assert left(tmp_path) == ["0001", "0002"]
-
-
 def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, newest = (save(tmp_path, step) for step in (1, 2, 3))
     replace = os.replace
@@ -314,14 +221,6 @@ def test_what_cannot_be_removed_is_told_and_the_others_go(tmp_path: Path, monkey
     monkeypatch.setattr(os, "replace", refusing)
     assert retain(tmp_path, 1, committed=newest) == [f"{second} could not be removed: Directory not empty"]
     assert not first.exists() and latest(tmp_path) == newest
-
-
-def test_a_checkpoint_that_was_found_to_be_damaged_is_passed_over(tmp_path: Path) -> None:
-    older, newest = save(tmp_path, 5), save(tmp_path, 9)
-    flip(newest / "actor/rank-00001.safetensors")
-    assert newest_intact(tmp_path) == (newest, {})  # tensors are verified by who reads them
-    damaged = {newest: "a rank said so"}
-    assert newest_intact(tmp_path, damaged=damaged) == (older, damaged)
 
 
 SUMMED = {"checkpoint.json": b"something", "step-00000009.npz": b"batch"}  # file -> what is changed in it

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from corerl.checkpoint.format import SavedBox, stored_name
 from corerl.checkpoint.reader import read_extra
-from corerl.checkpoint.writer import BackgroundWriter, Job, rooms, stage, write
+from corerl.checkpoint.writer import BackgroundWriter, rooms, stage, write
 from corerl.errors import SaveFailed
 from corerl.weights.chunks import Chunk
 from tests.checkpoint.roles import cut, whole
-
-
-def test_what_is_staged_no_longer_changes_with_the_model(tmp_path: Path) -> None:
-    view = torch.arange(4.0)
-    extra = {"rng": torch.arange(3)}
-    staged = stage({"master": [Chunk("w", (4,), (0,), (4,), view)]}, extra)
-    view.fill_(-1)
-    extra["rng"].fill_(-1)
-    write(staged, tmp_path, 0)
-    assert load_file(tmp_path / "rank-00000.safetensors")["master/w@0"].tolist() == [0, 1, 2, 3]
-    assert read_extra(tmp_path, 0)["rng"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("sizes", [[], [0, 4], [4, 400, 256, 132, 1000, 12, 260, 0, 508], [2100, 300, 300, 300, 300]])
@@ -64,20 +51,6 @@ def test_values_are_stored_as_float32_and_replicas_are_left_out(tmp_path: Path) 
     assert json.loads((tmp_path / "rank-00003.json").read_text())["boxes"] == [
         {"key": "exp_avg", "name": "w", "shape": [4, 2], "offsets": [2, 0], "sizes": [2, 2], "stored": "exp_avg/w@2,0"}
     ]
-
-
-def test_the_view_of_a_parameter_can_be_staged() -> None:
-    staged = stage({"master": [Chunk("w", (2,), (0,), (2,), torch.nn.Parameter(torch.ones(2)))]}, {})
-    assert staged.tensors["master/w@0"].tolist() == [1, 1] and not staged.tensors["master/w@0"].requires_grad
-
-
-def test_stored_names_are_unique_per_box() -> None:
-    for rank in range(3):
-        state = cut(rank, 3, whole())
-        names = [stored_name(key, c.name, c.offsets) for key, chunks in state.items() for c in chunks]
-        assert len(set(names)) == len(names)
-    assert stored_name("master", "scale", ()) == "master/scale@"
-    assert SavedBox("k", "n", [1], [0], [1], "s").box == ((0,), (1,))
 
 
 def test_extra_state_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -141,42 +114,6 @@ def test_values_that_are_not_finite_are_not_written(tmp_path: Path, key: str, va
     with pytest.raises(SaveFailed, match=f"^'{key}' of 'q' has NaN or infinite values, so nothing is saved; complete"):
         write(stage({key: [sound, broken]}, {}), tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_extra_tensor_may_have_any_value(tmp_path: Path) -> None:
-    write(stage({}, {"largest": torch.tensor(torch.inf)}), tmp_path, 0)
-    assert read_extra(tmp_path, 0)["largest"].item() == torch.inf
-
-
-def test_a_held_background_writer_does_not_hold_the_caller() -> None:
-    release, done = threading.Event(), []
-
-    def held(job: Job) -> object:
-        release.wait(10)
-        return job()
-
-    writer = BackgroundWriter(run=held)
-    writer.submit(lambda: done.append(1))
-    assert not writer.idle() and done == []
-    release.set()
-    writer.wait()
-    assert writer.idle() and done == [1]
-
-
-def test_the_next_job_starts_after_the_one_before() -> None:
-    order: list[str] = []
-    release = threading.Event()
-    writer = BackgroundWriter()
-
-    def first() -> None:
-        release.wait(10)
-        order.append("first")
-
-    writer.submit(first)
-    threading.Timer(0.05, release.set).start()
-    writer.submit(lambda: order.append("second"))
-    writer.close()
-    assert order == ["first", "second"]
 
 
 @pytest.mark.parametrize("look", ["submit", "wait", "idle", "close"])

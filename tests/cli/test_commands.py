@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from corerl.cli.main import main
-from corerl.plugin.registry import INSTALL_HINTS, Kind
 
 SPEC = """
 from corerl.plugin import CommandSpec
@@ -108,16 +107,6 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return said.err.removeprefix("corerl: error: ").rstrip("\n")
 
 
-def test_a_command_gets_its_words_and_gives_its_status(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("hello", "corerl-hello:hello", "commands_hello:SPEC"):
-        assert main([name, "you", "a=1"]) == 7
-        assert capsys.readouterr() == ("hello you ['a=1']\n", "")
-    with pytest.raises(SystemExit) as ended:
-        main(["hello"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("corerl hello: error: the following arguments are required: whom\n")
-
-
 def test_config_check_lets_a_command_check_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "greeting.toml")
     Path(file).write_text("backend.name = 'mine'\n[table]\nwhom = 'all'")
@@ -141,11 +130,6 @@ def test_help_lists_all_commands_with_what_is_wrong(capsys: pytest.CaptureFixtur
     assert "corerl-many:both greets 100% of you corerl-other:both greets 100% of you" in shown
 
 
-def test_only_the_chosen_commands_code_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "usage: corerl hello [-h] whom [overrides ...]" in shown_help(capsys, "hello")
-    assert imported() == {"commands_hello", "commands_hello_code"}
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -163,25 +147,6 @@ def test_only_the_chosen_commands_code_is_imported(capsys: pytest.CaptureFixture
 )
 def test_a_command_that_cannot_be_used_is_one_line(capsys: pytest.CaptureFixture[str], name: str, said: str) -> None:
     assert error(capsys, name).startswith(said)
-
-
-def test_a_command_of_a_missing_wheel_names_its_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    extras = {
-        "doctor": "doctor",
-        "models": "testing",
-        "new-backend": "testing",
-        "scale": "elastic",
-        "serve": "tinker",
-        "verify": "testing",
-    }
-    assert INSTALL_HINTS[Kind.COMMANDS] == {name: f"pip install 'corerl[{extras[name]}]'" for name in extras}
-    monkeypatch.setitem(INSTALL_HINTS[Kind.COMMANDS], "missing", "pip install 'corerl[missing]'")
-    assert error(capsys, "missing").endswith("; to install 'missing': pip install 'corerl[missing]'")
-    assert error(capsys, "mising", "x").endswith(
-        "; did you mean 'missing'?; to install 'missing': pip install 'corerl[missing]'"
-    )
 
 
 def test_debug_shows_where_a_command_failed(capsys: pytest.CaptureFixture[str]) -> None:

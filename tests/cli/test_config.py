@@ -32,11 +32,6 @@ def sound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-def test_check_says_ok(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "check", sound]) == 0
-    assert capsys.readouterr() == (f"{sound}: ok\n", "")
-
-
 def test_check_reports_what_cannot_be_read(sound: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", sound, "algorithm.entropy_ceof=0.28", "run.steps=ten"]) == 2
     assert capsys.readouterr() == (
@@ -70,15 +65,6 @@ def test_check_says_all_that_train_would_say(sound: str, capsys: pytest.CaptureF
     assert [line for line, beginning in pairs if not line.startswith(beginning)] == []
     assert main(["train", sound, *wrong]) == 2
     assert capsys.readouterr() == ("", checked)
-
-
-def test_show_finds_plugins_in_the_working_directory(
-    sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = "from corerl_testing.plain import SPEC as PLAIN\nSPEC = PLAIN\n"
-    (tmp_path / "backend_beside_the_run.py").write_text(spec)
-    assert main(["config", "show", sound, "backend.name=backend_beside_the_run:SPEC"]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["backend"] == {"name": "backend_beside_the_run:SPEC"}
 
 
 def test_check_notes_a_table_that_it_cannot_check_once(

@@ -40,15 +40,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return save(tmp_path / "run", config, make_model(config, seed=1), step=4)
 
 
-def test_scores_of_a_run_go_into_its_directory(evaluated: list[Config], checkpoint: Path, tmp_path: Path) -> None:
-    for what in (tmp_path / "run", checkpoint):
-        assert main(["eval", str(what), "data.held_out=7"]) == 0
-    for config in evaluated:
-        assert (config.run.mode, config.run.dir) == ("eval", str(tmp_path / "run/eval"))
-        assert (config.checkpoint.resume, config.data.held_out) == (str(checkpoint), 7)
-    assert len(evaluated) == 2
-
-
 def test_scores_go_to_the_run_dir_that_is_given(
     evaluated: list[Config], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

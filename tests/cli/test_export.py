@@ -21,18 +21,6 @@ def embedding(directory: Path) -> torch.Tensor:
     return load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
 
 
-def test_a_run_directory_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = make_config()
-    old, new = make_model(config, seed=1), make_model(config, seed=2)
-    earlier = save(tmp_path, config, old, step=2)
-    save(tmp_path, config, new, step=10)
-    assert main(["export", str(tmp_path), str(tmp_path / "newest")]) == 0
-    assert main(["export", str(earlier), str(tmp_path / "earlier")]) == 0
-    assert capsys.readouterr() == (f"wrote {tmp_path}/newest\nwrote {tmp_path}/earlier\n", "")
-    for name, model in (("newest", new), ("earlier", old)):
-        assert torch.equal(embedding(tmp_path / name), model.get_input_embeddings().weight)
-
-
 @pytest.mark.parametrize("role_wide", [False, True])
 def test_a_newer_damaged_checkpoint_is_skipped_with_a_line(
     tmp_path: Path, role_wide: bool, capsys: pytest.CaptureFixture[str]

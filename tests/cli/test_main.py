@@ -17,7 +17,7 @@ import pytest
 import corerl
 from corerl.cli import commands
 from corerl.cli import main as command
-from corerl.errors import ConfigError, HookFailed, NothingLeft, PluginNotFound, SaveFailed
+from corerl.errors import ConfigError, HookFailed, PluginNotFound, SaveFailed
 from corerl.plugin import CommandSpec
 from corerl.types import SampleBatch
 from tests.machine import paced
@@ -64,11 +64,6 @@ def run_failing(given: BaseException | Callable[[], int] | int, *argv: str) -> i
     return command.main(argv or ["failing"])
 
 
-def test_nothing_left_to_do_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(NothingLeft("run.steps: 4, which runs/x has already done")) == 0
-    assert capsys.readouterr() == ("", "corerl: run.steps: 4, which runs/x has already done\n")
-
-
 def hook_failed() -> HookFailed:
     error = HookFailed("rank 1: train raised ValueError: boom")
     error.details = "Traceback of rank 1"
@@ -83,16 +78,6 @@ def test_an_error_is_one_line_with_its_status(
 ) -> None:
     assert run_failing(error) == status
     assert capsys.readouterr() == ("", "corerl: error: a: b\n")
-
-
-def test_what_is_noted_of_an_error_follows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("a: b")
-    error.add_note("raised in between_steps of extension:c")
-    assert run_failing(error) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "corerl: error: a: b",
-        "corerl: error: raised in between_steps of extension:c",
-    ]
 
 
 def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
@@ -111,29 +96,11 @@ def test_a_workers_traceback_is_hidden_until_it_is_asked_for(
     assert "Traceback of rank 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line", ["F a=1 b=2 --flag", "F a=1 --flag b=2", "--flag F a=1 b=2", "F --flag a=1 --debug b=2"]
-)
-def test_overrides_stand_before_options_and_behind_them(line: str) -> None:
-    assert command.main(["keeping", *line.split()]) == 0
-    (args,) = seen
-    assert (args.file, args.overrides, args.flag) == ("F", ["a=1", "b=2"], True)
-
-
 @pytest.mark.parametrize("line", ["F --flag x", "F --no-such", "F --flag a=1 --no-such=3"])
 def test_what_is_neither_option_nor_override_is_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         command.main(["keeping", *line.split()])
     assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_settings_written_as_options_are_answered_with_the_form(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["keeping", "F", "--cluster.environment.KEY=secret"])
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.partition(": error: ")[2] == (
-        "unrecognized arguments: --cluster.environment.KEY; settings are written KEY=VALUE, without dashes"
-    )
 
 
 def test_python_m_runs_the_command_and_an_import_does_not(
@@ -169,13 +136,6 @@ def test_what_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     )
     assert (shown.returncode, shown.stderr) == (0, "")
     assert 'source = "caf\\xe9.jsonl"' in shown.stdout.splitlines()
-
-
-@pytest.mark.parametrize("argv", [[], ["--no-such-option"], ["config"]])
-def test_a_wrong_command_line_ends_with_2(argv: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main(argv)
-    assert ended.value.code == 2
 
 
 @pytest.mark.processes
@@ -251,11 +211,6 @@ def test_a_full_disk_hides_no_error_and_no_status(
             assert run_failing(partial(answer, error)) == status
             full.flush()  # as Python does at exit
     assert capsys.readouterr().err == "corerl: error: a: b\ncorerl: interrupted\n"
-
-
-def test_control_characters_in_messages_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_failing(ConfigError("a: \x1b[31mred\x0bb\u2028c\rd\ne: f")) == 2
-    assert capsys.readouterr().err == "corerl: error: a: \\x1b[31mred\\x0bb\\u2028c\\rd\ncorerl: error: e: f\n"
 
 
 def test_an_exception_of_users_code_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

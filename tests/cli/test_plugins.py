@@ -15,10 +15,8 @@ import corerl
 from corerl.cli.main import main
 from corerl.cli.plugins import SELECTED_BY
 from corerl.config.load import load_config
-from corerl.config.structuring import structure
 from corerl.plan.resolve import resolve_tables
 from corerl.plugin.registry import Kind, installed_names, load
-from corerl_tinker.options import ServeOptions
 
 BROKEN = "import a_library_that_is_not_there"
 SPEC = """
@@ -165,11 +163,6 @@ def test_what_is_printed_can_be_pasted_and_changes_nothing(
 def test_a_command_without_settings_has_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     about = f"# command doctor (corerl-doctor {version('corerl-doctor')}): diagnose the installation, a plugin or a run"
     assert printed(capsys, "options", "doctor") == f"{about}\n# there are no settings\n"
-
-
-def test_settings_of_a_command_are_a_table_of_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    (table,) = tomllib.loads(printed(capsys, "options", "serve")).items()
-    assert table[0] == "serve" and structure(table[1], ServeOptions) == ServeOptions()
 
 
 def test_a_module_is_of_the_kind_of_its_spec(capsys: pytest.CaptureFixture[str]) -> None:

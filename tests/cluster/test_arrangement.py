@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from corerl.cluster.arrangement import arrange
@@ -26,58 +24,3 @@ def test_groups_share_bundles_and_are_spread_evenly_over_them(
     placement = arrange({"actor": ranks, "engines": engines})
     assert placement.places == {"actor": rank_places, "engines": engine_places}
     assert placement.bundles == bundles
-
-
-def test_a_group_with_own_devices_comes_after_the_shared_bundles() -> None:
-    placement = arrange({"actor": 2, "critic": 1, "engines": 3}, own_devices=["engines"])
-    assert placement.places == {"actor": (0, 1), "critic": (0,), "engines": (2, 3, 4)}
-    assert [placement.share(bundle) for bundle in range(5)] == [1 / 2, 1.0, 1.0, 1.0, 1.0]
-
-    placement = arrange({"actor": 1, "critic": 2, "engines": 2}, own_devices=["critic"])
-    assert placement.places == {"actor": (0,), "critic": (2, 3), "engines": (0, 1)}
-    assert placement.bundles == 4
-
-
-@pytest.mark.parametrize(
-    ("ranks", "engines", "own_devices", "engine_places", "bundles"),
-    [
-        (4, 2, [], (0, 2), 4),
-        (6, 2, [], (0, 2), 6),
-        (8, 2, [], (0, 4), 8),
-        (3, 1, [], (0,), 3),
-        (1, 2, [], (0, 2), 4),
-        (3, 2, ["engines"], (3, 5), 7),
-    ],
-)
-def test_a_wide_process_shares_several_adjacent_bundles(
-    ranks: int, engines: int, own_devices: list[str], engine_places: tuple[int, ...], bundles: int
-) -> None:
-    groups = {"actor": ranks, "engines": engines}
-    placement = arrange(groups, own_devices=own_devices, widths={"engines": 2, "actor": 1}, cpus=1.0, gpus=1.0)
-    assert (placement.places["engines"], placement.bundles) == (engine_places, bundles)
-    taken = [0.0] * bundles
-    for name, places in placement.places.items():
-        for place in places:
-            assert len(placement.taken(name, place)) == (2 if name == "engines" else 1)
-            for bundle in placement.taken(name, place):
-                taken[bundle] += placement.share(bundle)
-    assert taken == pytest.approx([1.0] * bundles)
-
-
-def test_a_bundle_is_what_one_process_takes() -> None:
-    placement = arrange({"actor": 3}, cpus=4.0, gpus=2.0, resources={"h200": 1.0})
-    assert placement.bundle == {"CPU": 4.0, "GPU": 2.0, "h200": 1.0}
-    assert placement.cpus == 12.0
-    assert arrange({"actor": 1}).bundle == {"CPU": 1.0}
-
-
-def test_every_bundle_has_a_process_and_none_has_two() -> None:
-    for actor, critic, engines in itertools.product(range(1, 6), repeat=3):
-        for own_devices in ([], ["engines"], ["critic", "engines"]):
-            groups = {"actor": actor, "critic": critic, "engines": engines}
-            placement = arrange(groups, own_devices=own_devices, cpus=1.0, gpus=1.0)
-            taken = [0.0] * placement.bundles
-            for places in placement.places.values():
-                for bundle in places:
-                    taken[bundle] += placement.share(bundle)
-            assert taken == pytest.approx([1.0] * placement.bundles)

@@ -21,7 +21,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from corerl.cluster.failures import death, words
+from corerl.cluster.failures import death
 
 # What Ray 2.60 says, with fewer of its lines.
 SAID = """1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.2, ID: 6aca) \
@@ -98,10 +98,6 @@ NODE_DIED = "The actor is dead because its node has died.\n\tthe node missed hea
 )
 def test_every_other_death_names_its_cause(error: RayError, why: str) -> None:
     assert message(error).startswith(f"engine-0: its process died during generate ({why}")
-
-
-def test_what_a_dead_node_says_at_length_is_cut() -> None:
-    assert len(words(NodeDiedError("too many words " * 100))) == 300
 
 
 def test_an_exception_inside_a_process_is_no_death() -> None:

@@ -117,41 +117,6 @@ def test_first_processes_request_their_share_of_a_bundle(rooms: Rooms) -> None:
     assert rooms.reserved == [2] and len(rooms) == 2
 
 
-def test_new_processes_request_nothing_and_get_their_devices(rooms: Rooms) -> None:
-    rooms.begin({"actor": 2})
-    before = list(rooms["actor"])
-    slots = rooms.moved({"actor": 4})["actor"]
-    assert gpus(slots) == [(0,), (1,), (2,), (3,)] and rooms.reserved == [2, 2]
-    assert [(slot.cpus, slot.gpus, slot.neighbors) for slot in slots] == [(0.0, 0.0, 4)] * 4
-    assert [slot.environment() for slot in slots] == [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in range(4)]
-    options: Any = slots[3].options()
-    assert (options["num_cpus"], options["num_gpus"]) == (0.0, 0.0)
-    assert options["scheduling_strategy"].placement_group == "reservation 1"
-    assert options["scheduling_strategy"].placement_group_bundle_index == 1
-    assert list(rooms["actor"]) == before and rooms.given_back == []  # until they are there
-    rooms.take({"actor": slots})
-    assert list(rooms["actor"]) == slots
-
-
-def test_processes_without_devices_get_none() -> None:
-    bundle: Any = Bundle("a group", 0)  # type: ignore[arg-type]  # none is asked of it
-    assert Slot((bundle,), 0.0, 0.0).environment() == {}
-
-
-def test_staying_processes_keep_their_slots(rooms: Rooms) -> None:
-    rooms.begin({"actor": 2, "engines": 2}, own_devices=["engines"])
-    actor, engines = list(rooms["actor"]), list(rooms["engines"])
-    assert gpus(engines) == [(2,), (3,)]
-    fewer = rooms.moved({"actor": 2, "engines": 1}, {"actor": 2, "engines": 1}, own_devices=["engines"])
-    assert list(fewer["actor"]) == actor and list(fewer["engines"]) == engines[:1]
-    rooms.take({"engines": fewer["engines"]})
-    more = rooms.moved({"actor": 3, "engines": 1}, {"engines": 1}, own_devices=["engines"])
-    assert list(more["engines"]) == engines[:1]  # though its place is another one now
-    assert gpus(more["actor"]) == [(0,), (1,), (3,)] and rooms.reserved == [4]  # an engine had it
-    rooms.take({"actor": more["actor"]})
-    assert rooms.given_back == []
-
-
 @pytest.mark.parametrize(
     ("ranks", "before", "after"),
     [
@@ -178,32 +143,6 @@ def test_moved_ranks_share_devices_with_staying_engines(rooms: Rooms) -> None:
     back = rooms.moved({"actor": 2, "engines": 2}, {"engines": 2})
     assert gpus(back["actor"]) == [(0,), (1,)] and rooms.given_back == []
     rooms.take({"actor": back["actor"]})
-    assert rooms.given_back == ["reservation 1"]
-
-
-def test_bundles_are_returned_with_the_last_of_their_reservation(rooms: Rooms) -> None:
-    rooms.begin({"actor": 1})
-    rooms.take(rooms.moved({"actor": 4}))
-    assert rooms.reserved == [1, 3]
-    rooms.take(rooms.moved({"actor": 2}))
-    assert rooms.given_back == []  # one of three is in use
-    rooms.take(rooms.moved({"actor": 3}))
-    assert rooms.reserved == [1, 3]  # and the other two were still there
-    rooms.take(rooms.moved({"actor": 1}))
-    assert rooms.given_back == ["reservation 1"]
-    assert gpus(rooms.moved({"actor": 2})["actor"]) == [(0,), (4,)] and rooms.reserved == [1, 3, 1]
-
-
-def test_wide_engines_keep_all_of_their_devices(rooms: Rooms) -> None:
-    how: dict[str, Any] = {"own_devices": ["engines"], "widths": {"engines": 2}}
-    rooms.begin({"actor": 1, "engines": 1}, **how)
-    assert gpus(rooms["engines"]) == [(1, 2)]
-    slots = rooms.moved({"actor": 1, "engines": 2}, {"actor": 1, "engines": 1}, **how)
-    assert gpus(slots["engines"]) == [(1, 2), (3, 4)] and slots["engines"][0] is rooms["engines"][0]
-    assert slots["engines"][1].environment() == {"CUDA_VISIBLE_DEVICES": "3,4"}
-    assert (slots["engines"][1].cpus, slots["engines"][1].gpus, rooms.reserved) == (0.0, 0.0, [3, 2])
-    rooms.take({"engines": slots["engines"]})
-    rooms.take({"engines": rooms.moved({"actor": 1, "engines": 1}, {"actor": 1, "engines": 1}, **how)["engines"]})
     assert rooms.given_back == ["reservation 1"]
 
 
@@ -259,17 +198,6 @@ def test_smaller_groups_fit_on_what_is_left(moves: dict[tuple[str, int], str], m
         *("node 1", "node 1", "node 5")
     ]
     assert pool.reserved == [4]
-
-
-def test_no_new_process_is_placed_on_a_lost_machine(
-    moves: dict[tuple[str, int], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = rooms_of(monkeypatch, 1)
-    pool.begin({"actor": 3})
-    pool.take({"actor": pool["actor"][:1]})
-    on(moves, ["node 0", "", "node 2"])
-    assert [slot.node for slot in pool.moved({"actor": 3}, {"actor": 1})["actor"]] == ["node 0", "node 2", "node 3"]
-    assert pool.reserved == [3, 1]
 
 
 def test_free_bundles_are_counted_by_the_scarcest_resource(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,6 @@ def arrived(error: Exception) -> CorerlError:
     return moved
 
 
-def test_the_errors_of_these_tests_cannot_be_pickled() -> None:
-    for error in (TwoArguments(3, "lost"), PluginSaveFailed("/full", "no space")):
-        with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            pickle.loads(pickle.dumps(error))
-
-
 def test_a_foreign_error_becomes_one_line_with_its_traceback() -> None:
     error = arrived(TwoArguments(3, "lost\nand more"))
     assert type(error) is HookFailed
@@ -67,14 +60,6 @@ def test_one_of_ours_arrives_as_it_was_with_its_traceback(error: CorerlError) ->
     assert came.message == error.message
     assert came.exit_status == error.exit_status
     assert came.details.startswith("actor rank 1: train\nTraceback (most recent call last):")
-
-
-def test_the_traceback_of_a_hook_is_kept() -> None:
-    error = HookFailed("backend:mine, actor rank 1: forward_backward failed")
-    error.hook, error.rank, error.details = "train", 1, "Traceback of the hook"
-    came = arrived(error)
-    assert isinstance(came, HookFailed)
-    assert (came.hook, came.rank, came.details) == ("train", 1, "Traceback of the hook")
 
 
 def test_what_a_plugin_derives_arrives_as_the_nearest_of_ours() -> None:
@@ -96,17 +81,6 @@ def test_a_call_gives_its_value_or_its_error_as_data() -> None:
     assert failed.error.message == (
         "engine-0: no_such_method: AttributeError: 'Fraction' object has no attribute 'no_such_method'"
     )
-
-
-def test_an_untraced_call_has_times_and_starts_no_thread() -> None:
-    threads = threading.active_count()
-    process = Process("engine-0", "fractions:Fraction")
-    made = process.construct(0, 3, 4)
-    asked = process.call(1, "as_integer_ratio")
-    assert made.started <= made.ended <= asked.started <= asked.ended
-    assert (made.method, asked.method) == ("start", "as_integer_ratio")
-    assert (asked.lane, asked.spans, asked.waits) == (0, (), ())
-    assert threading.active_count() == threads
 
 
 def test_a_traced_call_returns_its_own_spans() -> None:
@@ -175,10 +149,3 @@ def test_the_working_directory_comes_last_on_the_module_path(monkeypatch: pytest
     monkeypatch.setattr(sys, "path", ["/a", "/driver", "/installed"])
     Process("actor rank 0", "nowhere:Nothing", here="/driver")
     assert sys.path == ["/a", "/driver", "/installed"]  # where the user has put it
-
-
-def test_variables_are_set_before_the_class_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CORERL_TEST_LATE", "before")
-    process = Process("actor rank 0", "os:getenv", environment={"CORERL_TEST_LATE": "given"})
-    process.construct(0, "CORERL_TEST_LATE")
-    assert process.held == "given"

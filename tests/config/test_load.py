@@ -33,28 +33,6 @@ def problems_of(path: Path, *overrides: str) -> list[str]:
     return caught.value.message.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("backend=fsdp", "backend: expected table, got string 'fsdp'; did you mean backend.name?"),
-        ("model=models/mine", "model: expected table, got string 'models/mine'; did you mean model.path?"),
-        ("roles.actor=2", "roles.actor: expected table, got integer 2; did you mean roles.actor.ranks?"),
-        ("lora=16", "lora: expected table, got integer 16; did you mean lora.rank?"),
-        ('extensions=["jsonl"]', "extensions[0]: expected table, got string 'jsonl'; did you mean extensions[0].name?"),
-        ("backend=2", "backend: expected table, got integer 2"),
-        ("train=2.5", "train: expected table, got number 2.5"),
-    ],
-)
-def test_a_value_for_a_table_suggests_its_first_setting(tmp_path: Path, override: str, line: str) -> None:
-    assert problems_of(write(tmp_path, SMALLEST), override) == [f"{line} (override {override.partition('=')[0]})"]
-
-
-def test_plain_data_stay_as_they_are_whatever_overrides_say() -> None:
-    data = {"backend": {"name": "plain"}, "run": {"steps": 5}}
-    assert config_of(data, ["run.steps=7", "run.seed=3"]).run.steps == 7
-    assert data == {"backend": {"name": "plain"}, "run": {"steps": 5}}
-
-
 def test_as_config_takes_a_path_a_mapping_or_a_config(tmp_path: Path) -> None:
     data = {"backend": {"name": "plain"}, "run": {"steps": 7}}
     file = tmp_path / "run.toml"
@@ -187,22 +165,6 @@ def test_a_missing_backend_is_asked_for_by_its_full_path(tmp_path: Path) -> None
     ]
 
 
-def test_all_problems_of_file_and_overrides_are_reported_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path, "[backend]\nnmae = 'plain'\n[train]\nepochs = 0\nmini_batches = 0\n")
-    assert problems_of(path, "steps", "algorithm.entropy_ceof=0.28", "run.steps=many") == [
-        "override 'steps': expected KEY=VALUE with a dotted key, such as run.steps=10",
-        "run.steps: expected integer, got string 'many' (override run.steps)",
-        (
-            "backend.name: required but missing; set string: an installed training backend, 'distribution:name', or "
-            "'package.module:SPEC'"
-        ),
-        "backend.nmae: unknown key; did you mean 'name'?",
-        "train.mini_batches: 'mini_batches' must be >= 1: 0",
-        "train.epochs: 'epochs' must be >= 1: 0",
-        "algorithm.entropy_ceof: unknown key; did you mean 'entropy_coef'? (override algorithm.entropy_ceof)",
-    ]
-
-
 @pytest.mark.parametrize(
     ("override", "line"),
     [
@@ -256,13 +218,6 @@ def test_an_unknown_key_is_answered_with_its_place_elsewhere(tmp_path: Path) -> 
     }
 
 
-def test_control_characters_are_escaped_in_a_dumped_config(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, SMALLEST), ['run.dir="\x9b31m\u202eé"'])
-    text = dump_toml(config)
-    assert 'dir = "\\u009b31m\\u202eé"' in text and text.replace("\n", "").isprintable()
-    assert load_config(write(tmp_path, text)) == config
-
-
 def test_an_unreadable_file_is_named_with_the_line(tmp_path: Path) -> None:
     assert problems_of(tmp_path / "no.toml") == [f"{tmp_path}/no.toml: no such file; pass the path of a TOML file"]
     (tmp_path / "now.toml").touch()
@@ -276,41 +231,7 @@ def test_an_unreadable_file_is_named_with_the_line(tmp_path: Path) -> None:
     assert unreadable.startswith(f"{binary}: is not UTF-8 text (invalid start byte at byte 5)")
 
 
-def test_a_dumped_config_loads_again_to_an_equal_one(tmp_path: Path) -> None:
-    overrides = [
-        "backends.mine={x=1, deep={names=['a', 'b']}}",
-        "backends.other.y='z'",
-        "engines.fake.delay=0.5",
-        "roles.actor.train.epochs=2",
-        "train.optimizer.lr=3e-7",
-        'run.dir="with \\"quotes\\" and ü"',
-        "rollout.stop=['\\n']",
-        "extensions=[{name='a', options={k=[1, 2]}}, {name='b'}]",
-    ]
-    config = load_config(write(tmp_path, SMALLEST), overrides)
-    again = write(tmp_path, dump_toml(config))
-    assert load_config(again) == config
-    assert dump_toml(load_config(again)) == dump_toml(config)
-
-
 # ---- files that are made to hurt -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("run.steps=" + "[" * 5000, "run.steps: expected integer, got string '[[[["),
-        ("run.steps=" + "9" * 5000, "run.steps: expected integer, got string '9999"),
-        ("a" * 5000, "override 'aaaa"),
-        ("run." + "a" * 5000 + "=1", "run.aaaa"),
-        ("run.dir.x=1" + "\x1b[2J" * 3, "run.dir: expected string, got a table"),
-    ],
-)
-def test_an_override_is_quoted_no_longer_than_one_reads(override: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of({"backend": {"name": "plain"}}, [override])
-    assert caught.value.message.startswith(said) and len(caught.value.message) < 600
-    assert "\x1b" not in caught.value.message
 
 
 @pytest.mark.parametrize("text", ["\x1b[31mred", "a\rb", "\u202egnp.exe", "\x9b2J", "z" * 100_000])

@@ -29,12 +29,6 @@ def test_a_value_of_another_type_has_its_line() -> None:
     assert [lines for path, lines in found.items() if not all(line.startswith(path) for line in lines)] == []
 
 
-def test_an_unknown_name_has_its_line_and_the_nearest_one() -> None:
-    found = {path: refused(f"{path}q=1") for path in SETTINGS}
-    wrong = [lines for path, lines in found.items() if not lines[0].startswith(f"{path}q: unknown key; did you mean ")]
-    assert wrong == []
-
-
 @pytest.mark.parametrize("example", sorted({path.name for path in EXAMPLES.glob("*.toml")} - {"serve.toml"}))
 def test_every_example_is_read(example: str) -> None:
     assert config_of(tomllib.loads((EXAMPLES / example).read_text())).backend.name

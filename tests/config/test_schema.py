@@ -13,24 +13,6 @@ def config_with(**tables: object) -> Config:
     return config_of({"backend": {"name": "plain"}, **tables})
 
 
-def test_adapters_are_those_of_the_table_of_the_role() -> None:
-    config = config_with(
-        lora={"rank": 8, "targets": ["q_proj"]},
-        roles={"critic": {"ranks": 1, "lora": {"alpha": 4}}, "reference": {"ranks": 1}},
-        algorithm={"name": "ppo"},
-    )
-    assert config.lora_of("actor") == LoraConfig(rank=8, targets=("q_proj",))
-    assert config.lora_of("critic") == LoraConfig(alpha=4.0) and config.lora_of("reference") is None
-    assert [config.lora_table_of(role) for role in ("actor", "critic")] == ["lora", "roles.critic.lora"]
-    assert config_with().lora is None and config_with(lora={}).lora == LoraConfig()
-
-
-def test_unset_settings_come_from_the_directory_or_a_default() -> None:
-    assert LoraConfig(rank=8).settled({}) == LoraConfig(rank=8, alpha=32.0, targets=("all-linear",), rslora=False)
-    saved = {"rank": 3, "alpha": 7.0, "targets": ("v_proj",), "rslora": True}
-    assert LoraConfig(alpha=5.0).settled(saved) == LoraConfig(rank=3, alpha=5.0, targets=("v_proj",), rslora=True)
-
-
 @pytest.mark.parametrize(
     ("rank", "rslora", "scale"), [(16, False, 2.0), (64, False, 0.5), (16, True, 8.0), (64, True, 4.0)]
 )

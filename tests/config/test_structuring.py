@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 import pytest
-from attrs import field, frozen, make_class, validators
+from attrs import field, frozen, validators
 
 from corerl.config.structuring import structure
 from corerl.errors import ConfigError
@@ -76,10 +76,6 @@ def test_every_kind_of_field_is_read_as_it_is_written() -> None:
     assert type(read.share) is float and read.color is Color.BLUE and type(read.names) is tuple
 
 
-def test_an_empty_table_gives_the_defaults() -> None:
-    assert structure({}, Options) == Options()
-
-
 @pytest.mark.parametrize(
     ("data", "line"),
     [
@@ -109,23 +105,3 @@ def test_an_empty_table_gives_the_defaults() -> None:
 )
 def test_what_does_not_fit_is_named_with_its_path(data: Any, line: str) -> None:
     assert problems_of(data, path="x.y") == [line]
-
-
-def test_a_long_problem_keeps_its_end() -> None:
-    names = [f"setting_{number:03}" for number in range(200)]
-    cls = make_class("Many", {name: field(type=int, default=0) for name in names})
-    with pytest.raises(ConfigError) as caught:
-        structure({"zzz": 1}, cls)
-    whole = f"unknown key; known: {', '.join(names)}"
-    assert caught.value.message == f"zzz: {whole[:637]}...{whole[-320:]}"
-
-
-def test_all_problems_of_all_fields_are_reported_together() -> None:
-    assert problems_of({"degree": 0, "share": "a", "names": [1, "b", 2], "zzz": 1, "profile": {"evry": 1}}) == [
-        "degree: 'degree' must be >= 1: 0",
-        "share: expected number, got string 'a'",
-        "profile.evry: unknown key; did you mean 'every'?",
-        "names[0]: expected string, got integer 1; put it in quotes",
-        "names[2]: expected string, got integer 2; put it in quotes",
-        "zzz: unknown key; known: degree, share, color, window, size, profile, pair, names, counts, low, high",
-    ]

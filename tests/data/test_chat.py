@@ -3,25 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from corerl.data.chat import read_message, readable
+from corerl.data.chat import read_message
 from corerl.errors import ConfigError
 from tests.data.files import load, write
 
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}
-
-
-def test_several_messages_read_with_their_roles() -> None:
-    assert readable((USER,)) == "3+4?"
-    assert readable((SYSTEM, USER)) == "system: Be brief.\nuser: 3+4?"
-
-
-def test_tool_calls_are_read_behind_what_is_said() -> None:
-    calls = [{"function": {"name": "add", "arguments": {"a": 3, "to": "ä"}}}, {"name": "say", "arguments": '{"x'}]
-    asks = {"role": "assistant", "content": "", "tool_calls": calls}
-    said = 'add({"a": 3, "to": "ä"}) say({"x)'
-    assert readable((USER, asks)) == f"user: 3+4?\nassistant: {said}"
-    assert readable((USER, {**asks, "content": "So:"})) == f"user: 3+4?\nassistant: So: {said}"
-    assert readable((USER, {**asks, "tool_calls": [{"function": 3}]})) == "user: 3+4?\nassistant: ?()"
 
 
 def test_openais_older_fields_are_read_as_content_and_tools() -> None:
@@ -46,13 +32,3 @@ def test_a_system_message_is_for_chats_only(tmp_path: Path) -> None:
     texts = write(tmp_path / "t.jsonl", '{"prompt": "5+6?"}', '{"prompt": "5+7?"}')
     with pytest.raises(ConfigError, match=r"^data.system: used only for chats, and no prompt is one; set data"):
         load(texts, system="Be brief.")
-
-
-def test_a_chat_keeps_its_own_system_message(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "p.jsonl",
-        '{"prompt": [{"role": "system", "content": "Own."}, {"role": "user", "content": "x"}]}',
-        '{"prompt": [{"role": "user", "content": "x"}]}',
-    )
-    source = load(path, chat=True, system="Be brief.")
-    assert [source.prompt(index).messages[0]["content"] for index in (0, 1)] == ["Own.", "Be brief."]

@@ -1,6 +1,5 @@
 """Digests are compared with what equal rows are, places with a search row by row."""
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -9,35 +8,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from xxhash import xxh3_64_intdigest
 
-from corerl.config.schema import DataConfig, DataSource
-from corerl.data.digests import digest, packed, places, unpacked
-from corerl.data.prompts import PromptSource, PromptStream
-from corerl.data.rows import load_prompts
+from corerl.data.digests import packed, unpacked
+from corerl.data.prompts import PromptSource
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered, write
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3}
-KEYS = ("prompt", "answer", "tools")
 
 
 def digests_of(source: PromptSource) -> list[int]:
     (share,) = source.shares
     return share.digests.tolist()
-
-
-def test_a_digest_is_the_same_on_every_platform() -> None:
-    written = b'[["prompt","answer","tools"],{"answer":"4","day":"2026-01-02","level":3,"prompt":"2+2?"}]'
-    found = digest({**ROW, "day": datetime.date(2026, 1, 2)}, *KEYS)
-    assert found == xxh3_64_intdigest(written) == 11038366452130420178
-
-
-def test_a_digest_depends_on_every_field_and_key() -> None:
-    rows = [ROW, {**ROW, "prompt": "2+2"}, {**ROW, "answer": "5"}, {**ROW, "level": 4}, {**ROW, "more": ["1"]}]
-    found = {digest(row, *KEYS) for row in rows}
-    assert len(found) == len(rows)
-    assert digest(ROW, "prompt", "level", "tools") not in found
 
 
 def test_equal_rows_have_equal_digests_in_any_kind_of_file(tmp_path: Path) -> None:
@@ -53,31 +35,11 @@ def test_equal_rows_have_equal_digests_in_any_kind_of_file(tmp_path: Path) -> No
     assert digests_of(lines) == digests_of(other) == digests_of(load(tmp_path / "a.parquet"))
 
 
-def test_pictures_and_vectors_do_not_count_in_a_digest(tmp_path: Path) -> None:
-    table = {"prompt": ["a", "b", "c"], "tests": ["x", "y", "z"]}
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    picture = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    large = {"image": pa.array([{"bytes": b"1", "path": "p"}] * 3, picture), "ids": pa.array([[1.0]] * 3)}
-    pq.write_table(pa.table({**table, **large}), tmp_path / "b.parquet")
-    pq.write_table(pa.table({**table, "tests": ["x", "y", "other"]}), tmp_path / "c.parquet")
-    one, two, three = (digests_of(load(tmp_path / f"{name}.parquet", ignore=("image",))) for name in "abc")
-    assert one == two
-    assert [left == right for left, right in zip(one, three, strict=True)] == [True, True, False]
-
-
 # ---- what is held out ------------------------------------------------------------------------------------------------
 
 
 def held_out(source: PromptSource) -> list[str]:
     return [prompt.text for prompt in source.held_out_prompts()]
-
-
-def test_the_same_rows_are_held_out_in_any_order(tmp_path: Path) -> None:
-    lines = numbered(tmp_path / "p.jsonl", 40).read_text().splitlines()
-    turned = load(write(tmp_path / "t.jsonl", *lines[::-1]), held_out=5)
-    assert held_out(turned) == held_out(load(tmp_path / "p.jsonl", held_out=5))
-    other = load_prompts(DataConfig(source=str(tmp_path / "p.jsonl"), held_out=5), seed=1)
-    assert set(held_out(other)) != set(held_out(turned))
 
 
 def test_copies_of_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
@@ -97,40 +59,7 @@ def test_rows_that_are_all_copies_are_trained_on(tmp_path: Path) -> None:
         load(tmp_path / "p.jsonl", held_out=6)
 
 
-def test_copies_in_another_source_are_not_trained_on_either(tmp_path: Path) -> None:
-    lines = numbered(tmp_path / "a.jsonl", 30).read_text().splitlines()
-    write(tmp_path / "b.jsonl", *lines[10:20], *numbered(tmp_path / "c.jsonl", 9, prefix="q").read_text().splitlines())
-    sources = tuple(DataSource(source=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
-    mix = load_prompts(DataConfig(sources=sources, held_out=6), seed=0)
-    evaluated = {prompt.text for prompt in mix.held_out_prompts()}
-    trained = {prompt.text for prompt in PromptStream(mix, seed=0).take(200)}
-    assert not evaluated & trained and len(evaluated | trained) == 39
-    assert mix.copies == 30 + 19 - len(mix) > 0
-
-
 # ---- arrays of digests -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_places_are_those_that_a_search_finds(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    wanted, among = (rng.integers(12, size=n).astype(np.uint64) for n in (15, 20))
-    left = list(enumerate(among.tolist()))
-    expected = []
-    for each in wanted.tolist():
-        found = next(((at, value) for at, value in left if value == each), None)
-        expected.append(-1 if found is None else found[0])
-        if found is not None:
-            left.remove(found)
-    assert places(wanted, among).tolist() == expected
-
-
-@pytest.mark.parametrize("digests", [[], [0], [2**64 - 1, 0, 2**63, 5], [*range(1000)]])
-def test_packed_digests_are_unpacked_as_they_were(digests: list[int]) -> None:
-    array = np.array(digests, dtype=np.uint64)
-    found = unpacked(packed(array))
-    assert found.dtype == np.uint64 and found.tolist() == digests
-    assert len(packed(np.arange(10**5, dtype=np.uint64))) < 10_000
 
 
 @pytest.mark.parametrize("text", ["no base64", "AAAA", packed(np.arange(3, dtype=np.uint64))[:-4]])

@@ -1,6 +1,5 @@
 """Files as `pyarrow` and `datasets` write them; splits and subsets are compared with what `datasets` reads."""
 
-import datetime
 import json
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from corerl.data.prompts import PromptSource
 from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError, DataError
 from corerl.plan.settle import with_absolute_paths
-from tests.data.files import load, numbered, parquet, write
+from tests.data.files import load, parquet, write
 
 CARD = """---
 configs:
@@ -71,21 +70,6 @@ def test_rows_of_a_jsonl_file_are_read_where_they_stand(tmp_path: Path) -> None:
     assert load(path, chat=True).where(1) == f"{path}:3"
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json"])
-def test_files_of_other_formats_are_read_by_datasets(tmp_path: Path, suffix: str) -> None:
-    rows = datasets.Dataset.from_list([{"prompt": f"p{n}", "answer": f"a{n}", "level": n} for n in range(3)])
-    path = tmp_path / f"p{suffix}"
-    if suffix == ".json":
-        path.write_text(json.dumps(rows.to_list()))
-    else:
-        {".parquet": rows.to_parquet, ".csv": rows.to_csv}[suffix](path)
-    source = load(path, held_out=0)
-    assert [dict(source.prompt(index).fields) for index in range(3)] == rows.to_list()
-    assert source.where(1) == f"{path}, row 1"
-    lines = load(numbered(tmp_path / "p.jsonl", 3), held_out=0)
-    assert source.shares[0].digests.tolist() == lines.shares[0].digests.tolist()
-
-
 def test_prompts_and_answers_of_a_csv_file_stay_text(tmp_path: Path) -> None:
     path = write(tmp_path / "p.csv", "prompt,answer,level", "1+6,007,3", "0.5,0.50,", "x,None,4", "y,,5")
     source = load(path, held_out=0)
@@ -103,37 +87,6 @@ def test_an_unreadable_row_of_arrow_is_refused_alone(tmp_path: Path) -> None:
     source = load(path, refused="skip", held_out=0)
     assert texts(source) == ["one", "three"]
     assert "1 of 3 rows of" in source.notices[0] and "row 1: cannot be read" in source.notices[0]
-
-
-def test_values_of_a_parquet_file_are_those_of_python(tmp_path: Path) -> None:
-    path = parquet(
-        tmp_path / "p.parquet",
-        question=["grüß", "two", "three"],
-        answer=["a", None, "c"],
-        tests=[{"in": [1], "out": "x"}, None, {"in": [], "out": "y"}],
-        day=[datetime.date(2025, 3, day) for day in (1, 2, 3)],
-    )
-    source = load(path, prompt_key="question")
-    assert [source.prompt(index).answer for index in range(3)] == ["a", "", "c"]
-    assert source.prompt(2).fields == {
-        "question": "three",
-        "answer": "c",
-        "tests": {"in": [], "out": "y"},
-        "day": datetime.date(2025, 3, 3),
-    }
-    assert load(path, prompt_key="question", answer_key="tests").prompt(0).answer == '{"in": [1], "out": "x"}'
-    assert load(path, prompt_key="question", answer_key="day").prompt(0).answer == '"2025-03-01"'
-
-
-def test_a_saved_data_set_is_read_as_datasets_reads_it(tmp_path: Path) -> None:
-    rows = datasets.Dataset.from_dict(
-        {"prompt": [f"p{i}" for i in range(50)], "answer": [str(i) for i in range(50)], "level": list(range(50))}
-    )
-    rows.shuffle(seed=3).save_to_disk(tmp_path / "saved", num_shards=3)
-    source, saved = load(tmp_path / "saved"), datasets.load_from_disk(str(tmp_path / "saved"))
-    assert len(source) == 50
-    for index in (0, 17, 49):
-        assert source.prompt(index).fields == saved[index]
 
 
 @pytest.mark.parametrize(

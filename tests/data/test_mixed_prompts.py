@@ -10,7 +10,7 @@ from corerl.config.schema import DataConfig, DataSource
 from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.errors import ConfigError
-from tests.data.files import load, numbered, write
+from tests.data.files import numbered
 
 WEIGHTS = {"math": 3.0, "code": 1.5, "chat": 0.5}
 
@@ -38,48 +38,12 @@ def test_every_prompt_is_from_the_source_that_lags_most(tmp_path: Path) -> None:
     assert names[:10] == ["math", "code", "math", "math", "code", "math", "chat", "math", "code", "math"]
 
 
-def test_each_source_of_a_mix_keeps_split_and_order(tmp_path: Path) -> None:
-    mix = mixed(tmp_path)
-    alone = {name: load(tmp_path / f"{name}.jsonl", held_out=2) for name in WEIGHTS}
-    taken = PromptStream(mix, seed=1).take(200)
-    for name, source in alone.items():
-        ours = [prompt.text for prompt in taken if prompt.source == name]
-        assert ours == [prompt.text for prompt in PromptStream(source, seed=1).take(len(ours))]
-    held_out = [(prompt.source, prompt.text) for prompt in mix.held_out_prompts()]
-    theirs = [[(name, prompt.text) for prompt in source.held_out_prompts()] for name, source in alone.items()]
-    assert held_out == [each[turn] for turn in (0, 1) for each in theirs]
-    assert not set(held_out) & {(prompt.source, prompt.text) for prompt in taken}
-
-
 def test_a_restored_mix_goes_on_with_the_very_same_prompts(tmp_path: Path) -> None:
     whole, begun, resumed = (PromptStream(mixed(tmp_path), seed=1) for _ in range(3))
     begun.take(77)
     resumed.restore(json.loads(json.dumps(begun.position)))
     assert resumed.take(90) == begun.take(90) == whole.take(77 + 90)[77:]
     assert resumed.position == begun.position == whole.position
-
-
-def test_keys_of_a_source_override_the_common_ones(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", '{"question": "q", "solution": "s"}')
-    second = write(tmp_path / "b.jsonl", '{"text": "t", "label": "l"}')
-    sources = (
-        DataSource(source=str(first)),
-        DataSource(source=str(second), name="other", prompt_key="text", answer_key="label"),
-        DataSource(source="sort-digits"),
-    )
-    data = DataConfig(sources=sources, prompt_key="question", answer_key="solution", held_out=0)
-    mix = load_prompts(data, seed=0)
-    found = [(each.source, each.text, each.answer) for each in (mix.prompt(0), mix.prompt(1), mix.prompt(2 + 35018))]
-    assert found == [("a", "q", "s"), ("other", "t", "l"), ("sort-digits", "35018>", "01358")]
-
-
-def test_a_mix_has_chats_where_one_of_its_sources_has(tmp_path: Path) -> None:
-    texts = DataSource(source=str(numbered(tmp_path / "texts.jsonl", 3)))
-    line = json.dumps({"prompt": [{"role": "user", "content": "q"}], "answer": "a"})
-    chats = DataSource(source=str(write(tmp_path / "chats.jsonl", line, line)))
-    mixes = [load_prompts(DataConfig(sources=each, held_out=0), seed=0) for each in ((texts, chats), (texts,))]
-    assert [mix.chat for mix in mixes] == [True, False]
-    assert [bool(mixes[0].prompt(index).messages) for index in range(5)] == [False] * 3 + [True] * 2
 
 
 def test_contradictions_are_named(tmp_path: Path) -> None:
@@ -99,16 +63,3 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     own = DataSource(source=path, name="own", system="Be brief.")
     with pytest.raises(ConfigError, match=r"^data.sources\[1\].system: used only for chats, and no prompt is one"):
         load_prompts(DataConfig(sources=(DataSource(source=path), own), held_out=0), seed=0)
-
-
-def test_system_messages_of_a_source_override_the_common_one(tmp_path: Path) -> None:
-    path = str(numbered(tmp_path / "p.jsonl", 2, prefix="q"))
-    told = {"common": None, "own": "Write code.", "none": ""}
-    sources = tuple(DataSource(source=path, name=name, system=system) for name, system in told.items())
-    mix = load_prompts(DataConfig(sources=sources, chat=True, system="Be brief.", held_out=1), seed=0)
-    prompts = [mix.prompt(index) for index in range(6)]
-    system = {each.source: [message["content"] for message in each.messages[:-1]] for each in prompts}
-    assert system == {"common": ["Be brief."], "own": ["Write code."], "none": []}
-    assert [(each.index, each.text) for each in prompts] == [(n, f"q{n % 2}") for n in range(6)]
-    assert [each.messages[-1] for each in prompts] == [{"role": "user", "content": each.text} for each in prompts]
-    assert len(mix.held_out_prompts()) == 3

@@ -64,14 +64,6 @@ def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
     assert not first.columns["loss_mask"][-1]
 
 
-def test_a_filler_keeps_its_tokens_and_counts_for_nothing() -> None:
-    _, filler = pack(three_samples(), plan().share(0), sequence_multiple=1).micro_batches
-    assert filler.tokens.tolist() == [21, 22]
-    assert filler.samples.tolist() == [-1]
-    assert filler.columns["weights"].tolist() == [0.0, 0.0]
-    assert filler.columns["loss_mask"].tolist() == [False, False]
-
-
 def test_only_requested_columns_travel_with_the_weights() -> None:
     first, _ = pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}

@@ -54,29 +54,6 @@ def real_samples(plan: StepPlan) -> list[int]:
     )
 
 
-def test_every_epoch_has_each_sample_once_and_groups_stay_together() -> None:
-    batch = random_batch(40, samples_per_group=4)
-    steps = plan_steps(batch, **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
-    assert len(steps) == 6
-    for epoch in (steps[:3], steps[3:]):
-        assert sorted(sample for step in epoch for sample in real_samples(step)) == list(range(40))
-        assert [len(real_samples(step)) for step in epoch] == [16, 12, 12]
-        for step in epoch:
-            groups = batch.row_columns["group"][real_samples(step)]
-            assert np.bincount(groups)[np.unique(groups)].tolist() == [4] * len(np.unique(groups))
-
-
-def test_the_order_follows_from_the_seed_and_differs_between_epochs() -> None:
-    batch = random_batch(40, samples_per_group=4)
-    settings = {**DEFAULTS, "mini_batches": 2, "epochs": 2}
-    once, again, other = (
-        [real_samples(step) for step in plan_steps(batch, **{**settings, "seed": seed})] for seed in (3, 3, 4)
-    )
-    assert once == again
-    assert once != other
-    assert once[:2] != once[2:]
-
-
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
@@ -90,21 +67,6 @@ def test_an_episode_counts_as_one_sample_of_the_step(aggregation: str, expected:
     batch = batch_of([3, 6, 1, 6, 1]).with_row_columns(episode=np.array([4, 4, 4, 0, 9]))
     (step,) = plan_steps(batch, **{**DEFAULTS, "aggregation": aggregation})
     assert step.scales.tolist() == pytest.approx(expected)
-
-
-def test_samples_of_an_episode_are_in_one_step() -> None:
-    rows = np.repeat(np.arange(12), np.random.default_rng(1).integers(1, 5, 12))  # of each episode
-    batch = random_batch(len(rows)).with_row_columns(episode=rows, group=rows // 3)
-    steps = plan_steps(batch, **{**DEFAULTS, "layout": layout(5), "mini_batches": 3, "aggregation": "sequence-mean"})
-    assert sorted(sample for step in steps for sample in real_samples(step)) == list(range(len(rows)))
-    for step in steps:
-        ours, others = (set(rows[scaled].tolist()) for scaled in (step.scales > 0, step.scales == 0))
-        assert not ours & others and len({len(rank) for rank in step.micro_batches}) == 1
-        weights = np.repeat(step.scales, batch.lengths) * batch.columns["loss_mask"]
-        for episode in ours:  # each weighs the same
-            assert weights[np.isin(batch.row_of, np.flatnonzero(rows == episode))].sum() == pytest.approx(
-                1 / len(ours), rel=1e-5
-            )
 
 
 PART: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name != "seed"}
@@ -144,35 +106,6 @@ def test_parts_of_a_step_together_have_its_weights(aggregation: str, unit: float
         assert real_samples(plan) == list(range(len(members)))
         scales[members], denominator = plan.scales, denominator + count
     assert (scales * unit / denominator).tolist() == pytest.approx(step.scales.tolist(), rel=1e-6)
-
-
-def test_members_of_a_plan_are_its_samples_without_fillers() -> None:
-    for samples, ranks, fills in ((2, 5, True), (3, 4, True), (40, 4, False)):
-        plan = plan_forward(random_batch(samples), layout(ranks), tokens_per_micro_batch=48)
-        assert any(sum(plan.filler, ())) == fills, plan.filler
-        assert plan.members.tolist() == real_samples(plan) == list(range(samples))
-    part = evolve(plan, micro_batches=((np.array([7, 3]),), (np.array([3]),)), filler=((False,), (True,)))
-    assert part.members.tolist() == [3, 7]
-    nothing = evolve(plan, micro_batches=((), ()), filler=((), ()))
-    assert (nothing.members.tolist(), nothing.rows([0, 1]).tolist()) == ([], [])
-    share = nothing.share(1)
-    assert (share.samples.tolist(), share.offsets.tolist(), share.filler.tolist()) == ([], [0], [])
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_micro_batches_keep_to_budget_and_equal_counts(multiple: int) -> None:
-    batch, ranks = random_batch(60), layout(3, sequence_multiple=multiple, micro_batch_multiple=4)
-    forward = plan_forward(batch, ranks, tokens_per_micro_batch=64)
-    (step,) = plan_steps(batch, **{**DEFAULTS, "layout": ranks, "tokens_per_micro_batch": 64})
-    padded = [-(-int(length) // multiple) * multiple for length in batch.lengths]
-    for plan in (forward, step):
-        assert real_samples(plan) == list(range(60))
-        assert len({len(rank) for rank in plan.micro_batches}) == 1
-        assert len(plan.micro_batches[0]) % 4 == 0
-        for rank in plan.micro_batches:
-            for members in rank:
-                assert sum(padded[sample] for sample in members) <= 64
-    assert not forward.scales.any()
 
 
 def test_rectangular_micro_batches_are_as_few_as_the_budget_allows() -> None:
@@ -223,21 +156,6 @@ def test_packing_equals_first_fit_decreasing_sample_by_sample() -> None:
         assert [sorted(members.tolist()) for members in plan.micro_batches[0]] == [sorted(held) for held in bins]
 
 
-def test_ranks_get_almost_equally_many_tokens() -> None:
-    batch = random_batch(400)
-    plan = plan_forward(batch, layout(4), tokens_per_micro_batch=64)
-    tokens = [
-        sum(
-            int(batch.lengths[members].sum())
-            for members, fills in zip(plan.micro_batches[rank], plan.filler[rank], strict=True)
-            if not fills
-        )
-        for rank in range(4)
-    ]
-    assert max(tokens) - min(tokens) <= 2
-    assert sum(tokens) == len(batch.tokens)
-
-
 def test_ranks_without_samples_get_the_shortest_as_filler() -> None:
     plan = plan_forward(batch_of([9, 4]), layout(3, micro_batch_multiple=2), tokens_per_micro_batch=16)
     assert plan.filler == ((False, True), (False, True), (True, True))
@@ -257,12 +175,6 @@ def test_loss_tokens_are_counted_per_sample(times: int) -> None:
         row_columns={"group": np.arange(5)},
     )
     assert count_loss_tokens(batch).tolist() == [0, 2 * times, 0, times, 0]
-
-
-def test_with_few_groups_each_is_a_step() -> None:
-    steps = plan_steps(batch_of([3, 3, 3, 3], samples_per_group=2), **{**DEFAULTS, "mini_batches": 3, "epochs": 2})
-    trained = [sorted(np.flatnonzero(step.scales).tolist()) for step in steps]
-    assert [sorted(trained[epoch : epoch + 2]) for epoch in (0, 2)] == [[[0, 1], [2, 3]]] * 2
 
 
 def test_a_batch_without_samples_is_refused() -> None:

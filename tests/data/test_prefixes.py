@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from corerl.data.packing import pack, plan_forward, plan_steps
-from corerl.data.prefixes import COPIES, groups_in_order, in_trees, shared_tokens
+from corerl.data.prefixes import groups_in_order, in_trees
 from corerl.types import ParallelLayout, SampleBatch, offsets_of
-from corerl_testing.harness import make_branches, make_samples
+from corerl_testing.harness import make_branches
 
 
 def rows(*tokens: list[int], groups: list[int] | None = None) -> SampleBatch:
@@ -32,16 +31,6 @@ def nodes(batch: SampleBatch, members: np.ndarray) -> int:
     return len(beginnings)
 
 
-def test_shared_tokens_end_where_rows_or_their_targets_differ() -> None:
-    batch = rows([5, 6, 7, 8], [5, 6, 7, 9, 9], [5, 6, 7], [4, 6, 7])
-    every = np.arange(4)
-    assert shared_tokens(batch, every).tolist() == [0, 3, 3, 0]
-    targets = np.array([0, 1, 2, 3, 0, 1, 3, 3, 3, 0, 1, 3, 0, 0, 0])
-    named = batch.with_columns(targets=targets, advantages=np.arange(15.0))
-    assert shared_tokens(named, every).tolist() == [0, 2, 3, 0]
-    assert shared_tokens(named, every, columns=("advantages",)).tolist() == [0, 3, 3, 0]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
     batch = make_branches(seed)
@@ -49,20 +38,6 @@ def test_trees_have_each_distinct_beginning_of_rows_once(seed: int) -> None:
     trees = in_trees(order, lengths, shared, tokens=1000, rows=99)
     assert [sorted(each) for each in trees.members] == [list(range(first, first + 5)) for first in (0, 5, 10)]
     assert trees.sizes.tolist() == [nodes(batch, each) for each in trees.members]
-
-
-def test_a_tree_that_does_not_fit_is_cut() -> None:
-    batch = rows(*([1, 2, 3, 4, 10 + each] for each in range(5)))
-    trees = in_trees(*groups_in_order(batch, np.arange(5)), tokens=6, rows=99)
-    assert [each.tolist() for each in trees.members] == [[0, 1], [2, 3], [4]]
-    assert trees.sizes.tolist() == [6, 6, 5]
-    assert in_trees(*groups_in_order(batch, np.arange(5)), tokens=3, rows=99).sizes.tolist() == [5] * 5
-
-
-def test_copies_of_a_long_prefix_bound_its_tree() -> None:
-    batch = rows(*([*range(1000), 2000 + each] for each in range(40)))
-    trees = in_trees(*groups_in_order(batch, np.arange(40)), tokens=1100, rows=99)
-    assert max(len(each) for each in trees.members) * 1001 <= COPIES * 1100
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
@@ -93,11 +68,3 @@ def test_few_tokens_in_common_are_not_shared() -> None:
         batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share(0), sequence_multiple=1
     ).micro_batches
     assert micro.shared is not None and micro.shared.tolist() == [0, 0]
-
-
-def test_rows_are_packed_as_without_sharing_unless_the_layout_shares() -> None:
-    batch = make_branches(0)
-    apart = evolve(layout(), shares_prefixes=False)
-    first, second = (plan_forward(each, apart, tokens_per_micro_batch=50) for each in (batch, make_samples(0)))
-    assert not first.shares_prefixes and not second.shares_prefixes
-    assert all(micro.shared is None for micro in pack(batch, first.share(0), sequence_multiple=1).micro_batches)

@@ -3,17 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from corerl.config.schema import DataConfig, DataSource
 from corerl.data.prompts import PromptStream, SortDigits
-from corerl.data.rows import load_prompts
 from corerl.errors import CheckpointError, DataError
 from tests.data.files import load, numbered
-
-
-def test_sort_digits_asks_for_five_digits_in_order() -> None:
-    prompt = SortDigits(held_out=256, seed=0).prompt(35018)
-    assert (prompt.text, prompt.answer) == ("35018>", "01358")
-    assert SortDigits(held_out=256, seed=0).prompt(7).text == "00007>"
 
 
 def test_held_out_prompts_follow_from_the_seed() -> None:
@@ -30,25 +22,6 @@ def test_held_out_prompts_follow_from_the_seed() -> None:
     assert trained == set(range(100_000)) - set(held_out)
 
 
-def test_every_epoch_has_each_training_prompt_once(tmp_path: Path) -> None:
-    source = load(numbered(tmp_path / "p.jsonl", 21), held_out=1)
-    stream = PromptStream(source, seed=5)
-    taken = [prompt.index for prompt in stream.take(15) + stream.take(30) + stream.take(15)]
-    epochs = [taken[:20], taken[20:40], taken[40:]]
-    assert all(sorted(epoch) == source.train.tolist() for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-def test_a_restored_stream_continues_where_the_other_stood(tmp_path: Path) -> None:
-    source = load(numbered(tmp_path / "p.jsonl", 21), held_out=1)
-    stream, fresh = PromptStream(source, seed=5), PromptStream(source, seed=5)
-    stream.take(33)
-    position = json.loads(json.dumps(stream.position))
-    fresh.restore(position)
-    assert fresh.take(50) == stream.take(50)
-    assert fresh.position == stream.position
-
-
 def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
     position = PromptStream(load(numbered(tmp_path / "p.jsonl", 21)), seed=5).position
     with pytest.raises(CheckpointError, match="has data=[0-9a-f]{16}, but this run has data=[0-9a-f]{16}; resume"):
@@ -57,47 +30,7 @@ def test_a_position_of_other_data_or_seed_is_refused(tmp_path: Path) -> None:
         PromptStream(load(tmp_path / "p.jsonl"), seed=6).restore(position)
 
 
-def test_returned_prompts_come_first_also_after_a_resume() -> None:
-    stream = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
-    begun = stream.take(5)
-    stream.give_back(begun[1])
-    position = json.loads(json.dumps(stream.position_without(begun[3:])))
-    assert stream.position["returned"] == [begun[1].index]
-    assert position["returned"] == [each.index for each in (begun[3], begun[4], begun[1])]
-    later = PromptStream(SortDigits(held_out=10, seed=7), seed=7)
-    later.restore(position)
-    whole = PromptStream(SortDigits(held_out=10, seed=7), seed=7).take(7)
-    assert later.take(5) == [begun[3], begun[4], begun[1], *whole[5:]]
-    assert stream.take(3) == [begun[1], *whole[5:]]
-    assert later.position == stream.position and "returned" not in stream.position
-
-
 # ---- prompts that are left out ---------------------------------------------------------------------------------------
-
-
-def test_left_out_prompts_are_skipped_in_order(tmp_path: Path) -> None:
-    path = numbered(tmp_path / "p.jsonl", 21)
-    whole, less = load(path, held_out=5), load(path, held_out=5)
-    left_out = frozenset([*less.train[::3].tolist(), int(less.held_out[1])])
-    less.leave_out(left_out)
-    assert [prompt.index for prompt in less.held_out_prompts()] == whole.held_out[[0, 2, 3, 4]].tolist()
-    taken = [prompt.index for prompt in PromptStream(whole, seed=5).take(48)]  # three epochs
-    assert [prompt.index for prompt in PromptStream(less, seed=5).take(30)] == [
-        index for index in taken if index not in left_out
-    ]
-
-
-def test_a_mix_stays_exact_with_left_out_prompts(tmp_path: Path) -> None:
-    sources = tuple(
-        DataSource(source=str(numbered(tmp_path / f"{name}.jsonl", 40, prefix=name)), weight=weight)
-        for name, weight in (("a", 3.0), ("b", 1.0))
-    )
-    prompts = load_prompts(DataConfig(sources=sources, held_out=1), seed=0)
-    prompts.leave_out(frozenset(prompts.shares[0].train[5:].tolist()))  # most of a
-    taken = PromptStream(prompts, seed=1).take(400)
-    for stop in range(4, 401, 4):
-        assert [prompt.source for prompt in taken[stop - 4 : stop]].count("a") == 3
-    assert len({prompt.index for prompt in taken if prompt.source == "a"}) == 5
 
 
 def test_a_stream_is_resumed_where_others_are_left_out_now(tmp_path: Path) -> None:

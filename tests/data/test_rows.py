@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from corerl.errors import DataError
-from tests.data.files import load, parquet, write
+from tests.data.files import load, write
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]
 
@@ -112,22 +112,6 @@ def test_messages_are_read_as_openai_writes_them(tmp_path: Path) -> None:
     assert source.prompt(0).fields["prompt"] == SAID  # a reward function sees the row itself
     # A null that a row of JSON has is its own.
     assert (list(source.prompt(0).tools), source.prompt(1).tools) == (TOOLS, ())
-
-
-def test_an_empty_list_of_calls_is_none(tmp_path: Path) -> None:
-    begun = {"role": "assistant", "content": "It is "}
-    row = {"prompt": [{**USER, "tool_calls": None}, {**begun, "tool_calls": []}]}
-    for source in (
-        load(write(tmp_path / "p.jsonl", json.dumps(row)), held_out=0),
-        load(parquet(tmp_path / "p.parquet", prompt=[row["prompt"]]), held_out=0),
-    ):
-        assert list(source.prompt(0).messages) == [USER, begun]
-
-
-@pytest.mark.parametrize("written", [None, "null", "[]", ""])
-def test_tools_that_are_null_are_none_also_as_text(written: object, tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": [USER], "tools": written, "n": n}) for n in range(2)))
-    assert load(path).prompt(0).tools == ()
 
 
 @pytest.mark.parametrize("written", [json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]])

@@ -54,13 +54,7 @@ def each(language: str) -> Callable[..., object]:
     return pytest.mark.parametrize("block", chosen, ids=str)
 
 
-def test_a_block_is_found_with_its_line_and_language() -> None:
-    page = "# T\n\n```toml\na = 1\n```\n\ntext\n\n```python\nx = 1\n```\n"
-    assert blocks_of("p.md", page) == [Block("p.md", 3, "toml", "a = 1\n"), Block("p.md", 9, "python", "x = 1\n")]
-
-
-START = "TrainGroup.start("  # also of Ray, as the first block does; those after it join the Ray of this process
-FIRST = next(block for block in BLOCKS if block.language == "python" and START in block.text)
+START = "TrainGroup.start("  # of ranks, in the Ray of this process
 
 
 @pytest.mark.processes
@@ -68,7 +62,7 @@ FIRST = next(block for block in BLOCKS if block.language == "python" and START i
 def test_python_runs_as_it_stands(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if START in block.text and block is not FIRST:
+    if START in block.text:
         request.getfixturevalue("shared_ray")
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, str(block), "exec"), {"__name__": "__documentation__"})

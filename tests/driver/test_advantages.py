@@ -53,18 +53,6 @@ def advantages(found: TrainBatch) -> list[float]:
     return found.samples.columns["advantages"].tolist()
 
 
-def test_a_group_is_compared_with_its_mean() -> None:
-    found = computed(batch())
-    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert found.metrics == {}
-
-
-def test_a_kl_in_the_loss_does_not_change_rewards() -> None:
-    found = computed(batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125]), kl_coef=0.5, kl_estimator="k1")
-    assert advantages(found) == [0.0, 0.5, 0.0, -0.5, -0.5]
-    assert found.metrics == {"train/kl_reference": pytest.approx((1.0 + 0.0 - 0.25) / 3), "train/kl_coef": 0.5}
-
-
 def test_without_a_loss_token_no_kl_is_measured() -> None:
     masked = batch(ref_logprobs=[0.0, -1.5, 0.0, -0.25, 0.125])
     masked = masked.with_columns(loss_mask=np.zeros(5, dtype=np.bool_))
@@ -116,34 +104,6 @@ def test_ratios_outside_the_band_give_advantages_of_zero() -> None:
         "correction/masked_samples": 1.0,
     }
     assert all(map(math.isfinite, found.metrics.values()))
-
-
-def test_a_long_response_loses_reward_over_the_last_tokens() -> None:
-    # Two tokens of at most three, the last two of which are the buffer: half of it is used.
-    found = computed(batch(), max_tokens=3, overlong="penalty", overlong_buffer=2)
-    assert found.metrics["rollout/overlong_penalty"] == pytest.approx(-0.25)
-    assert advantages(found) == pytest.approx([0.0, 0.75, 0.0, -0.75, -0.75])
-    assert found.samples.row_columns["shaped_rewards"].tolist() == [1.0, -0.5]
-
-
-def test_an_episode_loses_the_reward_of_its_longest_sample() -> None:
-    # Episode 0 has both samples: of its penalties, 0 and -0.5, it has the larger one, which is 0 compared with itself.
-    one = batch().with_row_columns(episode=np.array([0, 0]))
-    seen: list[float] = []
-
-    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
-        seen.extend(rewards.tolist())
-        return COMPARED(samples, rewards, token_rewards)
-
-    found = compute_advantages(
-        one,
-        np.ones(2, np.float32),
-        estimate,
-        AlgorithmConfig(overlong="penalty", overlong_buffer=2),
-        max_tokens=3,
-    )
-    assert seen == [0.5, 0.5] and found.metrics["rollout/overlong_penalty"] == -0.5
-    assert not any(advantages(found))
 
 
 @pytest.mark.parametrize(
@@ -200,18 +160,6 @@ def test_rewards_of_turns_are_credited_or_summed() -> None:
     # One step and a value: the reward of a turn is seen by its last token alone.
     one_step = found("ppo", whiten=False, gae_lambda=0.0)
     np.testing.assert_allclose(one_step, [0.25 - 0.5, 1 + 0.125 - 0.25, 2 - 0.125, 2.0 - 1.0, 5 - 2.0], rtol=1e-6)
-
-
-def test_a_users_advantages_get_rewards_of_turns_as_a_column() -> None:
-    given = batch().with_columns(**{TURN_REWARDS: np.array([0.0, 1.0, 0.0, 0.0, 0.0], np.float32)})
-    seen: list[object] = []
-
-    def estimate(samples: SampleBatch, rewards: FloatArray, token_rewards: FloatArray) -> Advantages:
-        seen.extend([rewards.tolist(), token_rewards.any(), samples.columns[TURN_REWARDS].tolist()])
-        return COMPARED(samples, rewards, token_rewards)
-
-    computed(given, estimate)
-    assert seen == [[1.0, 0.0], False, [0.0, 1.0, 0.0, 0.0, 0.0]]
 
 
 def two_roles(draw: np.random.Generator) -> tuple[SampleBatch, FloatArray]:

@@ -105,24 +105,6 @@ def test_checkpoints_are_due_at_multiples(tmp_path: Path) -> None:
     assert not any(checkpoints.due(step) for step in range(1, 7))
 
 
-def test_a_save_in_the_foreground_is_there_on_return(tmp_path: Path) -> None:
-    heard = Ears()
-    checkpoints = make(tmp_path, heard, actor=Group())
-    checkpoints.start(*at(2), background=False)
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    assert read_state(path(tmp_path, 2)) == {"rollout_step": 2}
-    assert heard.of(CheckpointSaved) == [CheckpointSaved(step=2, path=str(path(tmp_path, 2)))]
-
-
-def test_a_failed_role_is_reported_while_another_writes(tmp_path: Path) -> None:
-    actor, critic = Group(), Group()
-    checkpoints = make(tmp_path, Ears(), actor=actor, critic=critic)
-    checkpoints.start(*at(2), background=True)
-    critic.broken = True
-    with pytest.raises(SaveFailed, match="the disk is full"):
-        checkpoints.complete(wait=False)
-
-
 def test_a_save_in_the_background_is_invisible_until_every_role_has_written(tmp_path: Path) -> None:
     heard, actor, critic = Ears(), Group(optimizer_step=6), Group(optimizer_step=8)
     checkpoints = make(tmp_path, heard, actor=actor, critic=critic)
@@ -154,18 +136,6 @@ def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(tmp_path: Pa
     assert len(heard.of(CheckpointSaved)) == 3
 
 
-def test_a_save_that_fails_costs_no_earlier_one(tmp_path: Path) -> None:
-    heard, actor = Ears(), Group()
-    checkpoints = make(tmp_path, heard, actor=actor)
-    checkpoints.start(*at(2), background=False)
-    checkpoints.start(*at(4), background=True)
-    actor.broken = True
-    with pytest.raises(SaveFailed, match="^the disk is full$"):
-        checkpoints.complete(wait=False)
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
-
-
 def test_a_failed_save_in_the_foreground_leaves_room_for_the_next(tmp_path: Path) -> None:
     class Refusing(Group):
         def save(self, path: str, step: Step, *, background: bool) -> Future[int]:
@@ -187,18 +157,6 @@ def test_what_the_driver_cannot_write_is_a_save_that_fails(tmp_path: Path) -> No
     with pytest.raises(SaveFailed, match="^no space left$"):
         checkpoints.start(*at(4, write=files), background=True)
     assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-
-
-def test_a_written_save_is_kept_after_ranks_have_ended(tmp_path: Path) -> None:
-    heard, actor = Ears(), Group()
-    checkpoints = make(tmp_path, heard, actor=actor)
-    checkpoints.start(*at(2), background=True)
-    actor.write()
-    actor.ended = True
-    checkpoints.rescue()
-    assert checkpoints.newest == latest(tmp_path) == path(tmp_path, 2)
-    checkpoints.rescue()  # nothing is pending any more
-    assert [event.step for event in heard.of(CheckpointSaved)] == [2]
 
 
 def test_after_a_failure_ranks_that_are_there_finish_what_they_write(tmp_path: Path) -> None:
@@ -260,17 +218,6 @@ def test_one_in_memory_checkpoint_is_kept_until_the_run_ends(tmp_path: Path, mem
         assert list(directory.iterdir()) == []
 
 
-def test_a_run_whose_directory_is_in_memory_waits_for_its_ranks(tmp_path: Path, memory: Path) -> None:
-    actor = Group(in_memory=True)
-    saves = make(memory / "run", Ears(), actor=actor)
-    saves.start(*at(2), background=True)
-    saves.complete(wait=False)
-    assert saves.newest is None
-    actor.write()
-    saves.complete(wait=False)
-    assert saves.newest == path(memory / "run", 2)
-
-
 def test_in_memory_checkpoints_that_are_given_up_free_their_memory(tmp_path: Path, memory: Path) -> None:
     with MemoryCheckpoints.of_run(make(tmp_path / "run", Ears(), actor=Group(in_memory=True))) as kept:
         kept.start(*at(1), background=False)
@@ -286,13 +233,3 @@ def test_in_memory_checkpoints_need_all_ranks_here(tmp_path: Path, memory: Path)
         with pytest.raises(SaveFailed, match="^ranks are on other machines than the driver; failed ranks restart"):
             kept.start(*at(2), background=True)
     assert actor.saved_at == []
-
-
-def test_a_run_that_goes_back_forgets_the_save_in_flight(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, Ears(), actor=(group := Group()))
-    checkpoints.start(*at(2), background=False)
-    checkpoints.start(*at(4), background=True)
-    checkpoints.forget(2)
-    group.write()  # too late
-    checkpoints.complete(wait=True)
-    assert (checkpoints.newest, checkpoints.last_step) == (path(tmp_path, 2), 2)

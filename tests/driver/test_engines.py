@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,23 +38,6 @@ def push(engines: Engines, source: Any = None) -> None:
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
-
-
-def test_each_push_has_a_version_of_its_own() -> None:
-    actor, fleet = Group(), Group()
-    engines = make_engines(make_config(), actor, fleet, version=7)
-    push(engines)
-    push(engines)
-    assert (actor.log, fleet.log, engines.policies.version) == (["send 7", "send 8"], ["receive 7", "receive 8"], 8)
-
-
-def test_weights_that_are_sent_again_do_not_count_as_new() -> None:
-    engines, *_ = after_one({"engine-1": DEAD})  # version 0 arrived; 1 did not everywhere; 2 is the same
-    push(engines)
-    push(engines)
-    engines.update(Source(), new=False)  # 4, to an engine that was added
-    assert engines.policies.version == 4
-    assert engines.policies.of(np.arange(5)).tolist() == [0, 1, 1, 2, 2]
 
 
 def test_adapters_travel_alone_once_every_engine_holds_all_weights() -> None:
@@ -132,12 +114,6 @@ def test_engines_that_miss_an_update_are_replaced(fared: dict[str, Received | No
     assert len(told(ears)) == len(replaced)
 
 
-def test_engines_have_as_long_as_a_sender_waits() -> None:  # over a disk they only begin to read after the ranks
-    address = Address(transport="disk", engines=Group().names, timeout=7.0)
-    push(make_engines(make_config(), Group(), fleet := Group(), address_of=lambda: address))
-    assert fleet.waited == 7.0
-
-
 def test_the_first_engine_to_fail_is_the_cause() -> None:
     engines, actor, fleet, _ = after_one({"engine-1": FAILED})
     polls = iter([False, False, True])
@@ -181,18 +157,6 @@ def test_a_second_failure_ends_the_run() -> None:
         push(engines)
 
 
-@pytest.mark.parametrize("fared", [DEAD, SILENT])
-def test_an_engine_lost_in_its_first_update_is_replaced(fared: Received | None) -> None:
-    actor, fleet = Group(), Group()
-    fleet.fared.pop("engine-1")
-    if fared is not None:
-        fleet.fared["engine-1"] = fared
-    push(make_engines(make_config(), actor, fleet))
-    assert [line.partition(":")[0] for line in fleet.log] == [
-        "receive 0", "leave out engine-1", "replace engine-1", "receive 1"
-    ]  # fmt: skip
-
-
 def test_an_engine_that_died_too_often_ends_the_run() -> None:
     engines, _, fleet, _ = after_one(*[{"engine-1": DEAD}] * 3)
     fleet.allowed = 2
@@ -216,18 +180,6 @@ def test_a_dead_rank_ends_the_push_at_once() -> None:
     fleet.answers = False
     with pytest.raises(WorkerDied, match="^its process died$"):
         push(make_engines(make_config(), actor, fleet, version=7))
-
-
-def test_engines_without_a_device_are_not_replaced() -> None:
-    def fewer(message: str) -> None:
-        assert message == "its process died"
-        fleet.names = ("engine-0",)
-
-    engines, _, fleet, ears = after_one({"engine-0": FAILED, "engine-1": DEAD}, on_death=fewer)
-    push(engines)
-    assert fleet.log == ["receive 1", "leave out engine-1", "receive 2"]
-    assert fleet.address.engines == ("engine-0",)
-    assert told(ears) == ["engine-1 is replaced: its process died"]
 
 
 def test_without_a_device_the_engines_death_is_the_error() -> None:
@@ -265,21 +217,6 @@ def test_what_engines_hold_is_compared_every_so_many_updates() -> None:
         match="^engine-1 holds different weights than it was sent as version 11: 'b', whose bits sum to 0x7 ",
     ):
         push(engines)
-
-
-def test_an_update_that_some_missed_is_not_compared() -> None:
-    actor, fleet = Group(), Group()
-    manifest = build_manifest([("a", (1,))], dtype="float32", bucket_bytes=8)
-    actor.manifests = manifest, None
-    engines = make_engines(make_config(weights={"verify_every": 1}), actor, fleet)
-    right = {"engine-0": {"a": 5}, "engine-1": {"a": 5}}
-    actor.sent, fleet.sums = evolve(actor.sent, sums={"a": 5}), right
-    push(engines)
-    replace = fleet.replace
-    fleet.replace = lambda failed: (replace(failed), setattr(fleet, "sums", right))[0]  # type: ignore[method-assign]
-    fleet.fared["engine-1"], fleet.sums = FAILED, {**right, "engine-1": {"a": 4}}  # it holds what it held before
-    push(engines)
-    assert fleet.log[-1] == "receive 2" and actor.verified == [True] * 3
 
 
 # ---- while something is sampled --------------------------------------------------------------------------------------
@@ -320,16 +257,6 @@ def test_sampling_holds_during_an_update_but_not_during_replacement() -> None:
     assert (together.address.token, told(ears)) == ("meeting 2", ["engine-1 is replaced: its process died"])
 
 
-def test_a_hanging_engine_is_left_out_before_sampling_resumes() -> None:
-    together = Group()
-    together.fared = {"engine-0": Received(version=0, bytes=8)}  # the other one hangs
-    push(make_engines(make_config(), together, together), Overlapping(together.log))
-    assert [line.partition(":")[0] for line in together.log] == [
-        *("hold for 0", "send 0", "receive 0", "leave out engine-1", "go on"),
-        *("replace engine-1", "hold for 1", "send 1", "receive 1", "go on"),
-    ]
-
-
 def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
     both = Group()
     residency = sharing({"actor": both}, fleet=both)
@@ -348,21 +275,6 @@ def test_a_new_engine_starts_while_colocated_ranks_sleep() -> None:
         "send 0",
         "receive 0",
     ]
-
-
-def test_other_ranks_or_engines_meet_anew_with_their_manifest() -> None:
-    actor, fleet = Group(), Group()
-    actor.manifests = "of the start", None
-    engines = make_engines(make_config(), actor, fleet)
-    push(engines)
-    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
-    actor.manifests = "of now", None
-    push(engines)
-    assert (fleet.offered, fleet.address.token) == ("of the start", "meeting 1")
-    fleet.names = ("engine-0",)
-    engines.new_rendezvous()
-    push(engines)
-    assert (fleet.offered, fleet.address.token, fleet.address.engines) == ("of now", "meeting 2", ("engine-0",))
 
 
 # ---- for a loop of one's own -----------------------------------------------------------------------------------------
@@ -423,26 +335,6 @@ def test_engines_of_ones_own_sample_what_the_group_has_trained() -> None:
             found.append(samples.columns["rollout_logprobs"][mask].mean())
             step(engines, samples, number)
     assert found[0] < found[1] < found[2]
-
-
-def test_weights_that_have_not_changed_are_the_same_policy_when_they_are_pushed_again() -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        engines.push()
-        engines.push()
-        step(engines, answered(prompts([3]), engines.generate(prompts([3]))), 0)
-        engines.push()
-        assert engines.policies.of(np.arange(3)).tolist() == [0, 0, 1]
-
-
-def test_engines_go_on_from_the_version_of_ranks_that_were_resumed(tmp_path: Path) -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        for _ in range(3):
-            engines.push()
-        engines.group.save(str(tmp_path), Step(optimizer_step=0, rollout_step=0, lr=0.0)).result()
-    with without_ray(), Engines.start(OWN) as engines:
-        engines.group.restart(str(tmp_path)).result()
-        assert [engines.push(), engines.push()] == [2, 3]
-        assert set(engines.generate(prompts([3, 4])).versions) == {3}
 
 
 ADAPTED = {**OWN, "lora": {"rank": 2}, "weights": {**OWN["weights"], "lora": "adapter", "versions": 3}}
@@ -514,14 +406,6 @@ def test_engines_that_slept_hold_the_newest_version_alone() -> None:
         assert engines.push() == 2 and engines.held == (2,)
         with pytest.raises(VersionGone, match="no engine holds weights version 1 any more, but 2"):
             engines.generate(evolve(prompts([3, 4]), version=1))
-
-
-def test_rows_that_begin_before_the_first_push_wait_for_it() -> None:
-    with without_ray(), Engines.start(OWN) as engines:
-        waiting = engines.begin(prompts([3, 4]))
-        assert not waiting.done()
-        engines.push()
-        assert set(waiting.result(60.0).versions) == {0}
 
 
 def test_engines_that_have_all_died_are_replaced_before_rows_are_generated(engines: Fleet) -> None:

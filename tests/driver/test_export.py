@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import evolve
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corerl.checkpoint.commit import begin, commit
-from corerl.config.schema import Config, ModelConfig
+from corerl.config.schema import ModelConfig
 from corerl.driver.export import export, export_directory, write_adapters
 from corerl.errors import CheckpointError, ModelError, SaveFailed
 from corerl.models.config import hf_config
@@ -36,42 +35,6 @@ def assert_holds(directory: Path, model: torch.nn.Module, dtype: torch.dtype) ->
     assert found.keys() == wanted.keys()
     assert {param.dtype for param in found.values()} == {dtype}
     assert [name for name in wanted if not torch.equal(found[name], wanted[name].to(dtype))] == []
-
-
-def test_transformers_loads_the_weights_and_the_tokenizer_bit_for_bit(tmp_path: Path) -> None:
-    config = make_config()
-    model = make_model(config, seed=1)
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    assert written == tmp_path / "model"
-    assert_holds(written, model, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(written, local_files_only=True)
-    assert tokenizer("30>")["input_ids"] == [1, 7, 4, 14]
-
-
-def test_an_export_of_a_model_made_of_fields_ends_its_responses_as_the_run_did(tmp_path: Path) -> None:
-    config = make_config()  # whose fields name no special tokens
-    model = make_model(config, seed=1)
-    prompt = torch.tensor([[1, 7, 4, 14]])
-    with torch.no_grad():  # make <eos>, whose row is tied to the head's, the likeliest next token
-        model.get_input_embeddings().weight[2] *= 1000 * model(prompt).logits[0, -1, 2].sign()
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    assert (loaded.config.bos_token_id, loaded.config.eos_token_id, loaded.config.pad_token_id) == (1, 2, 0)
-    assert loaded.generate(prompt, do_sample=False, max_new_tokens=12)[0, 4:].tolist() == [2]
-
-
-def test_what_the_models_authors_say_of_sampling_comes_along(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    config = make_config()
-    model = make_model(config, seed=1)
-    model.config.save_pretrained(base)
-    (base / "generation_config.json").write_text('{"eos_token_id": [1, 7], "temperature": 0.6}')
-    path = {"path": str(base), "tokenizer": "characters:0123456789>s"}
-    written = export(save(tmp_path / "run", make_config(model=path), model, step=2), tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    # The run's samples ended at the tokenizer's end of sequence as well.
-    assert (loaded.generation_config.eos_token_id, loaded.generation_config.temperature) == ([2, 1, 7], 0.6)
 
 
 def test_options_of_the_chat_template_are_defaults_of_the_exported_one(tmp_path: Path) -> None:
@@ -140,64 +103,6 @@ def test_an_export_has_the_dtype_of_the_model_or_its_training(
     assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model", dtype=asked), model, dtype)
 
 
-def test_files_that_tokenizers_of_older_versions_read_come_along(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    character_tokenizer("0123456789>s").save_pretrained(base)
-    files = {"vocab.json": "{}", "merges.txt": "#version: 0.2", "tokenizer.model": "pieces", "notes.txt": "none of it"}
-    for name, text in files.items():
-        (base / name).write_text(text)
-    config = make_config(model={**DATA["model"], "tokenizer": str(base)})
-    written = export(save(tmp_path / "run", config, make_model(config, seed=1), step=2), tmp_path / "model")
-    found = {name: (written / name).read_text() for name in files if (written / name).exists()}
-    assert found == {name: text for name, text in files.items() if name != "notes.txt"}
-
-
-def with_vocabulary(size: int, **fields: Any) -> Config:
-    """A model of `size` tokens, whose tokenizer may have more special ones."""
-    return make_config(model={**DATA["model"], "config": {**DATA["model"]["config"], "vocab_size": size, **fields}})
-
-
-@pytest.mark.parametrize(("size", "pad"), [(15, None), (16, 15), (17, 15)])
-def test_a_pad_token_that_the_model_has_no_embedding_for_is_left_out(
-    tmp_path: Path, size: int, pad: int | None
-) -> None:
-    tokenizer = character_tokenizer("0123456789>")
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert (len(tokenizer), tokenizer.pad_token_id) == (16, 15)
-    config = with_vocabulary(size)
-    config = evolve(config, model=evolve(config.model, tokenizer=str(tmp_path / "tokenizer")))
-    model = make_model(config, seed=1)
-    written = export(save(tmp_path, config, model, step=2), tmp_path / "model")
-    assert_holds(written, model, torch.float32)
-    assert AutoConfig.from_pretrained(written).pad_token_id == pad
-
-
-def test_a_head_of_its_own_is_exported_although_the_config_of_the_model_ties_it(tmp_path: Path) -> None:
-    config = make_config()
-    base = make_model(config, seed=1)
-    base.save_pretrained(tmp_path / "base")
-    file = tmp_path / "base/model.safetensors"
-    head = torch.randn(16, 32)
-    save_file({**load_file(file), "lm_head.weight": head}, file, metadata={"format": "pt"})
-    config = make_config(model={**DATA["model"], "path": str(tmp_path / "base"), "config": {}})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert torch.equal(model.lm_head.weight, head)
-    assert_holds(export(save(tmp_path, config, model, step=2), tmp_path / "model"), model, torch.float32)
-
-
-def test_another_model_is_replaced_only_where_that_is_allowed(tmp_path: Path) -> None:
-    config = make_config()
-    old, new = make_model(config, seed=1), make_model(config, seed=2)
-    export(save(tmp_path, config, old, step=2), tmp_path / "model")
-    checkpoint = save(tmp_path, config, new, step=4)
-    with pytest.raises(ModelError, match=f"^{tmp_path}/model already exists; remove it, or choose another directory$"):
-        export(checkpoint, tmp_path / "model")
-    assert_holds(tmp_path / "model", old, torch.float32)
-    export(checkpoint, tmp_path / "model", replace=True)
-    assert_holds(tmp_path / "model", new, torch.float32)
-
-
 def test_what_transformers_could_not_load_is_not_exported(tmp_path: Path) -> None:
     base = tmp_path / "base"
     make_model(make_config(), seed=1).save_pretrained(base)
@@ -233,19 +138,6 @@ def of_experts(tmp_path: Path, **tables: Any) -> tuple[Path, dict[str, torch.Ten
     return commit(partial, recorded(config, 2)), {name: each for held in files for name, each in held.items()}
 
 
-def test_buffers_that_choose_experts_are_not_rounded(tmp_path: Path) -> None:
-    checkpoint, weights = of_experts(tmp_path)
-    assert not torch.equal(weights[BIAS], weights[BIAS].bfloat16().float())
-    written = export(checkpoint, tmp_path / "model", dtype="bfloat16")
-    found = load_file(written / "model.safetensors")
-    assert found.keys() == weights.keys()
-    for name, values in weights.items():
-        assert torch.equal(found[name], values if name == BIAS else values.bfloat16())
-    assert json.loads((written / "config.json").read_text())["dtype"] == "bfloat16"
-    loaded = AutoModelForCausalLM.from_pretrained(written, local_files_only=True)
-    assert torch.equal(loaded.get_buffer(BIAS), weights[BIAS])
-
-
 def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path: Path) -> None:
     checkpoint, weights = of_experts(
         tmp_path, lora={"rank": 2, "alpha": 4.0, "targets": ["q_proj", "v_proj"], "rslora": False}
@@ -259,13 +151,6 @@ def test_adapters_of_a_model_with_buffers_are_exported_alone_or_merged(tmp_path:
 
 
 # ---- what is not a directory -----------------------------------------------------------------------------------------
-
-
-def test_a_tokenizer_of_many_characters_is_taken_for_no_directory(tmp_path: Path) -> None:
-    tokenizer = "characters:" + "".join(map(chr, range(0x4E00, 0x4E00 + 90)))  # longer than a file's name may be
-    config = make_config(model={**DATA["model"], "tokenizer": tokenizer})
-    written = export(save(tmp_path, config, make_model(config, seed=1), step=2), tmp_path / "model")
-    assert len(AutoTokenizer.from_pretrained(written)) == 4 + 90
 
 
 def stream(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -351,18 +236,6 @@ def test_adapters_appear_whole_or_not_at_all(tmp_path: Path) -> None:
         write_adapters("/dev/null/adapters", tensors, {})
     write_adapters(path, {"a": torch.zeros(1)}, {"r": 1})
     assert load_file(path / PEFT_WEIGHTS).keys() == {"a"}
-
-
-def test_a_link_to_a_directory_stays_one_export_after_export(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    config, path = hf_config(ModelConfig(path=str(tiny_models["qwen3"]))), tmp_path / "run/model"
-    for directory in ("run", "large/model"):
-        (tmp_path / directory).mkdir(parents=True)
-    path.symlink_to(tmp_path / "large/model")
-    for value in (1.0, 2.0, 3.0):
-        export_directory(path, config=config, tokenizer=None, tensors=[("a", torch.full((2,), value))])
-        assert path.is_symlink()
-        assert torch.equal(load_file(tmp_path / "large/model" / SINGLE)["a"], torch.full((2,), value))
-    assert [entry.name for entry in (tmp_path / "large").iterdir()] == ["model"]
 
 
 def test_a_disk_that_is_full_amid_a_shard_is_told_and_nothing_half_written_stays(

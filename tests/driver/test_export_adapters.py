@@ -116,27 +116,6 @@ def moe(directory: Path) -> Path:
     return directory / "config"
 
 
-def test_the_config_of_exported_adapters_names_their_modules_as_briefly_as_can_be(
-    base: Path, of_base: Adapted, tmp_path: Path
-) -> None:
-    placed = train_adapted(tmp_path / "run", adapting(base, PLACED))
-
-    def told(adapted: Adapted, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            (export(adapted.checkpoint, tmp_path / name) / "adapter_config.json").read_text()
-        )
-        return found
-
-    config = told(of_base, "all")
-    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (3, 7.0, True)
-    assert config["base_model_name_or_path"] == str(base)
-    names = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert config["target_modules"] == names
-    # up_proj alone would mean that of layer 0 too
-    layers = [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
-    assert told(placed, "placed")["target_modules"] == [layers[0], "model.layers.1.mlp.up_proj", layers[1]]
-
-
 def test_whole_names_are_told_where_a_last_one_means_another_module_too(tmp_path: Path) -> None:
     config = smallest_config("zamba2")  # adapters of its own are the modules 0 and 1 of a list, as layers are
     layers = targets_in(meta_model(config), LORA)

@@ -297,50 +297,6 @@ def test_what_is_as_wanted_already_is_left_alone(tmp_path: Path) -> None:
     assert case.log == [] and case.state == before
 
 
-def test_updates_go_to_added_engines_too(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    case.change("rollout.replicas=3")
-    address = case.groups.update_address()
-    assert address.engines == case.engines.names == ("engine-0", "engine-1", "engine-2")
-    assert len(address.senders) == 3
-
-
-def test_engines_get_the_devices_of_their_slots(tmp_path: Path) -> None:
-    case = make(tmp_path, disaggregated=True)
-    case.pool.slots = slots_of(case.groups.plan.processes.placement, moved=4)
-    assert case.change("rollout.replicas=3") == ["engines: 2 -> 3"]
-    assert case.log == ["enter rest", "resize engines", "take engines", "changed engines", "take"]
-    assert case.groups._changed == {"engines"}
-    assert case.pool.arranged[0][1] == {"actor": 1, "critic": 1, "engines": 2}
-    resized = case.engines.resized_to
-    assert resized is not None
-    assert [each.context.devices for each in resized[0]] == [("5",), ("6",), ("3",)]  # the third one's is a newcomer's
-    assert [slot.devices for slot in resized[1]] == [("5",), ("6",), ("3",)]
-
-
-def test_engines_end_before_ranks_restart_and_others_start_after_them(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    for replicas, ranks in ((1, 2), (2, 1)):
-        case.change(f"rollout.replicas={replicas}", f"roles.critic.ranks={ranks}")
-        order = [line for line in case.log if line in ("resize engines", "start actor")]
-        assert order == (["resize engines", "start actor"] if replicas == 1 else ["start actor", "resize engines"])
-
-
-def test_a_frozen_role_loads_its_model(tmp_path: Path) -> None:
-    roles = {"actor": {"ranks": 1}, "teacher": {"ranks": 1}}
-    case = make(tmp_path, algorithm={"name": "distill"}, roles=roles)
-    case.change("roles.teacher.ranks=2")
-    assert [each.restarted[0] for each in case.ranks.values() if each.restarted] == ["checkpoint/actor", ""]
-
-
-def test_another_backend_or_layout_is_reported_by_role(tmp_path: Path) -> None:
-    case = make(tmp_path)
-    lines = case.change("roles.critic.backend=deepspeed")
-    assert lines == ["critic: 1 rank of fsdp (dp 1) -> 1 rank of deepspeed (dp 1)"]
-    lines = case.change("backends.fsdp.reshard_after_forward=false")
-    assert lines == ["actor: 1 rank of fsdp (dp 1) -> 1 rank of fsdp (dp 1)"]
-
-
 # ---- where processes have ended --------------------------------------------------------------------------------------
 
 

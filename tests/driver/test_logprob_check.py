@@ -19,12 +19,11 @@ from attrs import evolve
 from corerl.config.schema import AlgorithmConfig, TrainConfig, WeightsConfig
 from corerl.data.prompts import Prompt
 from corerl.driver import logprob_check as module
-from corerl.driver.logprob_check import LogprobCheck, bound_of, spread_over
+from corerl.driver.logprob_check import LogprobCheck, bound_of
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import LogprobMismatch
 from corerl.models.tokenizer import character_tokenizer
 from corerl.pictures import FoundPicture
-from corerl.plan.make import make_plan
 from corerl.types import SampleBatch, offsets_of
 from corerl.weights.manifest import Bucket
 from corerl_transformers.engine import TransformersEngine
@@ -80,59 +79,6 @@ def test_each_engines_own_difference_is_named() -> None:
         assert look in caught.value.message
 
 
-def test_samples_of_the_newest_weights_are_chosen_over_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = [2, 1, 2, 2, 3, 2]
-    batch = samples([5, 9, 4, 8, 6, 7], versions)
-    assert spread_over(batch, since=2).lengths.tolist() == [4, 5, 6, 7, 8]
-    monkeypatch.setattr(module, "SAMPLES", 2)
-    monkeypatch.setattr(module, "SCORED", 15)  # of 5 loss tokens each, on average
-    assert spread_over(batch, since=2).lengths.tolist() == [4, 6, 8]
-    assert len(spread_over(samples([5, 9], [1, 1]), since=2)) == 0
-    batch = samples([4, 4], [2, 2])
-    continued = {"versions": np.array([0, 1, 2, 2, 0, 2, 2, 2])}  # the first one began with older weights
-    silent = {"loss_mask": np.array([False, True, True, True] + 4 * [False])}  # of an episode without an answer
-    assert spread_over(batch.with_columns(**continued), since=2).tokens.tolist() == [104, 105, 106, 107]
-    assert spread_over(batch.with_columns(**silent), since=2).tokens.tolist() == [100, 101, 102, 103]
-
-
-def test_the_longest_prompts_are_completed_with_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ", 20)
-    asked: list[GenerateRequest] = []
-
-    async def generate(request: GenerateRequest, *, urgent: bool = False, **_: Any) -> Generation:
-        assert urgent
-        asked.append(request)
-        return evolve(
-            Generation.nothing(request),
-            tokens=np.arange(len(request)),
-            offsets=np.arange(len(request) + 1),
-            logprobs=np.full(len(request), -0.5, np.float32),
-            versions=np.full(len(request), 4),
-            engines=np.zeros(len(request), np.int16),
-            unfinished=np.zeros(len(request), np.bool_),
-        )
-
-    lengths = [3, 1, 2, 9, 2, 8, 7, 6, 5, 4, 1]
-    prompts = [Prompt(index=index, text="1" * length, answer="") for index, length in enumerate(lengths)]
-    sampler = prompt_sampler(tokenizer=character_tokenizer("123"), generate=generate, seed=0)
-    stream = SimpleNamespace(take=lambda count: prompts[:count])
-    monkeypatch.setattr(module, "PromptStream", lambda source, seed, check: stream)
-    source = Mock(checked={}, train=range(100))
-    check = make_check(
-        sampler=sampler, rollout=Mock(params=SamplingParams(max_tokens=1000, temperature=0.7), prompts=source)
-    )
-    batch = asyncio.run(check.sample())
-    assert (np.diff(asked[0].offsets) - 1).tolist() == [3, 2, 9, 8, 7, 6, 5, 4]  # after a <bos>
-    assert (asked[0].params.max_tokens, batch.temperature) == (32, 0.7)
-    assert batch.columns["rollout_logprobs"][batch.columns["loss_mask"]].tolist() == [-0.5] * 8
-    monkeypatch.setattr(module, "READ", 16384)
-    asyncio.run(check.sample())
-    assert (np.diff(asked[1].offsets) - 1).tolist() == lengths
-    source.train = range(9)
-    asyncio.run(check.sample())
-    assert (np.diff(asked[2].offsets) - 1).tolist() == lengths[:9]  # no prompt again
-
-
 def test_prompts_with_pictures_are_always_completed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READ", 20)
     tokenizer = character_tokenizer("123")
@@ -182,32 +128,8 @@ def make_check(ears: Ears | None = None, **parts: Any) -> LogprobCheck:
     return LogprobCheck(**{**given, "progress": progress(ears), **parts})
 
 
-def test_only_samples_that_are_trained_on_are_checked(tmp_path: Path) -> None:
-    samples = Mock()
-
-    def made(*overrides: str, sampler: Any = samples) -> LogprobCheck | None:
-        return LogprobCheck.of(make_plan(small(tmp_path, *overrides)), sampler, progress())
-
-    check = made("weights.verify_every=7")
-    assert check is not None and (check.every, check.stops) == (7, True)
-    assert made(sampler=None) is made("run.mode=eval") is made("algorithm.on_mismatch=off") is None
-
-
 AGREES = np.array([0.0, -1.0, -1.0], np.float32)
 DIFFERS = np.array([0.0, -1.0, -1.5], np.float32)
-
-
-@pytest.mark.parametrize(("every", "checked"), [(3, [0, 1, 3, 6]), (0, [0, 1])])
-def test_it_is_due_at_the_start_and_after_every_nth_update(every: int, checked: list[int]) -> None:
-    check, found = make_check(every=every), []
-    for update in range(8):
-        check.pushed(2 * update, new=True)
-        check.pushed(2 * update + 1, new=False)  # to an engine in place of one that died
-        if check.due:
-            found.append(update)
-            assert check.choose(samples([2, 3], [2 * update - 1, 2 * update])).lengths.tolist() == [3]
-            check.judge(samples([3], [0]), AGREES)
-    assert found == checked
 
 
 def test_samples_without_loss_tokens_decide_nothing() -> None:

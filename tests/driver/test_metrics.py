@@ -8,17 +8,15 @@ from attrs import evolve
 
 from corerl.data.prompts import Prompt
 from corerl.driver.metrics import (
-    first_step_mismatch,
     recomputed_mismatch,
     rollout_metrics,
     staleness_metrics,
-    time_metrics,
     train_metrics,
 )
 from corerl.rollout.sampler import Rollout
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
-from corerl.types import ROLE, Metric, Reduction, SampleBatch, TrainResult
+from corerl.types import Metric, Reduction, SampleBatch, TrainResult
 
 
 def samples(**columns: list[float]) -> SampleBatch:
@@ -41,15 +39,6 @@ def scored(exact_match: float | None) -> ScoredRollout:
     rollout = Rollout(batch=samples(), prompts=(prompt, prompt), texts=["b", "bbb"])
     rewards = np.array([1.0, 0.5], np.float32)
     return ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=exact_match, seconds={})
-
-
-def result(
-    loss: float, *, applied: bool = True, norm: float = 1.0, diff: tuple[float, float] | None = None
-) -> TrainResult:
-    metrics = {"loss": Metric(loss, 4.0, Reduction.LOSS), "entropy": Metric(6.0 * loss, 3.0)}
-    if diff is not None:
-        metrics |= {"logprob_diff": Metric(4 * diff[0], 4.0), "logprob_diff_max": Metric(diff[1], 1.0, Reduction.MAX)}
-    return TrainResult(applied=applied, metrics=metrics, grad_norm=norm, tokens=10)
 
 
 def test_rollout_metrics_are_means_over_samples() -> None:
@@ -78,31 +67,10 @@ def test_groups_without_spread_are_counted_among_compared_ones() -> None:
         assert found["rollout/groups_without_spread"] == share
 
 
-def test_roles_have_groups_of_their_own() -> None:
-    given = scored(None)
-    batch = SampleBatch.concatenate([samples(), samples()]).with_row_columns(
-        group=np.array([0, 0, 0, 0]), **{ROLE: np.array(["white", "black"] * 2)}
-    )
-    for rewards, share in (([1.0, -1.0, 1.0, -1.0], 1.0), ([1.0, -1.0, 0.0, -1.0], 0.5), ([1, -1, -1, 1], 0.0)):
-        rollout = evolve(given.rollout, batch=batch)
-        found = rollout_metrics(evolve(given, rollout=rollout, rewards=np.array(rewards, np.float32)))
-        assert found["rollout/groups_without_spread"] == share
-
-
 def test_parts_are_means_over_samples_that_have_them() -> None:
     parts = {"right": (1.0, 4), "failed": (-1.5, 2)}
     metrics = rollout_metrics(evolve(scored(None), parts=parts, failures={"timeout": 3}))
     assert (metrics["reward/right"], metrics["reward/failed"], metrics["rollout/failed"]) == (0.25, -0.75, 3.0)
-
-
-def test_of_episodes_the_environments_tokens_are_in_the_span_alone() -> None:
-    given = scored(None)
-    batch = given.rollout.batch.with_row_columns(
-        turns=np.array([1, 2]), response_length=np.array([1, 2]), span=np.array([1, 3])
-    )
-    metrics = rollout_metrics(evolve(given, rollout=evolve(given.rollout, batch=batch)))
-    found = {name: metrics[f"rollout/{name}"] for name in ("turns", "tokens", "response_length", "span")}
-    assert found == {"turns": 1.5, "tokens": 3.0, "response_length": 1.5, "span": 2.0}
 
 
 def test_an_episode_counts_once_however_many_rows_it_has() -> None:
@@ -120,18 +88,6 @@ def test_an_episode_counts_once_however_many_rows_it_has() -> None:
     assert metrics["rollout/response_length"] == pytest.approx((1 + 1 + 3) / 3)
 
 
-def test_train_metrics_are_means_over_optimizer_steps() -> None:
-    steps = [result(1.0, norm=2.0, diff=(0.1, 0.2)), result(3.0, norm=4.0, applied=False)]
-    assert train_metrics(steps, lr=0.01) == {
-        "train/loss": 2.0,
-        "train/entropy": 4.0,
-        "train/grad_norm": 2.0,
-        "train/skipped_steps": 1.0,
-        "train/lr": 0.01,
-        "train/tokens": 20.0,
-    }
-
-
 def test_extremes_stay_extremes() -> None:
     parts = [
         {"peak": Metric(peak, 1.0, Reduction.MAX), "least": Metric(peak, 1.0, Reduction.MIN), "ratio": ratio}
@@ -141,22 +97,6 @@ def test_extremes_stay_extremes() -> None:
     found = train_metrics(steps, lr=0.01)
     assert (found["train/peak"], found["train/least"], found["train/ratio"]) == (9.0, 1.0, 3.0)
     assert math.isnan(train_metrics(steps[:1], lr=0.01)["train/ratio"])
-
-
-def test_each_roles_metrics_stand_under_its_own_prefix() -> None:
-    names = train_metrics([result(1.0)], lr=0.01, prefix="critic")
-    assert {name.partition("/")[0] for name in names} == {"critic"}
-    assert names["critic/loss"] == 1.0
-
-
-def test_a_norm_that_is_not_finite_is_shown() -> None:
-    assert math.isinf(train_metrics([result(1.0, norm=math.inf, applied=False)], lr=0.01)["train/grad_norm"])
-
-
-def test_the_mismatch_is_the_first_steps_without_recomputing() -> None:
-    found = first_step_mismatch(result(1.0, diff=(0.25, 0.5)))
-    assert found == {"rollout/logprob_diff": 0.25, "rollout/logprob_diff_max": 0.5}
-    assert first_step_mismatch(result(1.0)) == {}  # a loss that does not report it
 
 
 def test_recomputed_logprobs_are_compared_at_response_tokens() -> None:
@@ -190,15 +130,6 @@ def test_staleness_counts_updates_since_each_loss_token() -> None:
     assert staleness_metrics(second, Policies(version=5))["rollout/continued"] == 0.5  # the first has no version now
     none = batch.with_columns(versions=versions, loss_mask=np.zeros(8, np.bool_))
     assert staleness_metrics(none, Policies(version=5)) == {}
-
-
-def test_tokens_per_second_are_sampled_tokens_over_the_whole_step() -> None:
-    assert time_metrics({"rollout": 1.5, "train": 2.0}, 4.0, 100.0) == {
-        "time/rollout": 1.5,
-        "time/train": 2.0,
-        "time/step": 4.0,
-        "perf/tokens_per_second": 25.0,
-    }
 
 
 def test_rows_that_end_at_a_sampled_placeholder_are_counted() -> None:

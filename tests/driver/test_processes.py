@@ -23,7 +23,7 @@ from corerl.errors import (
 )
 from corerl.observability.timing import Spans
 from corerl.plan.make import make_plan
-from corerl.plugin.events import CallFinished, PhaseStarted, Span
+from corerl.plugin.events import CallFinished, Span
 from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears, progress, told
 from tests.driver.saved import config_in
@@ -151,15 +151,3 @@ def test_a_rank_that_cannot_start_ends_the_start(in_turns: bool) -> None:
     with pytest.raises(PluginIncompatible, match="^actor rank 1 on node-7: versions do not fit$"):
         load_all({"critic": Starts(3), "actor": broken}, fleet, progress(), in_turns=in_turns, restarts=0)  # type: ignore[dict-item]
     assert fleet.asked == ["construct"] and fleet.polls > 999_000
-
-
-def test_in_turns_engines_sleep_before_ranks_load() -> None:
-    hears, ranks, fleet = Ears(), Starts(0), Starts(2)
-    telling = Progress(Observers([("hears", hears)]), 0)
-    found: Any = load_all({"actor": ranks}, fleet, telling, in_turns=True, restarts=0)  # type: ignore[dict-item,arg-type]
-    assert found == {"actor": "init is done"}
-    assert (ranks.asked, fleet.asked) == (["construct", "init"], ["construct", "sleep"])
-    assert [event.name for event in hears.heard if isinstance(event, PhaseStarted)] == [
-        "loading the model into engines, which will sleep while the ranks load",
-        "loading the model into ranks",
-    ]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from corerl.driver.progress import GENERATED, SCORED, Progress
-from corerl.plugin.events import Event, PhaseProgress, PhaseStarted, RunFinished
+from corerl.plugin.events import Event, PhaseProgress, RunFinished
 from corerl.plugin.observers import Observers
 from tests.driver.fakes import Ears
 
@@ -58,39 +56,3 @@ def test_a_beat_reports_seconds_and_progress_of_a_phase(progress: Progress, hear
         assert beat(progress, hears) == PhaseProgress(name="train", step=2, seconds=0.0)  # begins anew
     progress.emit(RunFinished(reason="finished", steps_done=2, seconds=4.0))
     assert beat(progress, hears) == RunFinished(reason="finished", steps_done=2, seconds=4.0)
-
-
-def test_an_evaluation_counts_held_out_prompts(progress: Progress, hears: Ears) -> None:
-    progress.begin("eval")
-    progress.count(GENERATED, 12, 50)
-    assert beat(progress, hears) == PhaseProgress(
-        name="eval", step=2, seconds=0.0, unit="answers sampled", done=12, of=50
-    )
-    progress.count(SCORED, 3, 50)
-    assert beat(progress, hears) == PhaseProgress(
-        name="eval", step=2, seconds=0.0, unit="answers scored", done=3, of=50
-    )
-
-
-def test_beats_come_from_a_thread_until_the_block_ends(hears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corerl.driver.progress.BEAT_SECONDS", 0.001)
-    heard = threading.Event()
-
-    class Waits(Ears):
-        def observe(self, event: Event) -> None:
-            super().observe(event)
-            if isinstance(event, PhaseProgress):
-                heard.set()
-
-    waits = Waits()
-    progress = Progress(Observers([("waits", waits)]), 0)
-    with progress.beating():
-        progress.begin("starting Ray")
-        assert heard.wait(60.0)
-    (thread,) = [each for each in threading.enumerate() if each.name == "corerl-progress"] or [None]
-    if thread is not None:
-        thread.join(60.0)
-    assert waits.heard[0] == PhaseStarted(name="starting Ray", step=0)
-    before = len(waits.heard)
-    progress.begin("rollout")
-    assert waits.heard[before:] == [PhaseStarted(name="rollout", step=0)]

@@ -13,7 +13,7 @@ from attrs import define, field
 from corerl.checkpoint.commit import begin, commit
 from corerl.checkpoint.writer import stage, write
 from corerl.driver.recovery import Recovery, RestartPoint
-from corerl.errors import CheckpointError, DataError, InsufficientResources, SaveFailed, WorkerDied
+from corerl.errors import CheckpointError, InsufficientResources, SaveFailed, WorkerDied
 from tests.checkpoint.roles import cut, whole
 from tests.driver.fakes import Ears, progress, told
 
@@ -185,15 +185,6 @@ def test_ranks_on_another_machine_restart_from_disk(tmp_path: Path, when: str) -
     assert told(case.ears) == ["it; restarting all ranks from checkpoint step 2; replaying steps 3-5"]
 
 
-def test_a_resumed_run_restarts_where_it_began(tmp_path: Path) -> None:
-    begun = saved(tmp_path, 3)
-    state = {"rollout_step": 3, "as": "the run has read it"}
-    case = make(start=SimpleNamespace(resume=begun, state=state), checkpoints=Saves(begun), step=4)
-    case.dies("it")
-    assert case.points == [RestartPoint(checkpoint=begun, state=state, version=4)]
-    assert told(case.ears) == ["it; restarting all ranks from checkpoint step 3; replaying step 4"]
-
-
 @pytest.mark.parametrize(
     ("ended", "requested", "allowed"), [(False, False, 1), (True, True, 1), (True, False, 0)], ids=str
 )
@@ -202,12 +193,3 @@ def test_nothing_restarts_if_not_allowed(ended: bool, requested: bool, allowed: 
     with pytest.raises(WorkerDied, match="^an engine, perhaps$"):
         case.dies("an engine, perhaps")
     assert case.points == []
-
-
-def test_other_errors_pass_and_a_block_that_ends_well_is_fine() -> None:
-    case = make()
-    with pytest.raises(DataError), case.recovery.around(case.points.append):
-        raise DataError("of the user's")
-    with case.recovery.around(case.points.append) as deaths:
-        pass
-    assert not deaths and case.points == []

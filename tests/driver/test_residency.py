@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,15 +12,13 @@ from corerl.plan.residency import (
     FORWARD,
     REST,
     SAMPLE,
-    TRAIN,
     UPDATE,
-    EngineMemory,
     residency_plan,
     save_stage,
     train_stage,
 )
 from corerl.types import MemoryKind, SleepResult
-from tests.driver.fakes import Ears, Group, progress, sharing, staying, told
+from tests.driver.fakes import Ears, Group, progress, sharing, told
 from tests.end_to_end.command import numbers
 from tests.in_process import execute_here, small
 
@@ -37,25 +34,6 @@ STEP = (
     save_stage("critic"),
     SAMPLE,
 )
-
-
-def test_engines_get_memory_once_ranks_hold_only_parameters() -> None:
-    plan = residency_plan(["actor", "critic"], passed=["critic"])
-    assert plan[FORWARD].ranks == {"critic": {MemoryKind.PARAM}}
-    assert [plan[train_stage(role)].ranks for role in ("actor", "critic")] == [{"actor": ALL}, {"critic": ALL}]
-    assert plan[UPDATE].engines is EngineMemory.WEIGHTS
-    assert plan[UPDATE].ranks == {"actor": {MemoryKind.PARAM}}
-    for stage in plan.values():
-        resident = set().union(*stage.ranks.values())
-        assert stage.engines is EngineMemory.NOTHING or MemoryKind.GRAD not in resident
-        assert stage.engines is not EngineMemory.ALL or not resident
-
-
-def test_a_frozen_role_is_awake_only_for_its_passes() -> None:
-    plan = residency_plan(["actor", "teacher"], passed=["teacher"], frozen=["teacher"])
-    assert {name for name, stage in plan.items() if "teacher" in stage.ranks} == {FORWARD}
-    assert plan[FORWARD].ranks == {"teacher": {MemoryKind.PARAM}}
-    assert plan.keys() == residency_plan(["actor"], passed=[]).keys()
 
 
 class Device:
@@ -123,18 +101,6 @@ def shared(device: Device, engine: Engine) -> Residency:
     return sharing(groups, passed=["actor", "critic"], fleet=engine)  # type: ignore[arg-type]
 
 
-def test_each_stage_holds_what_its_plan_says() -> None:
-    for before, after in itertools.product((FORWARD, TRAIN, train_stage("critic"), UPDATE, SAMPLE, REST), STEP):
-        device = Device()
-        residency = shared(device, Engine(device))
-        residency.enter(before)
-        residency.enter(after)
-        stage = residency.plan[after]
-        assert device.held == {role: stage.ranks.get(role, set()) for role in device.held}
-        engines = residency.plan[before].engines if stage.engines is None else stage.engines
-        assert (device.engine > 0) == (engines is not EngineMemory.NOTHING)
-
-
 def test_the_peak_of_a_step_is_one_training_role() -> None:
     device = Device()
     engine = Engine(device)
@@ -173,13 +139,6 @@ def test_roles_on_one_device_train_in_turns_and_others_beside_the_first(
     roles: list[str], turns: dict[str, list[str]]
 ) -> None:
     assert sharing({"actor": Group(), "critic": Group()}).turns(roles) == turns
-
-
-def test_roles_on_devices_of_their_own_train_together() -> None:
-    residency = staying()
-    assert residency.turns(["actor", "critic"]) == {"train": ["actor", "critic"]}
-    residency.enter("train")
-    assert residency.metrics() == {}
 
 
 def test_what_a_rank_says_of_its_sleep_reaches_the_user() -> None:
@@ -241,21 +200,6 @@ def test_ranks_and_engines_stay_once_two_steps_have_shown_room_for_both(totals: 
     assert not device.held["actor"] and not device.engine
     residency.enter(save_stage("actor"))
     assert not device.engine
-
-
-def test_nothing_stays_that_is_not_to_be_measured() -> None:
-    residency, _, _ = measured(99, 99)
-    residency.measures = False
-    assert residency.settle() == ""
-
-
-@pytest.mark.parametrize(("trained", "steps"), [(("actor",), 1), ((), 3), (("critic",), 3)])
-def test_nothing_stays_before_each_role_was_trained_twice(trained: tuple[str, ...], steps: int) -> None:
-    """A critic alone is trained at first, or a batch teaches nothing."""
-    residency, _, engine = measured(99, 99, roles=("actor", "critic"), trained=trained, steps=steps)
-    assert residency.settle() == ""
-    take_steps(residency, engine, train_stage("critic"), train_stage("actor"))
-    assert residency.settle()
 
 
 @pytest.mark.parametrize("changed", ["ranks", "engines", "moved"])

@@ -178,47 +178,7 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
-def test_observers_get_the_columns_that_a_step_trained_on(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears, rollout_step=5)
-    run.actor.next_optimizer_step = 30
-    result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
-    trained = batch().with_columns(advantages=np.arange(5.0))
-    for samples in (trained, trained.take_rows(np.array([1]))):  # the second as a postprocess leaves rows out
-        run.report(scored(), TrainBatch(samples=samples, metrics={}), {"actor": [result]})
-    run.report(scored(), None, {})
-    whole, *others = (event.batch for event in ears.steps)
-    assert whole is trained
-    assert all(each.tokens.tolist() == [0, 1, 2, 3, 4] and "advantages" not in each.columns for each in others)
-
-
-def test_compilations_of_all_steps_are_counted(make_run: Callable[..., Run]) -> None:
-    ears = Ears()
-    run = make_run(make_config(run={"steps": 5}, train=TRAIN), ears=ears)
-    run.actor.next_optimizer_step = 3
-    steps = [TrainResult(applied=True, metrics={}, grad_norm=1.0, tokens=5, compilations=count) for count in (1, 0, 2)]
-    run.report(scored(), TrainBatch(samples=batch(), metrics={}), {"actor": steps})
-    assert ears.steps[0].metrics["perf/compilations"] == 3.0
-
-
 # ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-def test_old_logprobs_are_the_engines_where_nothing_is_recomputed(make_run: Callable[..., Run]) -> None:
-    samples = make_run(make_config()).prepare(scored()).samples
-    np.testing.assert_array_equal(samples.columns["old_logprobs"], batch().columns["rollout_logprobs"])
-    assert "ref_logprobs" not in samples.columns
-    # Rewards 1 and 0: centred 0.5 and -0.5; their standard deviation (that of a sample) is 0.5 ** 0.5.
-    expected = 0.5 / 0.5**0.5
-    assert samples.columns["advantages"] == pytest.approx([0.0, expected, 0.0, -expected, -expected], abs=1e-5)
-
-
-def test_recomputed_and_reference_logprobs_stand_at_response_tokens_alone(make_run: Callable[..., Run]) -> None:
-    config = make_config(algorithm={"old_logprobs": "recompute", "kl_coef": 0.1})
-    columns = make_run(config).prepare(scored()).samples.columns
-    assert columns["old_logprobs"].tolist() == [0.0, -1.0, 0.0, -1.0, -1.0]
-    assert columns["ref_logprobs"].tolist() == [0.0, -2.0, 0.0, -2.0, -2.0]
-    assert columns["old_logprobs"].dtype == columns["ref_logprobs"].dtype == np.float32
 
 
 def with_experts() -> ScoredRollout:
@@ -252,17 +212,6 @@ def test_missing_experts_end_the_run(make_run: Callable[..., Run]) -> None:
         run.prepare(scored())
 
 
-def test_values_come_from_the_critic_alone(make_run: Callable[..., Run]) -> None:
-    ppo = {"algorithm": {"name": "ppo"}, "algorithms": {"ppo": {"whiten": False}}}
-    config = make_config(**ppo, roles={"critic": {}})
-    roles = {"actor": role("actor"), "critic": role("critic")}
-    columns = make_run(config, roles=roles).prepare(scored()).samples.columns
-    assert columns["values"].tolist() == [0.0, 0.5, 0.0, 0.5, 0.5]
-    # lambda and gamma are 1: the reward of the whole response, 1 and 0, less the value at each of its tokens.
-    assert columns["returns"].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
-    assert columns["advantages"].tolist() == [0.0, 0.5, 0.0, -0.5, -0.5]
-
-
 def test_a_step_without_a_loss_token_is_passed_over(make_run: Callable[..., Run]) -> None:
     ears, actor = Ears(), Group()
     run = make_run(make_config(algorithm={"overlong": "mask"}), actor=actor, ears=ears)
@@ -285,58 +234,7 @@ def test_a_mini_batch_without_a_loss_token_is_skipped(aggregation: str, make_run
     assert told(ears) == ["step 0: 3 optimizer steps of actor are skipped: their samples have no loss tokens"]
 
 
-def test_fewer_groups_than_mini_batches_are_fewer_steps(make_run: Callable[..., Run]) -> None:
-    ears, config = Ears(), make_config(train={"mini_batches": 4, "epochs": 2})
-    actor = role("actor", config=config)
-    run = make_run(config, roles={"actor": actor}, ears=ears)
-    two = batch().with_row_columns(group=np.array([0, 1]))
-    results = run.optimize(run.prepare(evolve(scored(), rollout=evolve(scored().rollout, batch=two))))
-    assert len(results["actor"]) == actor.next_optimizer_step == 4
-    assert told(ears) == [
-        "step 0: 4 optimizer steps of actor are skipped: the batch has fewer groups than that, and groups are not split"
-    ]
-
-
-def test_a_stop_is_heeded_where_engines_have_new_weights(make_run: Callable[..., Run]) -> None:
-    run = make_run(make_config(weights={"every": 3}, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.steps_done, step in enumerate(range(7)) if run.stopping] == [0, 3, 6]
-    run.groups.stop = Stop(False)  # type: ignore[assignment]
-    assert not run.stopping
-    follows = {"kl_coef": 0.1, "reference_every": 2}
-    run = make_run(make_config(algorithm=follows, checkpoint={"every": 0}), stop=Stop(True))
-    assert [step for run.progress.steps_done, step in enumerate(range(5)) if run.stopping] == [0, 2, 4]
-    saved = {"every": 3}
-    without = make_run(make_config(run={"mode": "train-only"}, weights=saved, checkpoint={"every": 0}), stop=Stop(True))
-    assert all(without.stopping for without.progress.steps_done in range(4))  # there are no engines
-
-
 # ---- optimizer steps -------------------------------------------------------------------------------------------------
-
-
-def test_each_role_takes_its_own_steps_in_order(make_run: Callable[..., Run]) -> None:
-    config = make_config(train={"epochs": 3})
-    roles = {"actor": role("actor", config=config), "critic": role("critic", config=config, next_optimizer_step=10)}
-    run = make_run(config, roles=roles, rollout_step=4)
-    results = run.optimize(run.prepare(scored()))
-    assert {name: [each.grad_norm for each in steps] for name, steps in results.items()} == {
-        "actor": [0.0, 1.0, 2.0],
-        "critic": [10.0, 11.0, 12.0],
-    }
-    assert [each.next_optimizer_step for each in roles.values()] == [3, 13]
-
-
-def test_the_actor_waits_until_the_critic_is_warm(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    roles = {"actor": role("actor", actor, first_step=2), "critic": role("critic")}
-    run = make_run(make_config(), roles=roles, engines=make_engines(make_config(), actor, fleet, version=3))
-    run.push_weights()
-    trained_on = run.prepare(scored())
-    for run.progress.steps_done in range(4):
-        trained = list(run.optimize(trained_on))
-        assert trained == (["critic"] if run.progress.steps_done < 2 else ["actor", "critic"])
-        run.push_weights()
-    # Weights that no step has changed are not sent again.
-    assert actor.log == ["send 3", "train at 0 of 2", "send 4", "train at 1 of 3", "send 5"]
 
 
 def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
@@ -408,27 +306,6 @@ def test_new_engines_get_the_weights_when_all_have_died(make_run: Callable[..., 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_staleness_counts_from_the_weights_that_are_trained(make_run: Callable[..., Run]) -> None:
-    run = make_run(make_config(), engines=make_engines(make_config(), Group(), Group(), version=5))  # they hold 4
-    metrics = run.prepare(scored()).metrics
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(4 / 3), 2.0)
-    read = make_run(make_config())  # nothing is sampled: versions are another run's
-    assert not any("staleness" in name for name in read.prepare(scored()).metrics)
-
-
-def test_weights_sent_again_leave_samples_as_fresh_as_they_were(make_run: Callable[..., Run]) -> None:
-    fleet = Group()
-    run = make_run(make_config(), engines=make_engines(make_config(), Group(), fleet, version=3))
-    run.push_weights()  # 3
-    fleet.dead = True
-    run.ensure_serving()  # 4 sends the same to the engine that replaces a dead one
-    fleet.hold_all = False
-    run.push_weights()  # 5 sends it to one that was added
-    assert fleet.log[-1] == "receive 5"
-    metrics = run.prepare(scored()).metrics  # tokens of 2 and 3
-    assert (metrics["rollout/staleness"], metrics["rollout/staleness_max"]) == (pytest.approx(1 / 3), 1.0)
-
-
 def test_weights_are_pushed_on_schedule_and_before_an_evaluation(make_run: Callable[..., Run]) -> None:
     actor = Group()
     config = make_config(weights={"every": 3}, run={"steps": 7})
@@ -454,17 +331,6 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     fleet.dead = True
     run.ensure_serving()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
-
-
-def test_added_engines_get_the_current_weights(make_run: Callable[..., Run]) -> None:
-    actor, fleet = Group(), Group()
-    run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
-    run.push_weights()
-    run.push_weights()
-    assert fleet.log == ["receive 0"]
-    fleet.hold_all = False
-    run.push_weights()
-    assert fleet.log == ["receive 0", "receive 1"]
 
 
 def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., Run]) -> None:
@@ -623,15 +489,6 @@ def test_the_end_saves_and_waits_for_background_saves(make_run: Callable[..., Ru
         assert (summary.reason, summary.steps_done, summary.run_dir) == ("interrupted", 5, Path("/run"))
 
 
-@pytest.mark.parametrize(("rollout_step", "reason"), [(4, "interrupted"), (5, "finished")])
-def test_a_request_to_stop_in_the_last_step_interrupts_nothing(
-    make_run: Callable[..., Run], rollout_step: int, reason: str
-) -> None:
-    config = make_config(run={"steps": 5}, checkpoint={"export": False})
-    run = make_run(config, checkpoints=Files(rollout_step), rollout_step=rollout_step, stop=Stop(True), run_dir=Path())
-    assert run.finish().reason == reason
-
-
 @pytest.mark.parametrize("pictures", [(), (Picture(np.zeros((2, 3, 3), np.uint8)),)])
 def test_a_resumed_run_shows_the_answers_from_before_training(
     make_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pictures: tuple[Picture, ...]
@@ -690,24 +547,6 @@ def test_in_memory_saves_are_of_resumable_steps_and_end_no_run(make_run: Callabl
     run.save()
     assert run.saves.memory is None and full.log == [("give up", True)]
     assert told(ears) == ["no more in-memory checkpoints: no space left in memory"]
-
-
-def test_the_last_step_is_saved_while_ranks_are_still_replaced(make_run: Callable[..., Run]) -> None:
-    config = make_config(run={"steps": 4}, checkpoint={"every": 3})
-
-    class Due(Files):
-        def due(self, step: int) -> bool:
-            return step == 3
-
-    for step, requested, log in (
-        (2, False, []),
-        (3, False, [("start 3", True)]),
-        (4, False, [("start 4", False)]),
-        (2, True, [("start 2", False)]),  # by a signal, which makes it the last one
-    ):
-        saves = Due(0)
-        make_run(config, checkpoints=saves, source=Source(), rollout_step=step, stop=Stop(requested)).save()
-        assert saves.log == [("complete", False), *log]
 
 
 class Asking:

@@ -34,31 +34,3 @@ def test_a_signal_waits_for_no_observers_lock() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             assert (stop.requested, told) == (True, [])
     assert [text.partition(":")[0] for text in told] == ["SIGINT"]
-
-
-def test_in_another_thread_signals_are_left_to_the_main_one() -> None:
-    found: list[bool] = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def run() -> None:
-        with StopRequest(lambda text: None) as stop:
-            found.append(stop.requested or signal.getsignal(signal.SIGINT) is not before)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [False]
-
-
-def test_afterwards_signals_do_what_they_did_before() -> None:
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    try:
-        interrupt = signal.getsignal(signal.SIGINT)
-        with StopRequest(lambda text: None) as stop:
-            assert signal.getsignal(signal.SIGINT) != interrupt
-        assert signal.getsignal(signal.SIGINT) == interrupt
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (received, stop.requested) == ([signal.SIGTERM], False)
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,9 @@ from corerl.models.tokenizer import load_tokenizer
 from tests.end_to_end.command import ROOT, Command, metrics
 
 SMALL = ["run.steps=2", "eval.every=1", "data.held_out=8", "checkpoint.export=false", 'extensions=[{name="jsonl"}]']
-NIGHTLY = pytest.mark.nightly  # `.ci/wheels.py` trains the quickstart, and test_modes.py has a critic
+# What trains the others in `make test`: `.ci/wheels.py` the quickstart, test_modes.py with a critic, test_pictures.py,
+# tests/examples and plugins/reasoning-gym/tests.
+QUICK = "gsm8k-qwen3-0.6b.toml"
 EXAMPLES = {
     "quickstart.toml": ["rollout.prompts=8", "rollout.samples=4"],
     "quickstart-ppo.toml": ["rollout.prompts=16"],
@@ -68,7 +70,7 @@ def test_no_example_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[NIGHTLY] if "quickstart" in name else []) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[] if name == QUICK else [pytest.mark.nightly]) for name in EXAMPLES]
 )
 def test_an_example_trains_two_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "model")

@@ -44,14 +44,6 @@ def test_a_rank_that_raises_in_train_ends_the_run(tmp_path: Path) -> None:
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoints/step-00000001"
 
 
-def test_a_rank_that_raises_in_init_is_shown_by_debug(tmp_path: Path) -> None:
-    command = fail(tmp_path, *fault("init", "raise"), "--debug")
-    lines = command.errors
-    assert lines[-1] == f"corerl: error: backend:{NAME}, actor rank 1: init failed: ValueError: a fault ({WHERE})"
-    assert "ValueError: a fault" in lines[:-1] and "that was asked for" in lines[:-1]
-    assert any("faulty_backend.py" in line and "in fail" in line for line in lines)
-
-
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ["train", write_small(tmp_path), f"run.dir={run_dir}", *SAVED, *fault("optimizer_step", "wait", step=1)]

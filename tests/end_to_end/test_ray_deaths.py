@@ -22,7 +22,8 @@ PLAIN = ["backend.name=plain", "roles.actor.ranks=1", *FAKE]  # the processes th
 @pytest.mark.parametrize("service", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_a_run_ends_within_a_minute_of_its_rays_death(service: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1"]
+    slow = "rollout.postprocess=tests.end_to_end.user_functions:slow"
+    arguments = [write_small(tmp_path), *PLAIN, f"run.dir={run_dir}", "run.steps=10000", "checkpoint.every=1", slow]
     with Command("train", *arguments, logs=tmp_path, own_ray=True) as run:
         run.until(lambda: steps_done(run_dir) >= 2, "in its third step")
         part = f"/{service}"

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from attrs import evolve
 
 from corerl.engines.base import GenerateRequest, SamplingParams
 
@@ -19,13 +18,3 @@ def test_requests_are_split_evenly_and_in_order(rows: int, n: int, expected: lis
     assert [len(share) for share in shares] == expected
     assert [key for share in shares for key in share.noise_keys.tolist()] == request(rows).noise_keys.tolist()
     assert [token for share in shares for token in share.tokens.tolist()] == request(rows).tokens.tolist()
-
-
-def test_rows_keep_their_limits_in_any_selection() -> None:
-    asked = evolve(request(6), params=SamplingParams(max_tokens=5))
-    limited, rows = evolve(asked, limits=np.array([1, 5, 2, 3, 5, 4])), np.array([5, 0])
-    parts = [asked.take_rows(rows), limited.take_rows(rows), limited.row_range(1, 3)]
-    assert [part.left.tolist() for part in parts] == [[5, 5], [4, 1], [5, 2]]
-    both = GenerateRequest.concatenate([limited.take_rows(rows), asked.row_range(0, 1)])
-    assert both.left.tolist() == [4, 1, 5]
-    assert evolve(both, params=SamplingParams(max_tokens=9)).left.tolist() == [4, 1, 9]

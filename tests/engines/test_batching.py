@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
-from attrs import evolve
 
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.engines.batching import Batcher
@@ -84,49 +82,6 @@ def test_waiting_requests_are_sent_together_up_to_the_width() -> None:
     asyncio.run(run())
 
 
-def test_waiting_requests_are_spread_over_concurrent_calls() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=3, width=100)
-        tasks = [
-            begin(batcher.generate(rows(10 * number, size), number=number)) for number, size in enumerate([1, 5, 1])
-        ]
-        await settled()
-        assert engine.calls == [[0, 20], [10, 11, 12, 13, 14]]  # three rows for each of three calls, but for the large
-        for call in (0, 1):
-            await engine.answer(call)
-        assert [drawn(task) for task in tasks] == [[0], [10, 11, 12, 13, 14], [20]]
-
-    asyncio.run(run())
-
-
-def test_requests_with_other_parameters_are_sent_separately() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=1, width=100)
-        count: list[int] = []
-        for number, temperature in enumerate([1.0, 0.5, 1.0]):
-            request = rows(10 * number, 1, temperature=temperature)
-            begin(batcher.generate(request, number=number, on_ended=count.append))
-        await settled()
-        await engine.answer(0)
-        assert engine.calls == [[0, 20], [10]] and engine.counted == [False, True]
-        await engine.answer(1)
-
-    asyncio.run(run())
-
-
-def test_requests_for_other_versions_are_sent_separately() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=1, width=100)
-        for number, version in enumerate([None, 3, 4, 3]):
-            begin(batcher.generate(evolve(rows(10 * number, 1), version=version), number=number))
-        for call, keys in enumerate([[0], [10, 30], [20]]):
-            await settled()
-            assert engine.calls[call] == keys
-            await engine.answer(call)
-
-    asyncio.run(run())
-
-
 def test_cancelled_requests_are_not_sent() -> None:
     async def run() -> None:
         engine, batcher = batched(calls=1, width=100)
@@ -141,25 +96,6 @@ def test_cancelled_requests_are_not_sent() -> None:
         assert engine.calls == [[0, 10], [30]] and drawn(under_way[1]) == [10]
         await engine.answer(1)
         assert drawn(waiting[1]) == [30]
-
-    asyncio.run(run())
-
-
-def test_a_held_batcher_sends_nothing() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=2, width=100)
-        task = begin(batcher.generate(rows(0, 1), number=0))
-        await settled()
-        batcher.hold()
-        held, idle = begin(batcher.generate(rows(10, 1), number=1)), asyncio.ensure_future(batcher.idle())
-        await settled()
-        assert engine.calls == [[0]] and not idle.done()
-        await engine.answer(0)
-        assert drawn(task) == [0] and idle.done() and engine.calls == [[0]]
-        batcher.go_on()
-        await settled()
-        await engine.answer(1)
-        assert drawn(held) == [10]
 
     asyncio.run(run())
 
@@ -182,19 +118,5 @@ def test_a_failure_reaches_all_requests_of_the_call() -> None:
         for task in tasks:
             with pytest.raises(EngineFailed, match="^no memory$"):
                 task.result()
-
-    asyncio.run(run())
-
-
-def test_a_request_larger_than_the_width_is_not_divided() -> None:
-    async def run() -> None:
-        engine, batcher = batched(calls=1, width=2)
-        large = evolve(rows(0, 5), limits=np.full(5, 7))
-        task = begin(batcher.generate(large, number=0))
-        begin(batcher.generate(rows(10, 1), number=1))
-        await settled()
-        await engine.answer(0)
-        assert engine.calls == [[0, 1, 2, 3, 4], [10]] and drawn(task) == [0, 1, 2, 3, 4]
-        await engine.answer(1)
 
     asyncio.run(run())

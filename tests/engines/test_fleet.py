@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 import time
@@ -15,12 +14,11 @@ import pytest
 from attrs import evolve
 
 from corerl.config.schema import ModelConfig
-from corerl.engines import fleet as fleet_module
 from corerl.engines.base import CacheUse, EngineContext, GenerateRequest, Generation, PromptScores, SamplingParams
 from corerl.engines.fleet import EngineFleet
 from corerl.engines.service import EngineAssignment, EngineService
 from corerl.errors import CorerlError, EngineFailed, VersionGone, WeightUpdateError, WorkerDied
-from corerl.event_loop import EventLoop, in_thread
+from corerl.event_loop import EventLoop
 from corerl.plugin.origins import origins_of
 from corerl.plugin.registry import Kind, load
 from tests.engines.services import generation_of, serve
@@ -115,12 +113,6 @@ def test_later_calls_raise_the_failure_that_ended_all_engines(restarts: int, loo
         with pytest.raises(EngineFailed, match="^engine-0: its server refused$"):
             fleet.sleep()
         answers[0] = WorkerDied("engine-0: its process died during pause")
-
-
-def test_engines_that_hang_are_ended_with_the_run(loop: EventLoop) -> None:
-    hanging = Group({})
-    fleet_of(hanging, loop, 0).close()
-    assert hanging.log == ["pause", "close", "kill"]
 
 
 def test_a_hanging_engine_gets_no_calls_until_replaced(loop: EventLoop) -> None:
@@ -312,37 +304,6 @@ def test_unfinished_rows_without_a_pause_are_a_failure(loop: EventLoop) -> None:
         sample(fleet, REQUEST)
 
 
-def test_interrupted_requests_continue_after_the_pause(loop: EventLoop) -> None:
-    sampling = threading.Event()
-
-    def interrupted(request: GenerateRequest) -> Generation:
-        sampling.set()
-        assert scripted.paused.wait(60.0)
-        return respond(request, rows=2)
-
-    scripted = Scripted(interrupted)
-    fleet = fleet_of(scripted, loop, 1)
-    parts: list[int] = []
-    first = loop.begin(fleet.generate(REQUEST, on_tokens=lambda part: parts.append(len(part.tokens))))
-    assert sampling.wait(60.0)
-    second = loop.begin(fleet.generate(REQUEST.row_range(0, 1)))
-    loop.run(fleet.pause())  # until nothing is generated
-    assert len(scripted.asked) == 1 and not first.done() and not second.done()
-    loop.run(fleet.resume())
-    assert first.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11] and second.result(60.0).tokens.tolist() == [7]
-    assert parts == [2, 3]
-    assert scripted.asked[1:] == [(0, [9, 10, 11, 7], [0] * 4)]  # together, that which began first before the other
-
-
-def test_every_token_has_the_engine_that_sampled_it(loop: EventLoop) -> None:
-    scripted = Scripted()
-    fleet = fleet_of(scripted, loop, 2)
-    found = sample(fleet, REQUEST)
-    asked = {key: replica for replica, keys, _ in scripted.asked for key in keys}
-    assert set(asked.values()) == {0, 1}
-    assert found.engines.tolist() == [asked[key] for key in found.tokens.tolist()]  # a token says its row's key
-
-
 def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> None:
     sampling = threading.Event()
 
@@ -376,28 +337,6 @@ def test_a_version_is_sampled_where_it_is_held_or_nowhere(loop: EventLoop) -> No
     assert "kill" not in scripted.log
     fleet.updated(fleet.names, {"engine-0": (6, 7), "engine-1": (6, 7)})
     assert set(sample(fleet, evolve(REQUEST, version=7)).versions) == {7}
-
-
-def test_rows_that_come_as_the_last_engine_dies_wait_for_another(loop: EventLoop) -> None:
-    scripted = Scripted()
-    fleet = fleet_of(scripted, loop, 1)
-    died = WorkerDied("engine-0: its process died")
-    fleet.leave_out({"engine-0": died})  # of which nobody has told the requests
-    work = loop.begin(fleet.generate(REQUEST))
-    loop.run(asyncio.sleep(0.05))
-    assert not work.done() and scripted.asked == []
-    fleet._allowed = 1
-    fleet.replace({"engine-0": died})
-    fleet.updated(fleet.names)
-    assert work.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
-
-
-def test_rows_of_a_version_do_not_wait_once_no_engine_serves(loop: EventLoop) -> None:
-    fleet = fleet_of(Scripted(), loop, 1)
-    fleet.updated(fleet.names, {"engine-0": (4, 5)})
-    fleet.updated([])  # it sleeps
-    with pytest.raises(VersionGone, match="no engine holds weights version 5 any more, but none"):
-        loop.begin(fleet.generate(evolve(REQUEST, version=5))).result(1.0)
 
 
 def test_scored_prompts_are_read_whole_after_a_pause(loop: EventLoop) -> None:
@@ -435,37 +374,6 @@ def test_an_engine_that_samples_from_other_weights_than_asked_is_an_error(loop: 
         sample(fleet, evolve(REQUEST, version=1))
 
 
-def test_an_idle_engine_takes_requests_that_wait_for_another(loop: EventLoop) -> None:
-    sampling, go, order = threading.Semaphore(0), threading.Event(), []
-
-    def slow(request: GenerateRequest) -> Generation:
-        sampling.release()
-        assert go.wait(60.0)
-        return respond(request)
-
-    class TwoPaces(Scripted):
-        def answers(self, pending: Any, *, timeout: float | None = None, on_counts: Any = None) -> dict[int, Any]:
-            ((replica, (request,)),) = pending[1].items()
-            order.append((replica, request.noise_keys.tolist()))
-            return {replica: slow(request) if replica == 1 else respond(request)}
-
-    fleet = fleet_of(TwoPaces(), loop, 2, width=lambda replicas: 1)
-    rows = [REQUEST.row_range(row, row + 1) for row in range(5)] + [REQUEST.row_range(row, row + 1) for row in range(3)]
-
-    async def all_at_once() -> list[Generation]:
-        return await asyncio.gather(*(fleet.generate(row) for row in rows))
-
-    sampled = loop.begin(all_at_once())
-    assert sampling.acquire(timeout=60.0)
-    deadline = time.monotonic() + 60.0
-    while len(order) < len(rows) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    taken = [replica for replica, _ in order]
-    go.set()
-    assert taken.count(1) == 1 and len(taken) == len(rows)  # all but the one that the slow engine has begun
-    assert [part.tokens.tolist() for part in sampled.result(60.0)] == [[each] for each in (7, 8, 9, 10, 11, 7, 8, 9)]
-
-
 def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     def dies(request: GenerateRequest) -> WorkerDied:
         return WorkerDied("its process died")
@@ -491,21 +399,6 @@ def test_if_all_engines_die_new_ones_sample_the_same(loop: EventLoop) -> None:
     fleet.updated([])
     with pytest.raises(KeyboardInterrupt):
         serve(fleet, fleet.generate(REQUEST), interrupts)
-
-
-def test_engines_replaced_after_ranks_died_serve_again(loop: EventLoop) -> None:
-    scripted = Scripted(lambda request: WorkerDied("its process died"))
-    fleet = fleet_of(scripted, loop, 1, restarts=1)
-
-    def ensure() -> None:
-        raise WorkerDied("actor rank 0: its process died")
-
-    with pytest.raises(WorkerDied, match="^actor rank 0"):
-        serve(fleet, fleet.generate(REQUEST), ensure)
-    fleet.replace(fleet.died)
-    updated(fleet)
-    sampled = loop.begin(fleet.generate(REQUEST)).result(60.0)
-    assert sampled.tokens.tolist() == [7, 8, 9, 10, 11]
 
 
 def test_what_nobody_waits_for_any_more_is_interrupted(loop: EventLoop) -> None:
@@ -599,27 +492,6 @@ def test_resizing_does_not_change_samples(loop: EventLoop) -> None:
     ]
 
 
-def test_new_engines_sample_once_they_have_weights(loop: EventLoop) -> None:
-    sized = Sized(1)
-    sized.gates[0] = threading.Event()
-    fleet = fleet_of(sized, loop, 1, width=lambda replicas: 3 - replicas)
-    waiting = [loop.begin(fleet.generate(REQUEST.row_range(0, 1)))]
-    assert sized.sampling.acquire(timeout=60.0)
-    waiting += [loop.begin(fleet.generate(REQUEST.row_range(row, row + 1))) for row in range(1, 5)]
-    resize(fleet, 2)
-    waiting.append(loop.begin(fleet.generate(REQUEST.row_range(0, 1))))
-    loop.run(asyncio.sleep(0))
-    assert not fleet.all_serve and sized.asked == []
-    updated(fleet)
-    assert fleet.all_serve
-    assert [each.result(60.0).tokens.tolist() for each in waiting[1:]] == [[8], [9], [10], [11], [7]]
-    assert all(
-        replica == 1 and len(keys) == 1 for replica, keys, _ in sized.asked
-    )  # of two replicas, hence single rows
-    sized.gates[0].set()
-    assert waiting[0].result(60.0).tokens.tolist() == [7]
-
-
 @pytest.mark.parametrize("rows", [None, 1])
 def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: EventLoop) -> None:
     def first_answer(request: GenerateRequest) -> Any:
@@ -645,29 +517,6 @@ def test_others_take_over_from_an_engine_that_is_ended(rows: int | None, loop: E
     keys = sorted(key for replica, asked, _ in sized.asked if replica == 0 for key in asked)
     assert keys == sorted([7, 8, 9, 7, *([10, 11] if rows is None else [11])])  # what it parts is not sampled again
     assert fleet.sleep() == 0
-
-
-def test_late_calls_to_an_ended_engine_reach_none(loop: EventLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_its_way, go = threading.Event(), threading.Event()
-
-    async def late(call: Callable[[], Any], *, name: str) -> Any:
-        def waits() -> Any:
-            on_its_way.set()
-            assert go.wait(60.0)
-            return call()
-
-        return await in_thread(waits if name == "call of engine-1" else call, name=name)
-
-    sized = Sized(2)
-    fleet = fleet_of(sized, loop, 2)
-    monkeypatch.setattr(fleet_module, "in_thread", late)
-    sampled = loop.begin(fleet.generate(REQUEST))
-    assert on_its_way.wait(60.0)
-    resize(fleet, 1)
-    resize(fleet, 2)  # another one, which has no weights
-    go.set()
-    assert sampled.result(60.0).tokens.tolist() == [7, 8, 9, 10, 11]
-    assert {replica for replica, _, _ in sized.asked} == {0}
 
 
 def test_engines_that_do_not_start_leave_the_others_serving(loop: EventLoop) -> None:
@@ -699,33 +548,6 @@ def test_resizing_raises_the_failure_that_ended_all_engines(loop: EventLoop) -> 
         resize(fleet, 2)
 
 
-def test_dead_engines_are_ended_as_others_are_and_asked_nothing(loop: EventLoop) -> None:
-    sized = Sized(3)
-    fleet = fleet_of(sized, loop, 3, restarts=1)
-    died = {"engine-2": WorkerDied("engine-2: its process died")}
-    fleet.replace(died)
-    fleet.leave_out(died)
-    fleet.updated(["engine-0", "engine-1"])
-    resize(fleet, 1)
-    assert sized.log == ["replace 2", "pause [1]", "close [1]", "shrink 2"] and not fleet.dead
-    resize(fleet, 3)
-    fleet.replace(died)  # the new one may die as often as any other
-    assert sized.log[-1] == "replace 2"
-
-
-def test_samples_wait_until_dead_engines_are_replaced(loop: EventLoop) -> None:
-    sized = Sized(2, lambda request: WorkerDied("engine-0: its process died"))
-    fleet = fleet_of(sized, loop, 2, restarts=1)
-    assert sample(fleet, REQUEST.row_range(0, 1)).tokens.tolist() == [7] and list(fleet.died) == ["engine-0"]
-    resize(fleet, 1)
-
-    def ensure() -> None:
-        fleet.replace(fleet.died)
-        updated(fleet)
-
-    assert serve(fleet, fleet.generate(REQUEST), ensure).tokens.tolist() == [7, 8, 9, 10, 11]
-
-
 def same(a: Generation, b: Generation) -> bool:
     return all(
         np.array_equal(getattr(a, name), getattr(b, name))
@@ -735,17 +557,6 @@ def same(a: Generation, b: Generation) -> bool:
 
 def sample(fleet: EngineFleet, request: GenerateRequest) -> Generation:
     return fleet.loop.run(fleet.generate(request))
-
-
-def test_restarts_are_counted_between_completed_steps(loop: EventLoop) -> None:
-    died = {"engine-0": WorkerDied("engine-0: its process died")}
-    fleet = fleet_of(Sized(1), loop, 1, restarts=1)
-    fleet.replace(died)
-    fleet.step_completed()
-    fleet.replace(died)
-    with pytest.raises(WorkerDied, match="^engine-0: its process died") as raised:
-        fleet.replace(died)
-    assert raised.value.__notes__ == ["the engine had already been restarted 1 time (rollout.restarts)"]
 
 
 def test_engines_of_lost_machines_get_other_slots(loop: EventLoop) -> None:

@@ -1,20 +1,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from corerl.engines import lifecycle
-from corerl.engines.lifecycle import EngineLifecycle, Receiving, Shapes, shape_mismatch
-from corerl.errors import EngineFailed, WeightUpdateError
+from corerl.engines.lifecycle import EngineLifecycle, Shapes, shape_mismatch
+from corerl.errors import EngineFailed
 from corerl.weights.adapters import adapters_of
-from corerl.weights.checksums import checksum
-from corerl.weights.manifest import Bucket, Manifest, build_manifest
-from corerl.weights.transport import Address, Arriving, Receiver
+from corerl.weights.manifest import Bucket, build_manifest
+from corerl.weights.transport import Address
 from tests.engines.models import update
 
 LIMIT = 60.0  # seconds, against hangs
@@ -66,27 +63,6 @@ def test_weights_do_not_change_while_calls_generate(tmp_path: Path) -> None:
         raise AssertionError("it must not come to this")
 
 
-def test_a_pause_waits_until_nothing_is_generated(tmp_path: Path) -> None:
-    serving = served(EngineLifecycle("engine-0", 0), tmp_path)
-    begun = threading.Event()
-
-    def generate() -> None:
-        with serving.generating():
-            begun.set()
-            while not serving.paused:  # a token after the other
-                pass
-
-    generating = threading.Thread(target=generate)
-    generating.start()
-    assert begun.wait(LIMIT)
-    serving.pause()
-    with serving.generating():  # so nobody else is inside
-        assert serving.paused
-    generating.join(LIMIT)
-    serving.resume()
-    assert not serving.paused
-
-
 def test_a_stale_version_and_a_refused_manifest_load_nothing(tmp_path: Path) -> None:
     serving = served(EngineLifecycle("engine-0", 0), tmp_path)
     manifest = build_manifest([("w", (2,))], dtype="float32", bucket_bytes=8)
@@ -104,47 +80,6 @@ def test_a_stale_version_and_a_refused_manifest_load_nothing(tmp_path: Path) -> 
     with pytest.raises(EngineFailed, match=r"to weights version 8 did not complete \(it has another"):
         serving.generating().__enter__()
     assert loaded == []
-
-
-class Lender(Receiver):
-    """Lends its memory for a bucket, and notes whether it has it back when the update ends."""
-
-    back: bool | None = None
-    closed = False
-
-    def receive(self, manifest: Manifest, version: int) -> Arriving:
-        flat = torch.zeros(4)
-        lent = weakref.ref(flat)
-        try:
-            yield manifest.buckets[0], flat, checksum(flat)
-        finally:
-            del flat
-            self.back = lent() is None
-
-    def close(self) -> None:
-        self.closed = True
-
-
-@pytest.mark.parametrize("error", ["", "it does not fit"])
-def test_a_buckets_memory_is_free_before_the_update_ends(monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    address = Address(transport="ipc", engines=("engine-0",))
-    lender = Lender(address, 0)
-    monkeypatch.setattr(lifecycle, "open_receiver", lambda address, *, index: lender)
-
-    def load(bucket: Bucket, flat: torch.Tensor) -> None:
-        if error:
-            raise ValueError(error)
-
-    manifest = build_manifest([("a", (4,))], dtype="float32", bucket_bytes=16)
-    receiving = Receiving(0)
-    if error:
-        with pytest.raises(WeightUpdateError, match="^ValueError: it does not fit$"):
-            receiving.transfer(manifest, 1, address, load=load)
-    else:
-        assert receiving.transfer(manifest, 1, address, load=load) == 16
-    assert lender.back
-    receiving.close()
-    assert lender.closed
 
 
 A, B = adapters_of("model.layers.0.self_attn.q_proj.weight")

@@ -2,15 +2,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
-from corerl.config.schema import ModelConfig
 from corerl.engines import prefix_router
-from corerl.engines.base import EngineContext, Generation
-from corerl.engines.prefix_router import PrefixRouter, in_order
-from corerl_testing.fake_engine import FakeEngine
-from corerl_testing.fake_spec import FakeConfig
+from corerl.engines.base import Generation
+from corerl.engines.prefix_router import PrefixRouter
 from tests.engines.services import generation_of, request_of
 from tests.pictured import PICTURES
 from tests.pictured import request_of as pictured_request
@@ -40,45 +36,6 @@ def test_shares_are_even_and_a_prompts_samples_stay_together(prompts: int, sampl
         assert sum(map(len, parts)) == prompts  # none is in two
 
 
-def test_a_row_goes_to_the_replica_with_least_work() -> None:
-    shares = PrefixRouter()
-    with shares.in_progress({0: 3, 1: 1}) as ended:
-        assert shared(shares, [[1]], [0, 1, 2]) == {2: [0]}
-        assert shared(shares, [[1], [2], [3], [4], [5]], [0, 1, 2]) == {1: [0, 1], 2: [2, 3, 4]}  # 3 each
-        with shares.in_progress({2: 4}):
-            assert shared(shares, [[1]], [0, 1, 2]) == {1: [0]}
-        ended(1)
-        assert shared(shares, [[1], [2], [3]], [0, 1]) == {1: [0, 1, 2]}
-    ended(0)  # too late, as where another one's share has failed
-    assert {len(rows) for rows in shared(shares, [[1], [2], [3]], [0, 1, 2]).values()} == {1}
-
-
-def test_turns_stay_on_a_replica_until_weights_change() -> None:
-    shares = PrefixRouter()
-    prompts = [[9, 1], [9, 2], [9, 3], [9, 4]]
-    responses = [[5], [6, 6], [7], [8]]
-    shares.remember(0, request_of([prompts[0], prompts[3]]), generation_of([responses[0], responses[3]]))
-    shares.remember(1, request_of([prompts[1], prompts[2]]), generation_of([responses[1], responses[2]]))
-    turns = [prompt + response + [2] for prompt, response in zip(prompts, responses, strict=True)]
-    assert shared(shares, turns, [0, 1]) == {0: [0, 3], 1: [1, 2]}
-    assert shared(shares, turns[::-1], [0, 1]) == {0: [0, 3], 1: [1, 2]}
-    # The prompt alone is enough; what only shares tokens with it is not.
-    assert shared(shares, [[9, 1, 4, 4], [8, 4, 4]], [0, 1]) == {0: [0], 1: [1]}
-    # Not more than the slack of an even share of two, and who is gone keeps nothing.
-    again = [turns[0], [*turns[0], 1], [*turns[0], 2], [*turns[0], 3]]
-    assert shared(shares, again, [0, 1]) == {0: [0, 1, 2], 1: [3]}
-    assert shared(shares, turns, [1]) == {1: [0, 1, 2, 3]}
-    shares.forget()
-    assert shared(shares, turns, [0, 1]) == {0: [0, 1], 1: [2, 3]}
-
-
-def test_a_row_goes_to_the_longest_cached_prefix() -> None:
-    shares = PrefixRouter()
-    for replica, response in enumerate([[5], [7]]):  # two answers to one prompt, which the second has read last
-        shares.remember(replica, request_of([[9, 1]]), generation_of([response]))
-    assert shared(shares, [[9, 1, 5, 2], [9, 1, 7, 2]], [0, 1]) == {0: [0], 1: [1]}
-
-
 def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_router, "REMEMBERED", 4)
     shares = PrefixRouter()
@@ -87,19 +44,6 @@ def test_beginnings_are_forgotten_before_there_are_too_many(monkeypatch: pytest.
     shares.remember(0, request_of([[3, 3]]), generation_of([[7]]))
     with shares.in_progress({1: 1}):
         assert shared(shares, [[1, 1, 5, 9]], [0, 1]) == {0: [0]}  # to who has least
-
-
-def test_parts_are_put_back_in_the_order_of_the_request() -> None:
-    engine = FakeEngine(
-        ModelConfig(), FakeConfig(), EngineContext(name="engine-0", index=0, device="cpu", precision="float32")
-    )
-    engine._serving._reason = ""
-    asked = request_of([[1], [2, 2], [3], [4, 4, 4], [5]])
-    whole = engine.generate(asked)
-    named = [np.array([1, 3]), np.array([0, 2, 4])]
-    found = in_order(asked, [(rows, engine.generate(asked.take_rows(rows))) for rows in named])
-    for name in ("tokens", "offsets", "logprobs", "versions", "truncated", "unfinished"):
-        assert np.array_equal(getattr(found, name), getattr(whole, name))
 
 
 def test_rows_of_one_picture_go_where_it_was_read() -> None:

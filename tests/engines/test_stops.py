@@ -60,18 +60,6 @@ def test_a_stop_text_ends_with_its_completing_token(pieces: list[str], stop: str
     assert stops.text(tokens[:kept], special_tokens=False) == text
 
 
-def test_the_first_complete_stop_text_ends_a_response() -> None:
-    tokens = CHARACTERS.encode("12345", add_special_tokens=False)
-    assert Stops(CHARACTERS, ["2345", "34"]).end(tokens) == 4
-    assert Stops(CHARACTERS, ["2345", "34"]).text(tokens[:4], special_tokens=False) == "12"
-
-
-def test_multibyte_stop_texts_are_complete_with_their_last_byte() -> None:
-    ours = byte_level()
-    tokens = ours.encode("a\u65e5\u672cb")
-    assert (len(tokens), Stops(ours, ["\u65e5\u672c"]).end(tokens)) == (8, 7)
-
-
 def test_special_tokens_do_not_hide_a_stop_text() -> None:
     ours = byte_level()
     think = ours.convert_tokens_to_ids("<think>")
@@ -94,20 +82,6 @@ def test_unused_special_tokens_do_not_hide_a_stop_text() -> None:
         stops = Stops(ours, stop)
         assert (stops.end(tokens), stops.text(tokens[:end], special_tokens=False)) == (end, text)
     assert stops_of([">"], ours) == ([ours.convert_tokens_to_ids(">")], [])  # those with a > in their names say none
-
-
-@pytest.mark.parametrize("between", [0, 1, 24, 25, 400])
-def test_any_number_of_special_tokens_may_interrupt_a_stop_text(between: int) -> None:
-    ours = byte_level()
-    silent = [ours.convert_tokens_to_ids("<think>")] * between
-    tokens = [*ours.encode("xa"), *silent, *ours.encode("bc")]
-    assert Stops(ours, ["ab"]).end(tokens, 2 + between) == Stops(ours, ["ab"]).end(tokens) == 3 + between
-
-
-@pytest.mark.parametrize("known", range(9))
-def test_searched_text_may_hold_the_start_of_a_stop_text(known: int) -> None:
-    tokens = CHARACTERS.encode("0" * 400 + "123456789" + "000", add_special_tokens=False)
-    assert Stops(CHARACTERS, ["123456789"]).end(tokens, 400 + known) == 409
 
 
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:

@@ -2,77 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from corerl.config.load import load_config
-from corerl.data.prompts import Prompt
-from corerl.plan.make import make_plan
-from corerl_agents.script import Scripted, scripted
-from corerl_testing import make_samples
-from examples.compaction import remember, without_summaries
 from tests.end_to_end.command import ROOT, Command, metrics
 from tests.in_process import execute_here, small
 
-ANSWER = "01358"
-NEW, SUMMED_UP = (Prompt(index=index, text="?", answer=ANSWER) for index in (10, 11))
 TOKENS = "characters:0123456789>s!"
-
-
-def texts(script: Scripted) -> list[str]:
-    """What was asked, one text for each request."""
-    return ["".join(each) for each in script.asked]
-
-
-def test_an_episode_goes_on_from_its_summary() -> None:
-    with scripted(NEW, ["0135", "01358"]) as script:
-        assert asyncio.run(remember(script.episode)) == 1.0
-    assert texts(script) == ["013>5>s", "0135>8>!"]
-    assert [[text for text, sampled in row if sampled] for row in script.rows] == [["0135<|end|>"], ["01358<|end|>"]]
-
-
-@pytest.mark.parametrize(
-    ("summary", "begins", "answer", "reward"),
-    [("9", "9>", "8", 0.0), ("01235678", "0123>", "01238", 0.6), ("", ">", "01358", 1.0)],
-)
-def test_what_a_summary_leaves_out_is_gone(summary: str, begins: str, answer: str, reward: float) -> None:
-    with scripted(NEW, [summary, answer]) as script:
-        assert asyncio.run(remember(script.episode)) == pytest.approx(reward)
-    assert texts(script) == ["013>5>s", f"{begins}8>!"]
-
-
-def test_every_other_prompt_begins_with_a_summary() -> None:
-    for memory in ("summary", "newest"):
-        with scripted(SUMMED_UP, ["01358"]) as script:
-            assert asyncio.run(remember(script.episode, memory=memory)) == 1.0
-        assert texts(script) == ["0135>8>!"]
-
-
-def test_the_oldest_part_is_left_out_without_summaries() -> None:
-    with scripted(NEW, ["58"]) as script:
-        assert asyncio.run(remember(script.episode, memory="newest")) == 0.0
-    assert texts(script) == ["5>8>!"]
-
-
-def test_three_parts_do_not_fit_the_context() -> None:
-    plan = make_plan(load_config(ROOT / "examples" / "compaction.toml"))
-    lengths = [len(plan.rollout.tokenizer.encode(text)) for text in ("013>5>s", "0135>8>!", "013>5>8>!")]
-    assert lengths[0] <= lengths[1] == plan.rollout.context_length - plan.rollout.params.max_tokens < lengths[2]
-
-
-def test_summaries_alone_get_no_advantage() -> None:
-    samples = make_samples(0, samples=4)
-    samples = samples.with_row_columns(
-        group=np.array([0, 0, 0, 0]), episode=np.array([0, 0, 1, 1]), final=np.array([False, True, False, True])
-    )
-    rewards = np.array([1.0, 1.0, 0.0, 0.0], np.float32)
-    found = without_summaries(samples, rewards, np.zeros(len(samples.tokens), np.float32))
-    each = [set(row.tolist()) for row in np.split(np.round(found, 4), samples.offsets[1:-1])]
-    wanted = np.round(np.array([0.0, 1.0, 0.0, -1.0], np.float32) / np.sqrt(np.float32(2)), 4)  # two differ so much
-    assert each == [{value} for value in wanted.tolist()]
 
 
 def test_rows_of_an_episode_are_trained_on_together(tmp_path: Path) -> None:

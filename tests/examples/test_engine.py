@@ -12,13 +12,12 @@ from attrs import evolve
 
 from corerl.config.schema import ModelConfig
 from corerl.engines.base import Engine, GenerateRequest, SamplingParams
-from corerl.engines.continuation import append, continued
 from corerl.errors import EngineFailed
 from corerl.ops.noise import hash_keys
 from corerl.plugin.registry import Kind, load, load_implementation
 from corerl_transformers.engine import TransformersEngine
 from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import TIED, UNTIED, context, hf_tensors, pause_after, random_model, update
+from tests.engines.models import TIED, UNTIED, context, hf_tensors, random_model, update
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "engine"
 SAMPLING = {
@@ -92,24 +91,3 @@ def test_it_serves_nothing_without_weights(make: Any, tmp_path: Path) -> None:
     after = engine.generate(asked)
     assert after.tokens.tolist() == before.tokens.tolist()
     assert set(after.versions.tolist()) == {2}
-
-
-def test_it_refuses_the_weights_of_another_model(make: Any, tmp_path: Path) -> None:
-    assert deliver(make(UNTIED), TIED, tmp_path) == "'lm_head.weight' is missing, unknown, or of another shape"
-
-
-@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
-def test_an_interrupted_step_continues_unchanged(
-    make: Any, cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, asked = make(TIED, cache=cache), request(SAMPLING["plain"])
-    assert deliver(engine, TIED, tmp_path) == ""
-    whole = engine.generate(asked)
-    with monkeypatch.context() as patch:
-        pause_after(patch, 8)  # tokens and rows' ends: in the middle of the second row
-        drawn = engine.generate(asked)
-    assert drawn.unfinished.any() and not drawn.unfinished.all()
-    together = append(asked, drawn, engine.generate(continued(asked, drawn)))
-    for column in ("tokens", "offsets", "versions", "truncated", "unfinished"):
-        assert getattr(together, column).tolist() == getattr(whole, column).tolist(), column
-    np.testing.assert_allclose(together.logprobs, whole.logprobs, atol=1e-5, rtol=0)

@@ -11,7 +11,6 @@ import pytest
 
 from corerl.config.load import config_of
 from corerl.plan.make import make_plan
-from corerl.plugin.registry import Kind, Status, installed
 from tests.end_to_end.command import metrics
 from tests.examples.packages import put
 from tests.in_process import execute_here, small
@@ -30,12 +29,6 @@ def worth(sample: dict[str, str]) -> float:
     a, b = sample["prompt"].removesuffix("=").split("+")
     said = sample["response"]
     return float(said == str(int(a) + int(b))) + 0.1 * (said != "" and set(said) <= set("0123456789"))
-
-
-def test_it_is_listed_with_what_it_is() -> None:
-    (found,) = [each for each in installed(Kind.SAMPLERS) if each.name == "sums"]
-    assert (found.distribution, found.status) == ("my-sums", Status.OK)
-    assert found.summary == "sums of two numbers, with prompts and rewards"
 
 
 def test_a_run_trains_on_its_prompts_and_its_rewards(tmp_path: Path) -> None:

@@ -50,8 +50,3 @@ def test_a_text_without_a_number_has_none() -> None:
 )
 def test_a_right_number_is_worth_1(response: str, expected: float) -> None:
     assert reward(Prompt(index=0, text="How much?", answer=WORKED), response) == expected
-
-
-def test_a_row_without_a_number_is_an_error() -> None:
-    with pytest.raises(ValueError, match="'many' has no number"):
-        reward(Prompt(index=0, text="How much?", answer="many"), "#### 3")

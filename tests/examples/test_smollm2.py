@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from corerl.config.schema import DataConfig
 from corerl.data.prompts import Prompt
-from corerl.data.rows import load_prompts
-from examples.smollm2.tasks import TASKS, reward, write
-
-
-def test_each_question_is_written_once_with_its_answer(tmp_path: Path) -> None:
-    write(tmp_path, questions=300)
-    for task in TASKS:
-        data = DataConfig(source=str(tmp_path / f"{task}.jsonl"), prompt_key="question", held_out=0)
-        prompts = load_prompts(data, seed=0)
-        every = [prompts.prompt(index) for index in range(len(prompts))]
-        assert len({prompt.text for prompt in every}) == len(every) > 100
-        assert [reward(prompt, f" {prompt.answer}\n") for prompt in every] == [1.0] * len(every)
+from examples.smollm2.tasks import reward
 
 
 def asked(task: str, **fields: str) -> Prompt:
@@ -40,8 +26,3 @@ def asked(task: str, **fields: str) -> Prompt:
 )
 def test_a_right_word_among_n_is_worth_1_nth(response: str, expected: float) -> None:
     assert reward(asked("chain_sum", answer="7"), response) == pytest.approx(expected)
-
-
-def test_names_are_compared_without_their_case() -> None:
-    prompt = asked("needle_haystack", answer="Ada")
-    assert [reward(prompt, said) for said in ("ada", "Ada, or Bo?", "Adam")] == pytest.approx([1.0, 1 / 3, 0.0])

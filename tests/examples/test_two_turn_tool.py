@@ -6,15 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from corerl.config.load import load_config
 from corerl.data.prompts import SortDigits
-from corerl.errors import ConfigError
-from corerl.plan.make import make_plan
-from corerl_agents.config import EpisodesConfig
-from corerl_agents.episodes import resolve_function
 from corerl_agents.script import scripted
 from examples.two_turn_tool import fetch
-from tests.end_to_end.command import ROOT, metrics
+from tests.end_to_end.command import metrics
 from tests.in_process import execute_here, small
 
 PROMPT = SortDigits(held_out=1, seed=0).prompt(35018)
@@ -27,36 +22,6 @@ def test_half_of_the_digits_are_worth_half() -> None:
     assert [request.max_tokens for request in script.requests] == [1, None]
     with scripted(PROMPT, ["6", "0135899999"]) as script:
         assert fetch(script.episode) == pytest.approx(0.2 + 0.8 * 0.5)
-
-
-def test_drawers_are_empty_without_the_tool() -> None:
-    with scripted(PROMPT, ["2", "00000"]) as script:
-        assert fetch(script.episode) == pytest.approx(0.8 * 0.2)
-    assert script.asked[1] == ["6?", "2", ">"]
-    with scripted(PROMPT, ["6", "01358"]) as script:
-        assert fetch(script.episode, tool=False) == pytest.approx(1.0)
-    assert script.asked[1] == ["6?", "6", ">"]
-
-
-def test_a_script_that_has_ended_refuses() -> None:
-    with (
-        scripted(PROMPT, ["6"]) as script,
-        pytest.raises(RuntimeError, match="the script has only 1 answers, but one more"),
-    ):
-        fetch(script.episode)
-
-
-def test_the_config_can_run() -> None:
-    plan = make_plan(load_config(ROOT / "examples" / "two_turn_tool.toml"))
-    (options,) = plan.rollout.make_sampler.args  # type: ignore[attr-defined]  # of a partial
-    assert isinstance(options, EpisodesConfig) and options.options == {"tool": True}
-    assert resolve_function(options.function, options.options).function is fetch
-
-
-def test_engines_without_a_bounded_cache_refuse_auto() -> None:
-    config = load_config(ROOT / "examples" / "two_turn_tool.toml", ["samplers.episodes.concurrency=auto"])
-    with pytest.raises(ConfigError, match=r"^samplers.episodes.concurrency: 'auto', but the engine 'transformers' "):
-        make_plan(config)
 
 
 def test_a_run_of_episodes_trains_on_its_engines_tokens(tmp_path: Path) -> None:

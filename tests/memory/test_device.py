@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from corerl.memory.device import GIB, DeviceMeter, Held, Nvml
-from corerl.types import MemoryKind
-
-CPU = torch.device("cpu")
-
-
-def test_a_cpu_is_said_to_hold_the_storages_each_counted_once() -> None:
-    base = torch.zeros(10)
-    assert DeviceMeter(CPU).held([base, base[3:]]) == Held(used=40, own=40, live=40, cached=0)
+from corerl.memory.device import GIB, DeviceMeter, Nvml
 
 
 def test_a_machine_without_the_drivers_library_has_nothing_to_say_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,21 +33,6 @@ class Library:
         return self.status
 
 
-@pytest.mark.parametrize(
-    ("processes", "own"),
-    [
-        ([(1, 5 * GIB), (os.getpid(), 3 * GIB)], 3 * GIB),
-        ([(1, 5 * GIB)], None),  # by the host's ids
-        ([(os.getpid(), 2**64 - 1)], None),  # known to be there, and not how much it holds
-        ([], None),
-    ],
-)
-def test_a_process_finds_its_own_bytes_where_the_driver_knows_it(
-    processes: list[tuple[int, int]], own: int | None
-) -> None:
-    assert Nvml(Library(processes), None).own_bytes() == own
-
-
 def test_a_driver_that_refuses_to_tell_is_believed() -> None:
     assert Nvml(Library([(os.getpid(), GIB)], status=3), None).own_bytes() is None
 
@@ -69,16 +46,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     return library
-
-
-def test_the_residual_is_this_processs_and_its_parts_add_up(gpu: Library) -> None:
-    held = DeviceMeter(torch.device("cuda", 0)).held([])
-    assert held == Held(used=50 * GIB, own=6 * GIB, live=4 * GIB, cached=GIB, total=80 * GIB)
-    assert held.residual == 6 * GIB
-    assert held.described({MemoryKind.PARAM: 3 * GIB, MemoryKind.GRAD: 0}) == (
-        "tensors of param: 3 GiB; other tensors: 1 GiB; torch's cache: 1 GiB; CUDA context, NCCL communicators "
-        "and loaded kernels: 1 GiB"
-    )
 
 
 def test_without_process_counts_the_residual_is_the_devices(gpu: Library) -> None:

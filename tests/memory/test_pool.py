@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from corerl.memory import pool as pool_module
-from corerl.memory.pool import HostMemory, PinnedPool, cut
+from corerl.memory.pool import PinnedPool
 from corerl_testing.pool import RankPool
 
 PAGE = 4096
@@ -62,24 +62,6 @@ def sizes(pieces: list[Any]) -> list[int]:
     return [piece.memory.numel() for piece in pieces]
 
 
-def test_reserving_is_asynchronous_and_taking_waits(pool: PinnedPool, driver: Driver) -> None:
-    driver.allowed.clear()
-    pool.reserve(10 * PAGE)
-    assert (pool.size, driver.pinned) == (12 * PAGE, [])  # three segments, equal and of whole pages
-    threading.Timer(0.2, driver.allowed.set).start()
-    assert sizes(pool.take(9 * PAGE)) == [4 * PAGE, 4 * PAGE, PAGE]  # only what has been pinned is handed out
-    assert driver.bytes == 12 * PAGE
-    assert threading.current_thread().name not in driver.threads
-
-
-def test_pages_are_there_before_they_are_pinned(pool: PinnedPool) -> None:
-    pool.reserve(4 * PAGE)
-    (piece, *_) = pool.take(PAGE)
-    assert piece.memory.sum() == 0
-    piece.memory.fill_(7)
-    assert piece.memory.tolist() == [7] * PAGE
-
-
 def test_returned_memory_is_reused_without_pinning_again(pool: PinnedPool, driver: Driver) -> None:
     pool.reserve(8 * PAGE)
     first, second, third = (pool.take(2 * PAGE) for _ in range(3))
@@ -89,19 +71,6 @@ def test_returned_memory_is_reused_without_pinning_again(pool: PinnedPool, drive
     pool.give_back(third)
     assert sizes(pool.take(4 * PAGE)) == [4 * PAGE]
     assert driver.bytes == 8 * PAGE
-
-
-def test_pieces_in_use_never_overlap(pool: PinnedPool) -> None:
-    pool.reserve(8 * PAGE)
-    held: list[tuple[int, list[Any]]] = []
-    for number in range(40):
-        pieces = pool.take(1 + 700 * (number % 5))
-        for piece in pieces:
-            piece.memory.fill_(number)
-        held.append((number, pieces))
-        if number % 3 == 2:
-            pool.give_back(held.pop(number % len(held))[1])
-        assert all((piece.memory == value).all() for value, pieces in held for piece in pieces)
 
 
 def test_more_than_was_reserved_is_made_when_it_is_asked_for(pool: PinnedPool, driver: Driver) -> None:
@@ -206,21 +175,3 @@ def test_a_container_may_allow_less_than_its_host_has(
     monkeypatch.setattr(pool_module, "CONTAINER", tmp_path)
     monkeypatch.setattr(pool_module, "MEMINFO", tmp_path / "meminfo")
     assert pool_module.available_bytes() == available * 1024
-
-
-def test_ordinary_memory_has_no_thread_and_is_exactly_as_large_as_asked() -> None:
-    before = threading.active_count()
-    memory = HostMemory()
-    memory.reserve(2**40)
-    assert sizes(memory.take(77)) == [77]
-    assert threading.active_count() == before
-
-
-def test_sizes_are_cut_one_after_the_other_across_pieces(pool: PinnedPool) -> None:
-    pool.reserve(8 * PAGE)
-    pieces = pool.take(8 * PAGE)
-    whole = torch.cat([piece.memory.copy_(torch.arange(4 * PAGE) // 64) for piece in pieces])
-    wanted = [1, 4 * PAGE - 3, 100, 2 * PAGE]
-    found = list(cut(pieces, wanted))
-    assert [[each.numel() for each in slices] for slices in found] == [[1], [4 * PAGE - 3], [2, 98], [2 * PAGE]]
-    assert torch.equal(torch.cat([each for slices in found for each in slices]), whole[: sum(wanted)])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,28 +20,6 @@ from corerl.weights.chunks import Chunk
 CPU = torch.device("cpu")
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
-    values: list[int] = tensor.detach().contiguous().view(torch.int32).flatten().tolist()
-    return values
-
-
-def test_released_memory_comes_back_under_every_alias() -> None:
-    weight = torch.nn.Parameter(torch.randn(8, 4))
-    weight.data[0, 0] = float("nan")
-    view, tied = weight.data[2:4], weight.data.t()
-    expected, expected_view = bits(weight), bits(view)
-    sleeper = StorageSleeper(CPU)
-
-    assert sleeper.release(MemoryKind.PARAM, [weight, view, tied]) == 8 * 4 * 4  # one storage, counted once
-    assert resident_bytes([weight, view, tied]) == 0
-    assert weight.shape == (8, 4)
-
-    assert sleeper.restore(MemoryKind.PARAM) == 8 * 4 * 4
-    assert bits(weight) == expected and bits(view) == expected_view
-    view.fill_(7.0)
-    assert weight.data[2].tolist() == [7.0] * 4  # still the same storage
-
-
 def test_gradients_come_back_as_zeros() -> None:
     grad = torch.randn(5)
     sleeper = StorageSleeper(CPU)
@@ -58,30 +35,6 @@ def test_releasing_and_restoring_twice_changes_nothing() -> None:
     assert [sleeper.release(MemoryKind.OPTIMIZER, [moments]) for _ in range(2)] == [16, 0]
     assert [sleeper.restore(MemoryKind.OPTIMIZER) for _ in range(2)] == [16, 0]
     assert moments.tolist() == [0, 1, 2, 3]
-
-
-def test_kinds_sleep_independently_and_a_shared_storage_belongs_to_the_first() -> None:
-    weight, moments = torch.ones(3), torch.full((3,), 2.0)
-    sleeper = StorageSleeper(CPU)
-    assert sleeper.release(MemoryKind.PARAM, [weight]) == 12
-    assert sleeper.release(MemoryKind.MASTER, [weight]) == 0
-    assert sleeper.release(MemoryKind.OPTIMIZER, [moments]) == 12
-    assert sleeper.restore(MemoryKind.PARAM) == 12
-    assert weight.tolist() == [1.0] * 3 and resident_bytes([moments]) == 0
-    sleeper.restore(MemoryKind.OPTIMIZER)
-    assert moments.tolist() == [2.0] * 3
-
-
-def test_step_counters_without_dims_stay() -> None:
-    step, moments = torch.tensor(3.0), torch.ones(2)
-    sleeper = StorageSleeper(CPU)
-    assert sleeper.release(MemoryKind.OPTIMIZER, [step, moments]) == 8
-    assert step.item() == 3.0
-
-
-def test_what_is_resident_is_counted_by_storage() -> None:
-    base = torch.zeros(10)
-    assert resident_bytes([base, base[3:], base.view(2, 5), torch.tensor(1.0)]) == 44
 
 
 def mixed() -> list[torch.Tensor]:
@@ -236,55 +189,6 @@ class Counting:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         self.read_boxes.append((name, tuple(offsets), tuple(sizes)))
         return torch.ones(tuple(sizes))
-
-
-@pytest.mark.parametrize("within", ["nothing", "an exception", "writes"])
-def test_a_swap_shows_the_snapshot_and_leaves_both_as_they_were(within: str) -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("reference", chunks)
-    storage += 10
-    for _ in range(2):
-        with contextlib.suppress(ZeroDivisionError), weights.swapped("reference", chunks):
-            assert storage.tolist() == [0, 1, 2, 3, 4, 5]
-            if within == "writes":
-                storage.fill_(-1.0)
-            if within == "an exception":
-                raise ZeroDivisionError
-        assert storage.tolist() == [10, 11, 12, 13, 14, 15]
-
-
-def test_a_snapshot_that_is_made_again_holds_the_current_weights() -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("old", chunks)
-    storage += 1
-    weights.save("old", chunks)
-    storage += 1
-    with weights.swapped("old", chunks):
-        assert storage.tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_loading_reads_this_ranks_boxes_alone_and_leaves_the_weights() -> None:
-    storage, chunks = rank_of_two()
-    weights, source = HostWeights(), Counting()
-    assert weights.load("reference", chunks, source) == 6 * 4
-    assert source.read_boxes == [("w", (2, 0), (2, 2)), ("b", (0,), (2,))]
-    assert storage.tolist() == [0, 1, 2, 3, 4, 5]
-    with weights.swapped("reference", chunks):
-        assert storage.tolist() == [1.0] * 6
-
-
-def test_a_source_that_does_not_fit_leaves_the_earlier_snapshot() -> None:
-    storage, chunks = rank_of_two()
-    weights = HostWeights()
-    weights.save("reference", chunks)
-    other = [Chunk("v", (2,), (0,), (2,), torch.zeros(2)), *chunks]
-    with pytest.raises(ModelError, match="snapshot 'reference' has no tensor 'v'"):
-        weights.load("reference", other, Counting())
-    storage += 1
-    with weights.swapped("reference", chunks):
-        assert storage.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

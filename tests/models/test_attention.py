@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.masking_utils import (
     create_causal_mask,
     create_chunked_causal_mask,
@@ -24,26 +23,14 @@ from corerl.models.attention import (
     PACKED,
     CausalMask,
     attention_in_pieces,
-    carries_state,
-    mixers,
     register_packed_attention,
     run_on_rows,
-    unregistered_attention,
-    uses_registered_attention,
 )
 from corerl.models.files import meta_model
 from corerl.models.parts import parts_of
 from corerl.ops.packing import PackedSequences
 from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config
-
-Load = Callable[[Path, str], PreTrainedModel]
-
-
-def test_a_forward_without_packing_fails_instead_of_mixing_sequences(tiny_models: dict[str, Path], load: Load) -> None:
-    model, ones = load(tiny_models["qwen3"], PACKED), torch.ones(1, 4, dtype=torch.long)
-    with pytest.raises(ModelError, match="Qwen3Attention calls its attention without the bounds"):
-        model(ones, attention_mask=ones, use_cache=False)
 
 
 def test_what_packed_attention_cannot_do_is_refused() -> None:
@@ -59,18 +46,6 @@ def test_what_packed_attention_cannot_do_is_refused() -> None:
         attention(q, q, torch.zeros(3, 3))
     with pytest.raises(ModelError, match="one row of packed tokens and no cache"):
         attention(torch.zeros(1, 2, 5, 8), q, CausalMask())
-
-
-def test_the_compiler_looks_into_attention_unless_it_is_to_leave_it_out() -> None:
-    def left_out() -> bool:
-        return getattr(ALL_ATTENTION_FUNCTIONS[PACKED], "_torchdynamo_disable", False)
-
-    try:
-        register_packed_attention(compiled=False)
-        assert left_out()
-    finally:
-        register_packed_attention()
-    assert not left_out()
 
 
 def skips(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -106,26 +81,6 @@ def mask_of(make: Callable[..., Any], fields: dict[str, Any]) -> Any:
     return make(config, inputs_embeds=embeds, attention_mask=mask, past_key_values=None)
 
 
-FOUND = {
-    "qwen3": {"Qwen3Attention"},
-    "qwen3_5_text": {"Qwen3_5GatedDeltaNet", "Qwen3_5Attention"},
-    "nemotron_h": {"NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHBlock"},  # the last of experts alone
-    "mamba": {"MambaMixer"},
-    "bloom": {"BloomAttention"},
-    "openai-gpt": set(),
-}
-
-
-@pytest.mark.parametrize("model_type", FOUND)
-def test_the_modules_that_mix_tokens_are_told_by_their_code(model_type: str) -> None:
-    decoder = parts_of(meta_model(smallest_config(model_type))).decoder
-    assert {type(module).__name__ for module in mixers(decoder)} == FOUND[model_type]
-    assert uses_registered_attention(decoder) == (model_type in ("qwen3", "qwen3_5_text", "nemotron_h"))
-    assert carries_state(decoder) == (model_type in ("qwen3_5_text", "nemotron_h", "mamba"))
-    alone = {"bloom": "BloomAttention", "openai-gpt": "OpenAIGPTModel"}.get(model_type)
-    assert (type(found).__name__ if (found := unregistered_attention(decoder)) else None) == alone
-
-
 @pytest.mark.parametrize(
     ("model_type", "fields", "wanted"),
     [
@@ -154,22 +109,6 @@ class Sums(nn.Module):
     def forward(self, hidden: Tensor, scale: Tensor, past_key_values: Any = None) -> tuple[Tensor, Tensor]:
         total = hidden.cumsum(1) * scale
         return total, total[:, -1]
-
-
-@pytest.mark.parametrize("lengths", [[5, 3, 5, 1, 4], [4, 4]])
-def test_a_state_begins_anew_with_each_sequence(lengths: list[int]) -> None:
-    block = nn.ModuleDict({"mixer": Sums()})
-    assert run_on_rows(block) == [block["mixer"]]
-    hidden = torch.randn(1, sum(lengths), 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    scale = torch.rand(1, sum(lengths), 1, generator=torch.Generator().manual_seed(1))
-    packing = PackedSequences.of(torch.tensor([0, *lengths]).cumsum(0), "cpu")
-    got, state = block["mixer"](hidden, scale=scale, packing=packing)
-    parts = zip(hidden[0].split(lengths), scale[0].split(lengths), strict=True)
-    wanted = torch.cat([part.cumsum(0) * by for part, by in parts])[None]
-    torch.testing.assert_close(got, wanted)
-    assert state is None
-    weights = torch.rand(got.shape, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(*(torch.autograd.grad((each * weights).sum(), hidden) for each in (got, wanted)))
 
 
 def test_a_layer_that_is_not_told_the_bounds_or_takes_a_mask_is_refused() -> None:

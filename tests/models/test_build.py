@@ -28,17 +28,6 @@ from corerl_testing.models import KINDS, tiny_config
 from tests.pictures import FAMILIES, of_pictures, pictures_config
 
 
-def test_transformers_draws_no_values_for_parameters_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where this fails, it has another way to know that a parameter needs none than the mark that `_to_meta` gives."""
-    drawn: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "normal_", lambda tensor, *_, **__: drawn.append(tensor) or tensor)
-    AutoModelForCausalLM.from_config(tiny_config("qwen3-moe"))
-    assert len(drawn) > 10
-    drawn.clear()
-    build_on_meta(tiny_config("qwen3-moe"), dtype=torch.float32, attention="sdpa")
-    assert [tuple(each.shape) for each in drawn] == [(97, 64)]  # by torch, as it makes an embedding
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_parameters_are_on_meta_and_buffers_are_those_of_transformers(kind: str) -> None:
     model = build_on_meta(tiny_config(kind), dtype=torch.bfloat16, attention="sdpa")
@@ -72,17 +61,6 @@ def test_a_model_draws_nothing_while_it_trains_whatever_its_config_says(kind: st
     assert {name: getattr(config, name) for name in fields} == fields
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen3-tied", True), ("qwen3", False)])
-def test_materialized_parameters_keep_their_ties(kind: str, tied: bool) -> None:
-    model = build_on_meta(tiny_config(kind), dtype=torch.float32, attention="sdpa")
-    new = {name: nn.Parameter(torch.randn(p.shape)) for name, p in model.named_parameters()}
-    materialize(model, new)
-    assert all(param is new[name] for name, param in model.named_parameters())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert embedding is new["model.embed_tokens.weight"]
-    assert (head is embedding) == tied
-
-
 def test_parameters_that_do_not_fit_are_refused() -> None:
     model = build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
     new = {name: nn.Parameter(torch.zeros(p.shape)) for name, p in model.named_parameters()}
@@ -103,14 +81,6 @@ def test_stored_buffers_are_those_that_transformers_saves_as_precise_as_it_keeps
     assert list(named_weights(model)) == [*dict(model.named_parameters()), *stored]
 
 
-def test_stored_buffers_have_the_dtype_that_layers_compute_in_but_for_the_biases_of_routers() -> None:
-    config = smallest_config("minimax")
-    buffers = stored_buffers(build_on_meta(config, dtype=torch.float32, attention="eager", compute=torch.bfloat16))
-    assert buffers and {buffer.dtype for buffer in buffers.values()} == {torch.bfloat16}
-    biases = stored_buffers(build_on_meta(smallest_config("minimax_m2"), dtype=torch.bfloat16, attention="eager"))
-    assert biases and all(name.endswith("bias") and bias.dtype == torch.float32 for name, bias in biases.items())
-
-
 def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3ForCausalLM
 
@@ -123,13 +93,6 @@ def test_a_model_that_stores_whole_numbers_in_buffers_is_refused(monkeypatch: py
     monkeypatch.setattr(Qwen3ForCausalLM, "__init__", with_buffer)
     with pytest.raises(ModelError, match="stores torch.int64 values in the buffer 'table'"):
         build_on_meta(tiny_config("qwen3"), dtype=torch.float32, attention="sdpa")
-
-
-def test_a_loaded_model_has_the_weights_that_transformers_loads(tiny_model: Path, load) -> None:  # type: ignore[no-untyped-def]
-    loaded, wanted = load(tiny_model, "sdpa"), AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert loaded.state_dict().keys() == wanted.state_dict().keys()
-    for name, tensor in wanted.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 def test_buffers_move_and_parameters_stay() -> None:

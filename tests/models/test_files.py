@@ -17,7 +17,6 @@ from corerl.models.build import build_on_meta
 from corerl.models.config import hf_config
 from corerl.models.files import (
     Constant,
-    Fixed,
     Initial,
     ModelFiles,
     Normal,
@@ -30,7 +29,6 @@ from corerl.models.files import (
 )
 from corerl.models.names import hf_boxes
 from corerl.models.readers import SINGLE
-from corerl.ops.noise import normal
 from corerl_testing.models import KINDS, tiny_config, tiny_fields
 
 Load = Callable[[Path, str], PreTrainedModel]
@@ -65,16 +63,6 @@ def unused(directory: Path) -> list[str]:
     model = meta_model(config)
     names = [box.name for boxes in hf_boxes(model).values() for box in boxes]
     return ModelFiles(directory, config).unused(names, model)
-
-
-def test_models_of_equal_configs_are_looked_at_once_and_no_others() -> None:
-    fields = tiny_fields("qwen3")
-    model, again = (meta_model(AutoConfig.for_model(**fields)) for _ in range(2))
-    assert again is model
-    wider = meta_model(AutoConfig.for_model(**{**fields, "vocab_size": 101}))
-    assert [len(each.get_input_embeddings().weight) for each in (wider, model)] == [101, 97]
-    critic = meta_model(AutoConfig.for_model(**fields), value_head=True)
-    assert hasattr(critic, "value_head") and not hasattr(model, "value_head")
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
@@ -143,12 +131,6 @@ def test_a_tied_model_whose_files_have_the_head_alone_gets_its_embedding_from_it
     assert_loads_as_in_transformers(directory, load)
 
 
-def test_a_model_that_is_not_tied_is_not_given_its_embedding_for_a_head(tmp_path: Path) -> None:
-    directory = written(tmp_path, MODELS["qwen3"])
-    change(directory, lambda tensors: {name: t for name, t in tensors.items() if name != "lm_head.weight"})
-    assert ModelFiles(directory, hf_config(ModelConfig(path=str(directory)))).shape("lm_head.weight") is None
-
-
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -171,14 +153,6 @@ def test_it_says_of_every_tensor_of_the_usual_families_what_is_usual(kind: str) 
     assert initials(config, seed=3).keys() == shapes.keys()
     for name, values in drawn(config).items():
         assert torch.equal(values, usual.read(name, (0,) * len(shapes[name]), shapes[name])), name
-
-
-def test_a_routers_bias_begins_as_zeros_and_each_expert_like_any_matrix() -> None:
-    config = tiny_config("glm4-moe")
-    found = initials(config, seed=0)
-    bias = found["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert isinstance(bias, Fixed) and torch.equal(bias.values, torch.zeros(8))
-    assert found["model.layers.1.mlp.experts.5.up_proj.weight"] == Normal(0.0, config.initializer_range)
 
 
 def test_a_state_space_models_decays_and_convolutions_begin_as_its_authors_say() -> None:
@@ -219,44 +193,6 @@ def whole(source: RandomSource, name: str) -> torch.Tensor:
     shape = source.shape(name)
     assert shape is not None
     return source.read(name, (0,) * len(shape), shape)
-
-
-def test_a_box_has_the_values_that_the_whole_tensor_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = RandomSource(tiny_config("qwen3"), {"w": (7, 5, 6)}, seed=3)
-    full = whole(source, "w")
-    for offsets, sizes in [
-        ((0, 0, 0), (7, 5, 6)),
-        ((2, 1, 3), (4, 3, 2)),
-        ((6, 4, 5), (1, 1, 1)),
-        ((1, 0, 0), (0, 5, 6)),
-    ]:
-        part = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        assert torch.equal(source.read("w", offsets, sizes), full[part])
-    monkeypatch.setattr("corerl.models.files.VALUES", {"cpu": 40})
-    assert torch.equal(whole(source, "w"), full)
-
-
-def test_only_the_box_that_is_asked_for_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-
-    def counted(key: int, counters: torch.Tensor) -> torch.Tensor:
-        drawn.append(counters.numel())
-        return normal(key, counters)
-
-    monkeypatch.setattr("corerl.models.files.normal", counted)
-    RandomSource(tiny_config("qwen3"), {"w": (1000, 1000)}, seed=0).read("w", (10, 20), (5, 6))
-    assert sum(drawn) == 30
-
-
-def test_values_depend_on_seed_and_name_and_on_nothing_else() -> None:
-    config, shape = tiny_config("qwen3"), (50, 40)
-    values = [
-        whole(RandomSource(config, {name: shape, "other": (2, 2)}, seed), name)
-        for name, seed in [("a", 0), ("a", 1), ("b", 0), ("a", 0)]
-    ]
-    assert torch.equal(values[0], values[3])
-    for other in values[1:3]:
-        assert abs(torch.corrcoef(torch.stack([values[0].flatten(), other.flatten()]))[0, 1]) < 0.1
 
 
 def test_a_vector_of_unknown_purpose_is_refused() -> None:

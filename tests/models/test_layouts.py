@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from corerl.errors import ModelError
 from corerl.models.build import VALUE_HEAD, build_on_meta, materialize
-from corerl.models.config import context_length, longest_sequence
+from corerl.models.config import context_length
 from corerl.models.files import meta_model
 from corerl.models.layouts import (
     Layout,
@@ -52,13 +52,6 @@ NOT_PACKED = {
     "jetmoe": "JetMoeModel cannot be called with packed sequences",  # what it attends with depends on values
     "nemotron": "Nemotron",  # how its attention loses the bounds of sequences differs between versions of transformers
 }
-
-
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "gpt2", "emu3", "gemma3", "bert", "qwen3_5"])
-def test_a_model_that_qualifies_is_packed_unless_it_shall_be_whole(model_type: str) -> None:
-    model = meta_model(smallest_config(model_type))
-    assert choose_layout(model, "auto") == choose_layout(model, "packed") == Layout("packed")
-    assert choose_layout(model, "whole") == Layout("whole")
 
 
 @pytest.mark.parametrize("model_type", NOT_PACKED)
@@ -155,15 +148,6 @@ def test_rotary_frequencies_that_follow_the_longest_sequence_are_taken_as_long_a
         passed(policy, [short, longer])
 
 
-def test_other_rotary_frequencies_have_no_limit_and_one_table_for_each_type_of_layer_counts() -> None:
-    yarn = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    assert longest_sequence(AutoConfig.for_model(**{**LLAMA, "rope_parameters": yarn})) is None
-    assert longest_sequence(AutoConfig.for_model(**LLAMA)) is None
-    nested = AutoConfig.for_model(**LLAMA)
-    nested.rope_parameters = {"full_attention": LONG, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    assert longest_sequence(nested) == 32
-
-
 @pytest.mark.parametrize(
     ("model_type", "unread"), [("bart", "encoder_attn"), ("qwen3_5_text", ""), ("gemma3_text", "")]
 )
@@ -214,19 +198,6 @@ def test_packed_sequences_give_what_the_model_gives_each_alone(model_type: str) 
     assert_same(policy, got, dict(model.named_parameters()), by_the_book(model, sequences))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_no_sequence_sees_another(model_type: str) -> None:
-    """Nor does it what is in the place of another: the log-probs' bits are the same."""
-    require_packed(model_type)
-    policy, (first, second, third) = policy_of(drawn_model(smallest_config(model_type)), "packed"), drawn(16, 16, 16)
-    (other,) = drawn(16, seed=3)
-    with torch.no_grad():
-        got = passed(policy, [first, second, third])[Output.LOGPROBS].split(16)
-        changed = passed(policy, [first, other, third])[Output.LOGPROBS].split(16)
-    assert torch.equal(got[0], changed[0]) and torch.equal(got[2], changed[2])
-    assert not torch.equal(got[1][1:], changed[1][1:])
-
-
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -256,26 +227,6 @@ def test_only_models_with_a_table_of_positions_end_with_it(
         assert position_limit(meta_model(config), wanted=positions) is None
 
 
-WHOLE_KINDS = [
-    "qwen3",  # could be packed
-    "gemma2",  # caps in attention and on logits, alternating windows
-    "gpt_oss",  # sinks, windows, experts
-    "llama4_text",  # chunks; is its own decoder by `get_decoder`
-    "mamba",  # a state space
-    "recurrent_gemma",
-    "bloom",  # an attention of its own, which adds distances
-    "roberta",  # layers between decoder and head, positions that do not begin with 0
-]
-
-
-@pytest.mark.parametrize("model_type", WHOLE_KINDS)
-def test_a_models_own_code_on_padded_rows_gives_what_it_gives_each_sequence_alone(model_type: str) -> None:
-    model = drawn_model(smallest_config(model_type))
-    policy, sequences = policy_of(model, "whole"), drawn(*LENGTHS)
-    got = passed(policy, sequences)
-    assert_same(policy, got, dict(model.named_parameters()), by_the_book(model, sequences))
-
-
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_next", "mamba2"])
 def test_no_sequence_changes_with_its_padding_or_with_the_others(
     model_type: str, monkeypatch: pytest.MonkeyPatch
@@ -295,15 +246,6 @@ def test_no_sequence_changes_with_its_padding_or_with_the_others(
 
     monkeypatch.setattr(packing, "rectangles", padded_with_the_first_token)
     torch.testing.assert_close(passed(policy, [short, longer])[Output.LOGPROBS][:9], together, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["packed", "whole"])
-def test_a_batch_of_single_tokens_gives_zeros_and_zero_gradients(layout: str) -> None:
-    policy = policy_of(drawn_model(smallest_config("gemma2")), layout)
-    got = passed(policy, drawn(1, 1, 1))[Output.LOGPROBS]
-    got.sum().backward()
-    assert torch.equal(got, torch.zeros(3))
-    assert all(param.grad is not None and not param.grad.any() for param in policy.parameters())
 
 
 # ---- experts, critics ------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve, frozen
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -27,16 +27,14 @@ from corerl.models.lora import (
     PEFT_WEIGHTS,
     LoraLinear,
     PeftFiles,
-    adapter_parameters,
     peft_config,
     put_adapters,
     saved_settings,
     targets_in,
-    trained_parameters,
 )
-from corerl.models.names import peft_names, shapes_of
+from corerl.models.names import shapes_of
 from corerl.types import LossSpec, Output
-from corerl.weights.adapters import PREFIX, A, B, adapted, is_adapter
+from corerl.weights.adapters import PREFIX, A, is_adapter
 from corerl_testing import smallest_config
 from corerl_testing.harness import Setup, forward, packed_for_training, running, samples_at
 from corerl_testing.models import drawn_model, tiny_config
@@ -44,45 +42,10 @@ from corerl_testing.tolerances import LOGPROBS
 from tests.with_peft import needs_peft, run_with_peft
 
 LORA = LoraConfig(rank=3, alpha=7.0).settled({})
-ATTENTION = [f"self_attn.{name}_proj" for name in ("k", "o", "q", "v")]
-MLP = ["mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"]
 
 
 def of(*targets: str) -> LoraConfig:
     return evolve(LORA, targets=targets)
-
-
-def in_layers(*names: str) -> set[str]:
-    return {f"model.layers.{layer}.{name}" for layer in range(2) for name in names}
-
-
-@pytest.mark.parametrize(
-    ("kind", "targets", "wanted"),
-    [
-        ("qwen3", ("all-linear",), in_layers(*ATTENTION, *MLP)),
-        ("qwen3-tied", ("all-linear",), in_layers(*ATTENTION, *MLP)),
-        ("qwen3-moe", ("all-linear",), in_layers(*ATTENTION)),  # neither routers nor the experts' fused matrices
-        ("qwen3", ("q_proj", "mlp.up_proj"), in_layers("self_attn.q_proj", "mlp.up_proj")),
-        ("qwen3", ("q_proj", "all-linear"), in_layers(*ATTENTION, *MLP)),
-        ("qwen3", ("layers.1.mlp.up_proj", "v_proj"), {"model.layers.1.mlp.up_proj"} | in_layers("self_attn.v_proj")),
-        ("qwen3", ("model.layers.0.self_attn.o_proj",), {"model.layers.0.self_attn.o_proj"}),
-    ],
-)
-def test_targets_are_the_last_parts_of_names(kind: str, targets: tuple[str, ...], wanted: set[str]) -> None:
-    assert targets_in(meta_model(tiny_config(kind)), of(*targets)).keys() == wanted
-
-
-def test_no_router_of_a_layer_that_has_several_gets_one_either() -> None:
-    """Attention chooses experts too in a JetMoE, and what transformers tells of is all of the attention."""
-    wanted = in_layers("self_attention.kv_proj")
-    assert targets_in(meta_model(smallest_config("jetmoe", num_hidden_layers=2)), of("all-linear")).keys() == wanted
-
-
-def test_a_critics_value_head_gets_no_adapter_but_is_trained() -> None:
-    model = meta_model(tiny_config("qwen3"), value_head=True, lora=LORA)
-    trained = trained_parameters(model)
-    assert set(trained) - set(adapter_parameters(model)) == {"value_head.weight"}
-    assert len(adapter_parameters(model)) == 2 * 2 * len([*ATTENTION, *MLP])
 
 
 @pytest.mark.parametrize(
@@ -146,45 +109,6 @@ def test_the_output_is_that_of_the_weights_with_scale_b_a_added(kind: str) -> No
         found, wanted = model(tokens).logits, merged(tokens).logits
     assert (wanted - before).abs().max() > 0.1
     assert (found - wanted).abs().max() < 1e-5
-
-
-def test_all_parameters_but_adapters_are_frozen_and_get_no_gradient() -> None:
-    model = with_adapters("qwen3-tied", of("v_proj"))
-    assert model.lm_head.weight is model.get_input_embeddings().weight  # tied as before
-    model(torch.arange(3, 9)[None]).logits.square().sum().backward()
-    named = dict(model.named_parameters())
-    wanted = {f"model.layers.{layer}.self_attn.v_proj.lora_{part}.weight" for layer in (0, 1) for part in "AB"}
-    assert {name for name in named if named[name].requires_grad} == wanted == set(trained_parameters(model))
-    assert {name for name in named if named[name].grad is not None} == wanted
-
-
-def test_a_model_without_adapters_trains_all_its_parameters() -> None:
-    model = drawn_model(tiny_config("qwen3"))
-    assert trained_parameters(model) == dict(model.named_parameters())
-
-
-def test_adapters_have_the_names_that_peft_gives_them_beside_the_weights() -> None:
-    shapes = shapes_of(meta_model(tiny_config("qwen3"), lora=of("up_proj")))
-    up = f"{PREFIX}model.layers.1.mlp.up_proj"
-    assert {name: shape for name, shape in shapes.items() if is_adapter(name) and ".1." in name} == {
-        f"{up}.lora_A.weight": (3, 64),
-        f"{up}.lora_B.weight": (96, 3),
-    }
-    assert {name: shape for name, shape in shapes.items() if not is_adapter(name)} == shapes_of(
-        meta_model(tiny_config("qwen3"))
-    )
-
-
-def test_adapters_of_renamed_weights_have_the_names_of_their_modules_in_peft() -> None:
-    model = meta_model(smallest_config("laguna"), lora=LORA)  # whose shared experts are called otherwise in its files
-    ours = f"{PREFIX}model.layers.1.mlp.shared_expert.gate_proj.lora_B.weight"
-    assert peft_names(model)[ours] == f"{PREFIX}model.layers.1.mlp.shared_experts.gate_proj.lora_B.weight"
-    adapters = {name: shape for name, shape in shapes_of(model).items() if is_adapter(name)}
-    assert peft_names(model).keys() == adapters.keys()
-    for name, shape in adapters.items():  # of A [rank, in] and B [out, rank]
-        assert shapes_of(model)[adapted(name)][not name.endswith(B)] == shape[not name.endswith(B)]
-    same = meta_model(tiny_config("qwen3"), lora=LORA)
-    assert all(ours == theirs for ours, theirs in peft_names(same).items())
 
 
 def test_a_weight_that_is_split_in_the_files_cannot_have_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,26 +287,6 @@ def config_at(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_the_settings_of_a_directory_are_read(tmp_path: Path) -> None:
-    read = {"rank": 4, "alpha": 10.0, "targets": ("q_proj", "v_proj"), "rslora": False}
-    assert saved_settings(config_at(tmp_path)) == read
-    assert saved_settings(config_at(tmp_path, use_rslora=True)) == {**read, "rslora": True}
-    assert saved_settings(config_at(tmp_path, target_modules="all-linear")) == {**read, "targets": ("all-linear",)}
-    assert saved_settings(config_at(tmp_path, lora_alpha=0.5, r=1)) == {**read, "rank": 1, "alpha": 0.5}
-
-
-def test_what_does_not_change_what_adapters_compute_may_stand_in_their_config(tmp_path: Path) -> None:
-    for harmless in (
-        {"lora_dropout": 0.1},  # of PEFT's own training
-        {"init_lora_weights": "gaussian"},
-        {"init_lora_weights": False},
-        {"task_type": None, "revision": "main", "peft_version": "9.9", "inference_mode": False},
-        {"use_dora": None, "rank_pattern": None, "modules_to_save": [], "loftq_config": {}, "eva_config": None},
-        {"init_lora_weights": "eva", "eva_config": {"rho": 1.0, "tau": 0.99}},  # which PEFT always writes with "eva"
-    ):
-        assert saved_settings(config_at(tmp_path, **harmless))["rank"] == 4
-
-
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [
@@ -431,12 +335,3 @@ def test_weights_that_are_missing_or_damaged_are_told(tmp_path: Path) -> None:
         PeftFiles(tmp_path)
     with pytest.raises(ModelError, match="'/nowhere' is not a directory, expected a directory of PEFT"):
         PeftFiles("/nowhere")
-
-
-def test_any_box_of_an_adapter_can_be_read(tmp_path: Path) -> None:
-    name, tensor = f"{PREFIX}model.layers.0.mlp.up_proj{A}", torch.arange(12.0).view(3, 4)
-    save_file({name: tensor}, tmp_path / PEFT_WEIGHTS)
-    files = PeftFiles(tmp_path)
-    assert files.names == {name} and files.shape(name) == (3, 4) and files.shape("other") is None
-    assert torch.equal(files.read(name, (1, 2), (2, 2)), tensor[1:, 2:])
-    assert files.where(name) == files.where("other") == tmp_path / PEFT_WEIGHTS

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
@@ -38,15 +38,6 @@ def test_views_of_the_parameters_are_the_tensors_on_disk_bit_for_bit(tiny_model:
     assert all(view.untyped_storage().data_ptr() in storages for view in views.values())
 
 
-def test_a_fused_expert_parameter_is_a_gate_and_an_up_box_for_each_expert() -> None:
-    boxes = hf_boxes(build_on_meta(tiny_config("qwen3-moe"), dtype=torch.float32, attention="sdpa"))
-    fused = {box.name: box for box in boxes["model.layers.1.mlp.experts.gate_up_proj"]}
-    assert len(fused) == 16
-    prefix = "model.layers.1.mlp.experts.3"
-    assert fused[f"{prefix}.gate_proj.weight"].box == ((3, 0, 0), (1, 32, 64))
-    assert fused[f"{prefix}.up_proj.weight"].box == ((3, 32, 0), (1, 32, 64))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_of_any_cut_cover_every_tensor_once_and_hold_its_values(kind: str) -> None:
     torch.manual_seed(0)
@@ -70,18 +61,6 @@ def test_chunks_of_any_cut_cover_every_tensor_once_and_hold_its_values(kind: str
         part = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
         assert chunk.shape == shapes[chunk.name] and chunk.replica
         assert torch.equal(chunk.view, wanted[chunk.name][part])
-
-
-def test_writing_to_a_chunk_writes_the_parameter() -> None:
-    transposed = HFBox("w", (3, 1, 2), (1, 4, 0), (2, None, 0))  # dims swapped, one of size 1, at column 4
-    local = torch.zeros(2, 5, 3)
-    (chunk,) = local_chunks([transposed], (0, 0, 1), (2, 5, 3), local)
-    # the box is rows 1 and 2, columns 0 to 2; here are rows 0 and 1, columns 1 to 3
-    assert chunk.box == ((1, 0, 0), (2, 1, 1))
-    chunk.view.copy_(torch.tensor([5.0, 6.0]).view(2, 1, 1))
-    expected = torch.zeros(2, 5, 3)
-    expected[1, 4, :2] = torch.tensor([5.0, 6.0])
-    assert torch.equal(local, expected)
 
 
 def test_a_local_tensor_of_another_shape_is_refused() -> None:
@@ -173,17 +152,6 @@ def test_boxes_of_a_sharded_tensor_are_where_torch_puts_its_values(
                 copies[part] += 1
     replicas = 2 if any(placement.is_replicate() for placement in placements) else 1
     assert torch.equal(copies, torch.full(shape, replicas))
-
-
-def test_the_views_may_be_of_another_tensor_of_the_same_shape() -> None:
-    with rank_of(1, 2):
-        mesh = init_device_mesh("cpu", (2,))
-        param = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)], src_data_rank=None)
-        moment = torch.ones(2, 2)
-        ((offsets, sizes, view),) = dtensor_boxes(param, moment)
-        view.add_(1)
-    assert (offsets, sizes) == ((2, 0), (2, 2))
-    assert torch.equal(moment, torch.full((2, 2), 2.0))
 
 
 def test_a_plain_tensor_is_one_box_and_a_partial_sum_none() -> None:

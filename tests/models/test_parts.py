@@ -7,42 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM, PreTrainedConfig
 
 from corerl.errors import ModelError
 from corerl.kinds import InPieces
 from corerl.models.build import build_on_meta
 from corerl.models.files import meta_model
-from corerl.models.parts import Head, parts_of, size_of
-from corerl.ops.logprobs import LOGITS
-from corerl.types import Output
+from corerl.models.parts import parts_of, size_of
 from corerl_testing import smallest_config
-from corerl_testing.models import drawn_model, tiny_config, tiny_fields
-from tests.models.passes import LENGTHS, drawn, passed, policy_of
-
-
-class Misnamed(LlamaForCausalLM):
-    """Takes its head for its decoder, as ModernBERT's decoder does."""
-
-    def get_decoder(self) -> nn.Module:
-        return self.lm_head
-
-
-def test_the_decoder_is_found_whatever_the_model_takes_for_it() -> None:
-    config = AutoConfig.for_model(**{**tiny_fields("qwen3"), "model_type": "llama"})
-    with torch.device("meta"):
-        misnamed = Misnamed(config)
-    assert parts_of(misnamed).decoder is misnamed.model
-    llama4 = meta_model(smallest_config("llama4_text"))
-    assert llama4.get_decoder() is llama4 and parts_of(llama4).decoder is llama4.model
-
-
-def test_a_critic_has_no_head() -> None:
-    parts = parts_of(meta_model(smallest_config("gemma2"), value_head=True))
-    assert parts.head is None and type(parts.decoder).__name__ == "Gemma2Model"
+from corerl_testing.models import drawn_model, tiny_fields
+from tests.models.passes import drawn, passed, policy_of
 
 
 @pytest.mark.parametrize(
@@ -72,14 +47,6 @@ LLAMA = AutoConfig.for_model(
 )
 
 
-class Halved(LlamaForCausalLM):
-    """Like a family that scales hidden states by a field of its config that CoreRL does not know."""
-
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        hidden = self.model(input_ids, **kwargs).last_hidden_state
-        return SimpleNamespace(logits=self.lm_head(hidden * 0.5))
-
-
 class Looking(LlamaForCausalLM):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         output = self.model(input_ids=input_ids, use_cache=False, output_attentions=True)
@@ -91,58 +58,6 @@ class Embedding(LlamaForCausalLM):
         embedded = 2 * self.model.embed_tokens(input_ids)
         output = self.model(inputs_embeds=embedded, use_cache=False)
         return SimpleNamespace(logits=self.lm_head(output.last_hidden_state))
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-tied", "phi", "gpt2"])
-def test_one_matrix_and_its_bias_are_found(kind: str) -> None:
-    config = tiny_config(kind) if kind.startswith("qwen3") else smallest_config(kind)
-    model = meta_model(config)
-    head = parts_of(model).head
-    assert head is not None and head.linear is model.get_output_embeddings()
-    assert len(head.reads) == (2 if kind == "phi" else 1) and head.vocab_size == config.vocab_size
-
-
-@pytest.mark.parametrize("model_type", ["gemma2", "cohere", "granite", "bert", "electra", "moshi"])
-def test_what_else_a_model_does_is_left_to_it_but_for_what_changes_no_number(model_type: str) -> None:
-    head = parts_of(meta_model(smallest_config(model_type))).head
-    assert head is not None and (head.linear is not None) == (model_type == "moshi")
-
-
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_scale_that_no_config_tells_is_the_models_own_code(device: str) -> None:
-    with torch.device(device):
-        model = Halved(LLAMA)
-    head = Head(model, model.model)
-    assert head.linear is None
-    hidden = torch.ones(3, 64, device=device)
-    assert head(hidden).shape == (3, 97)
-    if device == "cpu":
-        torch.testing.assert_close(head(hidden), model.lm_head(hidden * 0.5))
-    assert "forward" not in vars(model.model)
-
-
-class Logits(TorchDispatchMode):
-    """Notes the most rows of any tensor [..., 97] but the head's own."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor) and each.dim() and each.shape[-1] == 97 and each.shape != (64, 97):
-                self.most = max(self.most, each.numel() // 97)
-        return result
-
-
-@pytest.mark.parametrize("layout", ["packed", "whole"])
-def test_logits_never_exist_for_more_tokens_than_a_chunk_in_the_backward_pass_either(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOGITS, "cpu", 4 * 97)
-    policy, seen = policy_of(drawn_model(smallest_config("gemma2")), layout), Logits()
-    with seen:
-        passed(policy, drawn(*LENGTHS))[Output.LOGPROBS].sum().backward()
-    assert seen.most == 4
 
 
 def test_what_follows_the_decoder_calls_no_hook_and_reads_what_replaces_its_parameters() -> None:

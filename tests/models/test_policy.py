@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -18,8 +15,6 @@ from corerl_testing import smallest_config
 from corerl_testing.models import drawn_model, tiny_config
 from corerl_testing.pool import RankPool
 from tests.models import passes
-
-Load = Callable[[Path, str], PreTrainedModel]
 
 LENGTHS = [12, 5, 1, 12, 31]
 TEMPERATURE = 0.7
@@ -61,39 +56,6 @@ def test_padding_of_the_vocabulary_has_no_probability(model_type: str) -> None:
     found, wanted = (model.get_output_embeddings().weight.grad for model in (policy.model, plain))
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert not found[97:].any()
-
-
-def test_outputs_are_exactly_zero_at_sequence_starts_and_nowhere_else(tiny_models: dict[str, Path], load: Load) -> None:
-    tokens, packing, positions = batch()
-    policy = PackedPolicy(load(tiny_models["qwen3-tied"], PACKED))
-    with torch.no_grad():
-        got = policy(tokens, packing, positions, 1.0, (Output.LOGPROBS, Output.ENTROPY))
-        alone = policy(tokens, packing, positions, 1.0, (Output.ENTROPY,))
-    for values in got.values():
-        assert torch.equal(values == 0, positions == 0)
-    assert alone.keys() == {Output.ENTROPY}
-    assert torch.equal(alone[Output.ENTROPY], got[Output.ENTROPY])
-
-
-@pytest.mark.parametrize("layout", ["packed", "whole"])
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma2"])  # whose head is a matrix, and more than that
-def test_logprobs_of_targets_are_those_of_the_whole_softmax(model_type: str, layout: str) -> None:
-    tokens, packing, positions = batch()
-    config = smallest_config(model_type, vocab_size=97, tie_word_embeddings=False)
-    plain = drawn_model(config)
-    policy = make_policy(config, dtype=torch.float32, layout=layout)
-    materialize(policy.model, {name: nn.Parameter(param.detach()) for name, param in plain.named_parameters()})
-    targets = torch.randint(97, (len(tokens), 3), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    wanted = (Output.LOGPROBS, Output.ENTROPY)
-    with torch.no_grad():
-        found = policy.eval()(tokens, packing, positions, TEMPERATURE, wanted, None, targets)
-        alone = policy(tokens, packing, positions, TEMPERATURE, wanted, None, targets[:, 1])
-    assert torch.equal(found[Output.LOGPROBS][:, 1], alone[Output.LOGPROBS])
-    for scored, named, part in zip(*(each.split(LENGTHS) for each in (found[wanted[0]], targets, tokens)), strict=True):
-        log_p = (plain(part[None], use_cache=False).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
-        torch.testing.assert_close(scored[1:], log_p.gather(-1, named[1:].long()), rtol=0, atol=1e-5)
-        assert not scored[0].any()
-    torch.testing.assert_close(found[Output.ENTROPY], reference(plain, tokens)[1], rtol=0, atol=1e-5)
 
 
 def test_values_are_refused() -> None:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from corerl.errors import ModelError
-from corerl.models import readers
 from corerl.models.readers import INDEX, SINGLE, SafetensorsSource
 
 
@@ -24,20 +21,6 @@ def test_a_box_is_that_part_of_the_tensor(tiny_models: dict[str, Path], tmp_path
     name = "model.layers.1.mlp.gate_proj.weight"
     assert source.shape(name) == (96, 64)
     assert torch.equal(source.read(name, (10, 5), (7, 9)), whole[name][10:17, 5:14])
-
-
-def test_a_single_file_beside_an_index_is_read_as_transformers_reads_it(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
-    whole = {name: t for file in tiny_models["llama"].glob("*.safetensors") for name, t in load_file(file).items()}
-    shutil.copytree(tiny_models["llama"], tmp_path, dirs_exist_ok=True)  # shards, and their index
-    name = "model.norm.weight"
-    save_file({**whole, name: whole[name] + 1}, tmp_path / SINGLE, metadata={"format": "pt"})
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).get_parameter(name)
-    ours = SafetensorsSource(tmp_path)
-    assert torch.equal(ours.read(name, (0,), (64,)), theirs)
-    assert torch.equal(theirs, whole[name] + 1)
-    assert ours.where(name) == ours.where("not there") == tmp_path / SINGLE
 
 
 def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
@@ -60,25 +43,3 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ModelError, match=r"index\.json is damaged"):
             SafetensorsSource(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 7, 60, -4])
-def test_a_truncated_file_is_named_in_one_line(kept: int, tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(64)}, tmp_path / SINGLE)
-    whole = (tmp_path / SINGLE).read_bytes()
-    (tmp_path / SINGLE).write_bytes(whole[:kept])
-    with pytest.raises(ModelError, match=rf"^{tmp_path}/model\.safetensors cannot be read: .*again$") as caught:
-        SafetensorsSource(tmp_path)
-    assert "\n" not in caught.value.message
-
-
-def test_a_file_that_the_machine_cannot_map_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object) -> None:
-        raise RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)\nat 0x1")
-
-    (tmp_path / SINGLE).touch()
-    monkeypatch.setattr(readers, "safe_open", no_memory)
-    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: unable to mmap 8 bytes: Cannot allocate"):
-        SafetensorsSource(tmp_path)

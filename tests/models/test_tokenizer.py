@@ -38,18 +38,6 @@ def test_texts_are_encoded_as_transformers_does_and_whole_whatever_the_tokenizer
     assert plain(tokenizer, []) == []
 
 
-def test_a_saved_character_tokenizer_loads_from_its_directory_and_encodes_alike(tmp_path: Path):
-    made = load_tokenizer(tokenizer=DIGITS, path="")
-    made.save_pretrained(tmp_path)
-    for loaded in (
-        load_tokenizer(tokenizer="", path=str(tmp_path)),
-        load_tokenizer(tokenizer=str(tmp_path), path="/nowhere"),
-    ):
-        assert loaded("35018>")["input_ids"] == made("35018>")["input_ids"]
-        assert loaded.decode([1, 4, 5, 2], skip_special_tokens=True) == "01"
-        assert loaded.eos_token_id == 2 and loaded.pad_token_id == 0
-
-
 def test_what_cannot_be_loaded_is_named_with_its_setting_and_with_what_was_found(tmp_path: Path):
     with pytest.raises(ModelError, match="no tokenizer: set model.tokenizer"):
         load_tokenizer(tokenizer="", path="")
@@ -87,22 +75,6 @@ def test_a_special_token_that_no_sample_has_needs_no_room() -> None:
     tokenizer.add_tokens(["think"])
     with pytest.raises(ModelError, match="gives 'think' the id 16, which needs 17"):
         require_room_for_tokens(hf_config(model), tokenizer, model)
-
-
-def model_at(path: Path, **files: object) -> ModelConfig:
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return ModelConfig(path=str(path))
-
-
-@pytest.mark.parametrize("listed", [106, [2, 107, 106], [], None, -1])
-@pytest.mark.parametrize("file", ["generation_config", "config"])
-def test_a_text_ends_where_either_of_the_models_files_says_too(tmp_path: Path, file: str, listed: object) -> None:
-    tokenizer = load_tokenizer(tokenizer=DIGITS, path="")
-    assert end_tokens(tokenizer, ModelConfig(path=str(tmp_path))) == [2]
-    ends = {2} | (set(listed) if isinstance(listed, list) else {listed} - {None, -1})
-    model = model_at(tmp_path, **{file: {"eos_token_id": listed, "temperature": 0.6}})
-    assert set(end_tokens(tokenizer, model)) == ends
 
 
 def test_a_model_made_of_fields_ends_where_they_say_and_not_where_its_class_does() -> None:

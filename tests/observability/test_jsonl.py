@@ -2,17 +2,14 @@ from __future__ import annotations
 
 import json
 import math
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import attrs
 import pytest
 from attrs import evolve
 
-from corerl.observability.jsonl import JSONL, Jsonl, JsonlOptions, NoticeFile, read_notices
-from corerl.plugin.events import Evaluated, Notice, RunRewound, SampleShown, StepFinished
-from corerl.plugin.spec import Process
+from corerl.observability.jsonl import Jsonl, JsonlOptions, NoticeFile, read_notices
+from corerl.plugin.events import Notice, RunRewound, StepFinished
 from tests.observability.run import STEPS, evaluated, finished, metrics, started, steps, whole
 
 
@@ -81,40 +78,6 @@ def test_a_run_that_is_rewound_ends_with_the_file_of_one_that_never_was(tmp_path
     }
 
 
-def test_a_run_that_resumes_another_directorys_keeps_this_ones_file(tmp_path: Path) -> None:
-    for first, last in ((0, 3), (2, 4)):
-        jsonl = extension(tmp_path)
-        for event in [evolve(started(str(tmp_path), first_step=first), same_run=False), *steps(first, last)]:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    found = {path.name: len(path.read_text().splitlines()) for path in tmp_path.glob("metrics*")}
-    assert found == {"metrics-1.jsonl": 5, "metrics.jsonl": 3}
-
-
-def test_a_run_that_begins_anew_keeps_what_one_before_it_has_told(tmp_path: Path) -> None:
-    for last in (1, 2, 3):
-        jsonl = extension(tmp_path)
-        for event in [started(str(tmp_path)), *steps(0, last)]:
-            jsonl.observe(event)
-        jsonl.shutdown("failed")
-    steps_in = {
-        path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
-        for path in tmp_path.glob("metrics*.jsonl")
-    }
-    assert steps_in == {"metrics-1.jsonl": [0, 0], "metrics-2.jsonl": [0, 0, 1], "metrics.jsonl": [0, 0, 1, 2, 2]}
-    assert len(list(tmp_path.glob("samples*.jsonl"))) == 3
-
-
-def test_scores_of_several_weights_stand_side_by_side(tmp_path: Path) -> None:
-    for step in (4, 2, 4):
-        jsonl = extension(tmp_path)
-        for event in [started(str(tmp_path), first_step=step, mode="eval"), evaluated(step), finished(str(tmp_path))]:
-            jsonl.observe(event)
-        jsonl.shutdown("finished")
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [4, 2, 4]
-
-
 def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     jsonl = extension(tmp_path, samples="none")
     jsonl.observe(started(str(tmp_path)))
@@ -122,22 +85,6 @@ def test_what_is_not_finite_is_written_as_null(tmp_path: Path) -> None:
     jsonl.shutdown("finished")
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "a": null, "b": null, "c": 2.0}\n'
     assert not (tmp_path / "samples.jsonl").exists()
-
-
-def test_all_samples_of_each_step_and_evaluation_are_written_on_request(tmp_path: Path) -> None:
-    texts: list[dict[str, Any]] = [
-        {"prompt": f"{n // 2}+1=", "response": str(n), "answer": "", "reward": float(n)} for n in range(8)
-    ]
-    texts[7]["pictures"] = ["00112233aabbccdd", "0" * 16]
-    samples = [SampleShown(**each) for each in texts]
-    jsonl = extension(tmp_path, samples="all")
-    jsonl.observe(started(str(tmp_path)))
-    jsonl.observe(StepFinished(step=0, metrics={}, shown=samples[:2], samples=samples[:6]))
-    jsonl.observe(Evaluated(step=1, metrics={}, shown=samples[6:7], samples=samples[6:]))
-    jsonl.shutdown("finished")
-    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    wanted = [{"step": 0, "kind": "sampled"}] * 6 + [{"step": 1, "kind": "held-out"}] * 2
-    assert lines == [{**where, **text, "sample": 0, "source": ""} for where, text in zip(wanted, texts, strict=True)]
 
 
 # ---- notices -----------------------------------------------------------------------------------------------------
@@ -168,16 +115,3 @@ def test_a_new_run_keeps_the_earlier_file(tmp_path: Path) -> None:
     told(tmp_path, EARLY)
     assert told(tmp_path, LATE) == [LATE]
     assert json.loads((tmp_path / "notices-1.jsonl").read_text()) == {"text": "no answer", "step": 0}
-
-
-@pytest.mark.parametrize("text", ["two\nlines", 'quote " and \u2028', "x" * 5000])
-def test_any_text_is_read_as_it_was(tmp_path: Path, text: str) -> None:
-    assert told(tmp_path, Notice(text=text)) == [Notice(text=text)]
-
-
-def test_the_spec_names_a_class_that_its_default_options_construct(tmp_path: Path) -> None:
-    module, name = JSONL.implementation.split(":")
-    extension = getattr(import_module(module), name)(options=JSONL.config(), run_dir=str(tmp_path))
-    assert callable(extension.observe)
-    assert (JSONL.process, JSONL.joins) == (Process.DRIVER, "default")
-    assert all(field.metadata["help"] for field in attrs.fields(JSONL.config))

@@ -4,39 +4,8 @@ import threading
 
 import pytest
 
-from corerl.observability.timing import SCORING, Phases, Span, Spans, idle, idle_seconds
+from corerl.observability.timing import SCORING, Span, Spans, idle, idle_seconds
 from corerl.plugin.events import Idle
-
-
-class Ticks:
-    """Every look at the clock is one second later than the last."""
-
-    def __init__(self) -> None:
-        self.now = -1.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def test_seconds_of_one_name_add_up_and_are_taken_once() -> None:
-    phases = Phases(Ticks())
-    with phases("rollout"):
-        pass
-    with phases("train"), phases("forward"):
-        pass
-    with phases("rollout"):
-        pass
-    assert phases.take() == {"rollout": 2.0, "forward": 1.0, "train": 2.0}  # without what is inside
-    assert phases.take() == {}
-
-
-def test_a_phase_that_raises_is_counted() -> None:
-    phases = Phases(Ticks())
-    with pytest.raises(KeyError), phases("reward"):
-        raise KeyError("reward")
-    assert phases.take() == {"reward": 1.0}
-
 
 # ---- idle devices ----
 
@@ -82,33 +51,6 @@ def test_a_synchronous_step_second_by_second() -> None:
             "idle/engines/training": 2.5,
         }
     )
-
-
-def test_what_goes_on_at_the_same_time_is_nobodys_idleness() -> None:
-    """One step off: the next batch is drawn while ranks train, by engines that answer several requests at once."""
-    spans = [
-        *(Span("engine-0", -3.0, 9.0), Span("engine-1", 1.0, 4.0), Span("engine-1", 3.0, 8.0)),
-        Span("train", 0.0, 12.0),
-    ]
-    found = idle(spans, 0.0, 10.0, engines=ENGINES)
-    assert sorted(found, key=lambda each: each.started) == [
-        waited("engine-1", "longest", 0.0, 1.0),
-        waited("engine-1", "longest", 8.0, 9.0),
-        waited("engine-0", "training", 9.0, 10.0),
-        waited("engine-1", "training", 9.0, 10.0),
-    ]
-    assert idle_seconds(found, engines=2) == pytest.approx(
-        {"idle/ranks/total": 0.0, "idle/engines/total": 2.0, "idle/engines/longest": 1.0, "idle/engines/training": 1.0}
-    )
-
-
-def test_a_run_without_engines_waits_for_the_driver_alone() -> None:
-    found = idle([Span("train", 1.0, 3.0)], 0.0, 4.0, engines=())
-    assert found == [waited("ranks", "driver", 0.0, 1.0), waited("ranks", "driver", 3.0, 4.0)]
-    assert idle_seconds(found, engines=0) == {
-        "idle/ranks/total": 2.0,
-        "idle/ranks/driver": 2.0,
-    }
 
 
 def test_spans_of_all_threads_are_taken_once() -> None:

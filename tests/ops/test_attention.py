@@ -148,32 +148,6 @@ def test_a_softcap_with_sinks_is_refused() -> None:
         packed_attention(q, q, q, PackedSequences.of(np.array([0, 4]), "cpu"), softcap=1.0, sinks=torch.zeros(1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("head", "value"), [(24, 16), (16, 24), (20, 20), (192, 128), (320, 320)])
-def test_heads_may_have_any_size_and_values_another_one(head: int, value: int, device: str) -> None:
-    lengths, dtype = [20, 3, 1], torch.bfloat16 if device == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(24, heads, size, generator=generator) for heads, size in ((4, head), (2, head), (2, value)))
-    inputs = [x.to(device, dtype).requires_grad_() for x in (q, k, v)]
-    exact = [x.detach().float().requires_grad_() for x in inputs]
-    got = packed_attention(*inputs, PackedSequences.of(np.concatenate([[0], np.cumsum(lengths)]), device))
-    wanted = by_the_book(*exact, lengths, head**-0.5)
-    assert got.shape == (24, 4, value)
-    close = 0.01 if device == "cuda" else 1e-5
-    assert float((got.float() - wanted).detach().norm() / wanted.detach().norm()) < close
-    direction = torch.randn_like(wanted)
-    grads = torch.autograd.grad(got, inputs, direction.to(dtype))
-    for mine, theirs in zip(grads, torch.autograd.grad(wanted, exact, direction), strict=True):
-        assert float((mine.float() - theirs).norm() / theirs.norm()) < 2 * close
-
-
-def test_continuations_are_all_tokens_but_the_first_of_each_sequence() -> None:
-    packing = PackedSequences.of(torch.tensor([0, 3, 3, 4, 6]), "cpu")
-    assert packing.continuations.tolist() == [1, 2, 5]
-    assert (packing.tokens, packing.longest) == (6, 3)
-    assert packing.cu_seqlens.dtype == torch.int32
-
-
 @pytest.mark.parametrize("bounds", [[1, 3], [0, 4, 2], []])
 def test_bounds_that_are_none_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match="cu_seqlens must begin with 0 and never decrease"):

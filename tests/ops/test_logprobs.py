@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from corerl.ops.logprobs import LOGITS, logprobs_of_logits, token_logprobs
+from corerl.ops.logprobs import logprobs_of_logits, token_logprobs
 from corerl_testing.pool import RankPool
 from tests.ops import ranks
 from tests.ops.ranks import Found, Head
@@ -58,45 +55,6 @@ def test_values_and_gradients_equal_log_softmax_of_all_logits(
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def repeated(vocab: int) -> torch.Tensor:
-    """[10, 4]: several targets of each token, of which some are equal."""
-    y = targets(40, vocab).view(10, 4)
-    y[:, 3] = y[:, 1]
-    y[4] = 7
-    return y
-
-
-@pytest.mark.parametrize("of", ["hidden states", "logits"])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_of_several_targets_gradients_are_those_of_log_softmax(with_entropy: bool, of: str) -> None:
-    y, w = repeated(33), torch.rand(10, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64) - 0.5
-    given, settings = inputs(10, 33, torch.float64, bias=True), {"temperature": 1.7, "with_entropy": with_entropy}
-    leaves = [x for x in given if x is not None]
-    hidden, weight, b = leaves
-    if of == "logits":
-        logprobs, entropy = logprobs_of_logits(torch.nn.functional.linear(hidden, weight, b), y, **settings)
-    else:
-        logprobs, entropy = token_logprobs(hidden, weight, y, bias=b, chunk_tokens=3, **settings)
-    wanted, spread = by_the_book(hidden, weight, b, y, 1.7)
-    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=1e-13)
-    got, book = (logprobs * w[:, :4]).sum(), (wanted * w[:, :4]).sum()
-    if entropy is not None:
-        torch.testing.assert_close(entropy, spread, rtol=0, atol=1e-13)
-        got, book = got + entropy @ w[:, 4], book + spread @ w[:, 4]
-    for mine, theirs in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(book, leaves), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-13)
-
-
-def test_several_targets_are_each_as_one_alone() -> None:
-    hidden, weight, _ = inputs(10, 33, torch.float32, False)
-    assert hidden is not None and weight is not None
-    y = repeated(33)
-    together, _ = token_logprobs(hidden, weight, y, temperature=0.7)
-    for each in range(4):
-        alone, _ = token_logprobs(hidden, weight, y[:, each], temperature=0.7)
-        assert torch.equal(together[:, each], alone)
-
-
 @pytest.mark.parametrize(
     ("dtype", "temperature"), [(torch.float32, 1.7), (torch.float32, 1.0), (torch.bfloat16, 1.7), (torch.float64, 1.0)]
 )
@@ -123,89 +81,12 @@ def test_of_logits_values_and_gradients_are_log_softmax_and_the_logits_stay(
     assert found.dtype is dtype and torch.equal(logits.detach(), before)
 
 
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_of_a_likely_token_in_bfloat16_the_small_gradient_that_is_left_is_exact(with_entropy: bool) -> None:
-    # p = 1 / (1 + e^-7) = 0.99909; d log p / d z is 1 - p = 0.00091, less than bfloat16 tells 1 and p apart by
-    hidden = torch.ones(1, 1, dtype=torch.bfloat16)
-    weight = torch.tensor([[7.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)
-    logprobs, _ = token_logprobs(hidden, weight, torch.zeros(1).long(), temperature=1.0, with_entropy=with_entropy)
-    logprobs.sum().backward()
-    assert weight.grad is not None
-    rest = 1 / (1 + math.exp(7.0))
-    torch.testing.assert_close(weight.grad.flatten().float(), torch.tensor([rest, -rest]), rtol=2**-8, atol=0)
-
-
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("with_entropy", [False, True])
-def test_of_a_large_vocabulary_values_and_gradients_are_those_of_float64_of_the_same_logits(
-    with_entropy: bool, temperature: float, dtype: torch.dtype, device: str
-) -> None:
-    generator = torch.Generator(device).manual_seed(0)
-    tokens, vocab, width = 300, 5003, 64
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    hidden, weight, w = drawn(tokens, width).requires_grad_(), drawn(vocab, width).requires_grad_(), drawn(2, tokens)
-    y = torch.randint(0, vocab, (tokens,), generator=generator, device=device)
-    logprobs, entropy = token_logprobs(
-        hidden, weight, y, temperature=temperature, with_entropy=with_entropy, chunk_tokens=70
-    )
-    (logprobs @ w[0].float() + (entropy @ w[1].float() if entropy is not None else 0)).backward()
-
-    z = (hidden @ weight.t()).detach().double().requires_grad_()
-    log_p = (z / temperature).log_softmax(-1)
-    wanted, spread = log_p.gather(-1, y[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-    (wanted @ w[0].double() + (spread @ w[1].double() if with_entropy else 0)).backward()
-    torch.testing.assert_close(logprobs.double(), wanted, rtol=1e-5, atol=1e-4)
-    if entropy is not None:
-        torch.testing.assert_close(entropy.double(), spread, rtol=1e-5, atol=1e-4)
-    assert z.grad is not None and hidden.grad is not None and weight.grad is not None
-    # Normalizers of 70 are exact to 4e-6; the product takes what `dtype` tells apart of the logits' gradient.
-    share = 1e-4 if dtype == torch.float32 else 2**-7
-    for grad, wanted_grad in ((hidden.grad, z.grad @ weight.double()), (weight.grad, z.grad.t() @ hidden.double())):
-        error, size = (grad.double() - wanted_grad).norm(dim=-1), wanted_grad.norm(dim=-1)
-        assert (error <= share * (size + size.mean())).all()
-
-
 @pytest.mark.parametrize("target", [-100, 9])
 def test_a_target_that_is_no_word_is_an_error(target: int) -> None:
     hidden, weight, _ = inputs(6, 9, torch.float32, False)
     assert hidden is not None and weight is not None
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
         token_logprobs(hidden, weight, torch.full((6,), target), temperature=1.0)
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor of each dtype that any operator made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: dict[torch.dtype, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.elements[leaf.dtype] = max(self.elements.get(leaf.dtype, 0), leaf.untyped_storage().nbytes() // 4)
-        return out
-
-
-def test_no_float32_tensor_ever_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, vocab, chunk = 256, 500, 16
-    monkeypatch.setitem(LOGITS, "cpu", chunk * vocab)
-    hidden, weight, _ = inputs(tokens, vocab, torch.bfloat16, False)
-    assert hidden is not None and weight is not None
-    with Largest() as largest:
-        logprobs, entropy = token_logprobs(hidden, weight, targets(tokens, vocab), temperature=0.9, with_entropy=True)
-        assert entropy is not None
-        (logprobs.sum() + entropy.sum()).backward()
-    assert largest.elements[torch.float32] == chunk * vocab < tokens * vocab / 10
-    assert logprobs.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.bfloat16
 
 
 def test_the_weights_gradient_is_summed_in_float32_over_chunks() -> None:
@@ -217,14 +98,6 @@ def test_the_weights_gradient_is_summed_in_float32_over_chunks() -> None:
     token_logprobs(hidden, weight, y, temperature=1.0, chunk_tokens=1)[0].sum().backward()
     assert weight.grad is not None
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
-
-
-def test_no_token_gives_nothing_and_zero_gradients() -> None:
-    hidden, weight, _ = inputs(0, 5, torch.float32, False)
-    assert hidden is not None and weight is not None
-    logprobs, _ = token_logprobs(hidden, weight, targets(0, 5), temperature=1.0)
-    logprobs.sum().backward()
-    assert logprobs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
 # ---- padding, and rows that ranks share ------------------------------------------------------------------------------
@@ -285,32 +158,6 @@ def test_ranks_that_share_the_rows_find_what_one_process_finds(head: Head, rank_
     assert not d_weight[head.vocab :].any()
     if head.bias:
         torch.testing.assert_close(torch.cat([part.d_bias for part in parts]), expected.d_bias, **near)
-
-
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_one_process_leaves_padding_out_too(head: Head) -> None:
-    hidden, weight, bias, y, weigh = head.made()
-    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias) if leaf is not None]
-    logprobs, entropy = token_logprobs(
-        hidden,
-        weight,
-        y,
-        bias=bias,
-        temperature=head.temperature,
-        with_entropy=head.with_entropy,
-        chunk_tokens=head.chunk,
-        vocab_size=head.vocab,
-    )
-    expected, near = wanted(head), TOLERANCE[head.dtype]
-    torch.testing.assert_close(logprobs, expected.logprobs, **near)
-    loss = (logprobs.t() @ weigh[0].to(logprobs.dtype)).sum()
-    if entropy is not None:
-        torch.testing.assert_close(entropy, expected.entropy, **near)
-        loss = loss + entropy @ weigh[1].to(logprobs.dtype)
-    grads = torch.autograd.grad(loss, leaves)
-    torch.testing.assert_close(grads[0], expected.d_hidden, **near)
-    torch.testing.assert_close(grads[1], expected.d_weight, **near)
-    assert not grads[1][head.vocab :].any()
 
 
 def test_ranks_speak_once_however_many_chunks_there_are_and_not_in_the_backward_pass(rank_pool: RankPool) -> None:

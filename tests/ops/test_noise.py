@@ -1,9 +1,7 @@
-import math
-
 import numpy as np
 import torch
 
-from corerl.ops.noise import GAMMA, gumbel, hash_key, hash_keys, mix, normal, uniform
+from corerl.ops.noise import GAMMA, mix
 
 
 def reference_mix(z: int) -> int:
@@ -30,48 +28,3 @@ def test_torch_numpy_and_unbounded_integers_mix_alike_negative_numbers_included(
     expected = [reference_mix(value % 2**64) for value in values]
     assert [value % 2**64 for value in mix(torch.tensor(values)).tolist()] == expected
     assert [value % 2**64 for value in mix(np.array(values)).tolist()] == expected
-
-
-def test_keys_differ_by_value_order_and_count_of_their_parts():
-    keys = [hash_key(*parts) for parts in [(), (0,), (0, 0), (0, 1), (1, 0), (1,), (-1,), (1, 0, 0)] if parts]
-    assert len(set(keys)) == len(keys)
-    assert all(-(2**63) <= key < 2**63 for key in keys)
-    grid = hash_keys(3, np.repeat(np.arange(100), 100), np.tile(np.arange(100), 100))
-    assert len(np.unique(grid)) == 10_000
-    assert grid[205] == hash_key(3, 2, 5)
-
-
-def test_uniform_numbers_fill_their_cells_evenly_along_counters_and_along_neighboring_keys():
-    along_counters = uniform(torch.tensor([7]), torch.arange(64_000))[0]
-    along_keys = uniform(torch.arange(64_000), torch.tensor([7]))[:, 0]
-    for sample in (along_counters, along_keys):
-        counts = torch.histc(sample, bins=64, min=0, max=1)
-        chi_square = ((counts - 1000) ** 2 / 1000).sum().item()
-        assert 32 < chi_square < 107  # the central 99.9 % of chi-square with 63 degrees of freedom
-        assert abs(torch.corrcoef(torch.stack([sample[:-1], sample[1:]]))[0, 1].item()) < 0.015
-        assert sample.min() > 0 and sample.max() < 1
-
-
-def test_noise_of_a_row_does_not_depend_on_the_rows_beside_it():
-    keys = torch.tensor([5, -9, 2**62, 0])
-    together = gumbel(keys, position=3, vocab=50)
-    apart = torch.cat([gumbel(keys[i : i + 1], position=3, vocab=50) for i in range(4)])
-    assert torch.equal(together, apart)
-    assert not torch.equal(together, gumbel(keys, position=4, vocab=50))
-
-
-def test_gumbel_noise_has_mean_gamma_and_variance_pi_squared_over_six():
-    noise = gumbel(torch.arange(200), position=0, vocab=1000).double()
-    assert abs(noise.mean().item() - 0.5772156649) < 0.01
-    assert abs(noise.var().item() - math.pi**2 / 6) < 0.03
-
-
-def test_normal_numbers_have_the_moments_of_a_standard_normal_and_the_shape_of_their_counters():
-    values = normal(hash_key(0, 1), torch.arange(200_000).view(400, 500))
-    assert values.shape == (400, 500) and values.dtype == torch.float32
-    flat = values.flatten().double()
-    assert abs(flat.mean().item()) < 0.01
-    assert abs(flat.var().item() - 1) < 0.02
-    assert abs((flat**3).mean().item()) < 0.04
-    assert abs((flat**4).mean().item() - 3) < 0.1
-    assert torch.equal(normal(hash_key(0, 1), torch.tensor([[777]])), flat[777].float().view(1, 1))

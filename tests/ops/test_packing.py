@@ -1,77 +1,10 @@
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 
-from corerl.ops.packing import PackedSequences, rectangles, upload
-from corerl.types import Array
-
-
-def test_sequences_of_similar_length_share_a_rectangle() -> None:
-    # lengths 3, 0, 8, 2, 7, 6, 1: 8, 7 and 6 lie above 0.75 * 8; 3 alone (2 < 2.25); then 2 (1 < 1.5), then 1
-    layout = rectangles(np.array([0, 3, 3, 11, 13, 20, 26, 27]))
-    assert layout.shapes == ((3, 8), (1, 3), (1, 2), (1, 1))
-    rows = layout.gather[:24].reshape(3, 8)
-    assert rows[0].tolist() == list(range(3, 11))
-    assert rows[1].tolist() == [13, 14, 15, 16, 17, 18, 19, 19]
-    assert rows[2].tolist() == [20, 21, 22, 23, 24, 25, 25, 25]
-    assert layout.gather[24:].tolist() == [0, 1, 2, 11, 12, 26]
-    assert not layout.in_place
-
-
-def test_without_a_fill_all_sequences_are_rows_of_one_rectangle() -> None:
-    layout = rectangles(np.array([0, 3, 3, 7, 8]), fill=0.0)
-    assert layout.shapes == ((3, 4),)
-    assert layout.gather.reshape(3, 4).tolist() == [[3, 4, 5, 6], [0, 1, 2, 2], [7, 7, 7, 7]]
-    assert layout.scatter.tolist() == [4, 5, 6, 0, 1, 2, 3, 8]
-
-
-def test_scattering_undoes_gathering() -> None:
-    lengths = np.random.default_rng(0).integers(0, 40, 100)
-    layout = rectangles(np.concatenate([[0], lengths.cumsum()]))
-    assert np.array_equal(layout.gather[layout.scatter], np.arange(lengths.sum()))
-    assert len(layout.gather) == sum(rows * length for rows, length in layout.shapes)
-    assert lengths.sum() >= 0.75 * len(layout.gather)
-
-
-@pytest.mark.parametrize(("bounds", "stays"), [([0, 4, 8, 12], True), ([0, 8, 11], True), ([0, 3, 11], False)])
-def test_tokens_stay_where_they_are_when_they_already_are_rectangles(bounds: list[int], stays: bool) -> None:
-    assert rectangles(np.array(bounds)).in_place is stays
-
-
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
-ARRAYS = [
-    np.arange(12, dtype=np.int64).reshape(3, 4),
-    np.arange(12, dtype=np.float32).reshape(3, 4).T,
-    np.array([True, False, True]),
-    np.zeros((0, 5), dtype=np.int16),
-    np.arange(9, dtype=np.int32)[::2],
-]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype} {array.shape}")
-def test_a_copy_has_the_arrays_shape_dtype_and_values(device: str, array: Array) -> None:
-    there = upload(array, device)
-    assert there.device.type == device
-    found = there.cpu().numpy()
-    assert found.dtype == array.dtype and found.shape == array.shape
-    np.testing.assert_array_equal(found, array)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_array_may_be_read_only_and_change_afterwards(device: str) -> None:
-    array = np.arange(5)
-    array.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        there = upload(array, device)
-    array.flags.writeable = True
-    array[:] = -1
-    assert there.tolist() == [0, 1, 2, 3, 4]
+from corerl.ops.packing import PackedSequences, upload
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -84,20 +17,6 @@ def test_the_host_does_not_wait_for_what_the_device_has_to_do_before() -> None:
     there = upload(np.ones(2**20, np.float32), "cuda")
     assert not done.query()
     assert float(there.sum()) == 2**20
-
-
-def test_shared_tokens_have_the_place_of_the_first() -> None:
-    packing = PackedSequences.of(np.array([0, 5, 9, 12, 14]), "cpu").sharing(np.array([0, 2, 3, 0]))
-    # Sequences abcde, abfg, abf and hi become abcde fg - hi.
-    prefixes = packing.prefixes
-    assert prefixes is not None
-    assert (packing.tokens, packing.longest, packing.bounds.tolist()) == (9, 5, [0, 5, 7, 7, 9])
-    assert prefixes.place.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 0, 1, 5, 7, 8]
-    assert prefixes.token.tolist() == [0, 1, 2, 3, 4, 7, 8, 12, 13]
-    assert packing.continuations.tolist() == [1, 2, 3, 4, 5, 6, 8]
-    assert packing.previous.tolist() == [0, 1, 2, 3, 1, 5, 7]
-    copies = np.split(prefixes.copies.numpy(), prefixes.first_copy.numpy()[1:])
-    assert [each.tolist() for each in copies] == [[0, 5, 9], [1, 6, 10], [2], [3], [4], [7, 11], [8], [12], [13]]
 
 
 @pytest.mark.parametrize("shared", [[0, 5, 0], [1, 0, 0], [0, -1, 0], [0, 0]])

@@ -105,24 +105,3 @@ def test_a_kernel_makes_a_target_that_is_no_word_no_number(target: int, way: str
         pytest.skip("an IndexError, which a GPU tells of later")
     sums = row_sums(logits, y, temperature=1.0, real=30, with_spread=False)
     assert sums.chosen.isnan().tolist() == [[row == 2] for row in range(TOKENS)]
-
-
-def test_a_rank_of_padding_alone_adds_nothing(way: str) -> None:
-    logits, y, _ = drawn(torch.bfloat16, words=40)
-    sums = row_sums(logits, y * 0, temperature=0.7, real=0, with_spread=True)
-    others = torch.zeros(TOKENS, device=DEVICE)  # the peak of a rank that has real rows
-    scale = (sums.peak - others).exp()
-    assert not (sums.total * scale).any()
-    assert not ((sums.spread + (sums.peak - others) * sums.total) * scale).any()
-    ones = torch.ones(TOKENS, device=DEVICE)
-    slopes = Slopes(falls=ones, rises=0 * ones[:, None], slope=ones)
-    assert not gradient_(logits, y * 0, ones, slopes, temperature=0.7, real=0).any()
-
-
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, for Triton's interpreter
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_logit_that_is_no_number_makes_its_row_none_and_no_other(bad: float, way: str) -> None:
-    logits, y, _ = drawn(torch.float32)
-    logits[2, WORDS - 1] = bad
-    sums = row_sums(logits, y, temperature=1.0, real=WORDS, with_spread=False)
-    assert (sums.peak + sums.total.log()).isfinite().tolist() == [row != 2 for row in range(TOKENS)]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from corerl.config.schema import Config, LoraConfig
-from corerl.config.structuring import structure
+from corerl.config.schema import LoraConfig
 from corerl.driver.export import write_adapters
 from corerl.errors import UserError
 from corerl.models.config import hf_config
@@ -20,7 +19,7 @@ from corerl.models.names import shapes_of
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
 from corerl.weights.adapters import is_adapter
-from tests.driver.saved import CRITIC, DATA, config_in, make_config
+from tests.driver.saved import DATA, config_in, make_config
 from tests.pictures import write_pictures
 
 SAVED = LoraConfig(rank=3, alpha=7.0, targets=("v_proj", "up_proj"), rslora=True)
@@ -53,15 +52,6 @@ def peft(tmp_path: Path) -> Path:
 # ---- what ranks get --------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_table_means_the_common_settings(tmp_path: Path) -> None:
-    plan = planned(tmp_path, lora={})
-    common = LoraConfig(rank=16, alpha=32.0, targets=("all-linear",), rslora=False)
-    assert lora_of(plan) == common and common.scale == 2.0
-    recorded = structure(plan.record, Config, path="")
-    assert recorded.lora == common
-    assert lora_of(planned(tmp_path)) is None
-
-
 @pytest.mark.parametrize("lora", [None, {}])
 def test_adapters_of_a_model_with_a_tower_are_named_for_its_class(tmp_path: Path, lora: Any) -> None:
     base = write_pictures("mistral3", tmp_path / "base")
@@ -83,16 +73,6 @@ def test_a_directory_of_peft_says_what_is_left_open(tmp_path: Path, peft: Path) 
     same = {"path": str(peft), "rank": 3, "alpha": 7, "targets": ["v_proj", "up_proj"], "rslora": True}
     found = lora_of(planned(tmp_path, lora=same))
     assert found is not None and found.scale == wanted.scale == 7 / 3**0.5
-
-
-def test_the_critic_has_adapters_of_its_own_or_none(tmp_path: Path) -> None:
-    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "lora": {"rank": 4}}}}
-    plan = planned(tmp_path, **own)
-    assert lora_of(plan) is None
-    critic = lora_of(plan, "critic")
-    assert critic is not None and (critic.rank, critic.alpha) == (4, 32.0)
-    other = planned(tmp_path, **CRITIC, lora={"rank": 4})
-    assert lora_of(other, "critic") is None and lora_of(other) == critic
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -24,13 +24,10 @@ from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.algorithm import (
     AlgorithmPlan,
     against_algorithm,
-    check_algorithm,
     notices_of_learning,
-    notices_of_sampling,
     plan_algorithm,
 )
 from corerl.plan.resolve import plugins_of, resolve_tables, settle_algorithm
-from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import AlgorithmRun, AlgorithmSpec, Problem, RoleKind
 from corerl.types import FloatArray, LossSpec, Output, SampleBatch
 
@@ -99,33 +96,6 @@ def test_an_algorithm_that_learns_from_files_does_not_sample() -> None:
     assert lines(evolve(config, run=RunConfig(mode="train-only"))) == []
 
 
-def test_what_the_config_leaves_unset_is_as_the_algorithm_says() -> None:
-    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), rollout=RolloutConfig(max_tokens=12))
-    settled = settle_algorithm(config).algorithm
-    assert (settled.aggregation, settled.overlong, settled.dynamic_sampling) == ("constant-length", "penalty", 3)
-    assert settled.overlong_buffer == 2  # a fifth of 12 tokens
-    own = evolve(config, algorithm=AlgorithmConfig(name=NAME, aggregation="token-mean", overlong="keep"))
-    settled = settle_algorithm(own).algorithm
-    assert (settled.aggregation, settled.overlong, settled.overlong_buffer) == ("token-mean", "keep", 0)
-    # Where there is nothing that dynamic sampling could do, the algorithm's default gives way.
-    from_files, penalised = evolve(config, run=RunConfig(mode="train-only")), changed(config, kl_in="reward")
-    assert [settle_algorithm(each).algorithm.dynamic_sampling for each in (from_files, penalised)] == [0, 0]
-    common = settle_algorithm(GRPO).algorithm
-    assert (common.aggregation, common.overlong, common.dynamic_sampling) == ("token-mean", "keep", 0)
-    assert common.settled({"aggregation": "sequence-mean"}, max_tokens=1) == common
-
-
-def test_an_algorithms_own_check_names_settings_by_their_paths() -> None:
-    config = evolve(GRPO, algorithm=AlgorithmConfig(name=NAME), algorithms={NAME: {"scale": 1000.0}})
-    with pytest.raises(ConfigError) as caught:
-        check_algorithm(resolve_tables(settle_algorithm(config)), load(Kind.ALGORITHMS, NAME))
-    assert caught.value.message.splitlines() == [
-        f'algorithms."{NAME}".scale: got 1000.0, above run.steps=250',
-        "algorithm.kl_coef: got 0.0",
-        "rollout.samples: got 8",
-    ]
-
-
 def test_each_role_is_trained_on_its_own_loss() -> None:
     options = OfPPO(clip_low=0.1, clip_high=0.3, value_clip=0.5, warmup_steps=7)
     common = AlgorithmConfig(name="ppo", entropy_coef=0.02, aggregation="sequence-mean")
@@ -150,14 +120,6 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
     assert found["critic"] == Objective(
         loss=LossSpec(name="value", params={"value_clip": 0.5}, outputs=(Output.VALUES,)), aggregation="token-mean"
     )
-
-
-def test_a_kl_penalty_is_in_loss_or_reward() -> None:
-    for place, expected in (("loss", 0.25), ("reward", 0.0)):
-        algorithm = AlgorithmConfig(kl_coef=0.25, kl_in=place)  # type: ignore[arg-type]
-        plan = planned(resolve_tables(evolve(GRPO, algorithm=algorithm)))
-        assert plan.objectives["actor"].loss.params["kl_coef"] == expected
-        assert plan.compares == (place == "loss")
 
 
 def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
@@ -236,18 +198,6 @@ def test_an_algorithm_that_contradicts_its_spec_is_refused(
     assert line in caught.value.message
 
 
-def test_snapshots_are_listed_with_the_setting_that_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshots(config: Config) -> dict[str, str]:
-        return planned(resolve_tables(settle_algorithm(config))).snapshots("actor")
-
-    assert snapshots(GRPO) == {}
-    reference = "algorithm.kl_coef = 0.1 (its reference is a snapshot)"
-    assert snapshots(changed(GRPO, kl_coef=0.1)) == {"reference": reference}
-    own = [ForwardPass(role="actor", columns={"mine": Output.LOGPROBS}, weights="reference")]
-    monkeypatch.setattr(FromFiles, "forwards", lambda self: own)
-    assert snapshots(evolve(GRPO, algorithm=AlgorithmConfig(name=NAME))) == {"reference": f"algorithm.name = {NAME!r}"}
-
-
 def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = {"actor": Objective(loss=LossSpec(name="clipped", params={"clip_hihg": 0.3}))}
     monkeypatch.setattr(FromFiles, "objectives", lambda self: wrong)
@@ -256,28 +206,6 @@ def test_the_parameters_of_an_algorithms_own_loss_exist(monkeypatch: pytest.Monk
         ConfigError, match="^algorithm.name: loss 'clipped' takes .* unexpected keyword argument 'clip_hihg'$"
     ):
         planned(config)
-
-
-def test_a_run_that_only_scores_asks_no_algorithm() -> None:
-    config = evolve(GRPO, run=RunConfig(mode="eval"), algorithm=AlgorithmConfig(name="no.such:SPEC"))
-    settled = settle_algorithm(config)
-    assert settled.algorithm.aggregation == "token-mean"
-    plan = planned(resolve_tables(settled))
-    assert (plan.passes, list(plan.objectives)) == ((), ["actor"])
-
-
-@pytest.mark.parametrize(
-    ("mode", "rollout", "start"),
-    [
-        ("train", {}, ""),
-        ("rollout-only", {"top_p": 0.9}, ""),
-        ("train", {"top_p": 0.95}, "rollout.top_p=0.95: only the likeliest"),
-        ("train", {"top_p": 0.95, "top_k": 20}, "rollout.top_p=0.95 and rollout.top_k=20: only the likeliest"),
-    ],
-)
-def test_training_on_the_likeliest_tokens_alone_is_noted(mode: Any, rollout: dict[str, Any], start: str) -> None:
-    config = evolve(GRPO, run=RunConfig(mode=mode), rollout=RolloutConfig(**rollout))
-    assert [line.startswith(start) for line in notices_of_sampling(config)] == [True] * bool(start)
 
 
 @pytest.mark.parametrize(
@@ -302,16 +230,6 @@ def test_a_penalty_with_another_gradient_than_the_kls_is_named(place: Any, estim
         for each in [gradient]
         if each
     ]
-
-
-def test_a_frozen_role_is_passed_through_and_not_trained() -> None:
-    distill = evolve(GRPO, algorithm=AlgorithmConfig(name="distill"), roles=RolesConfig(teacher=SideRoleChoice()))
-    plan = planned(resolve_tables(settle_algorithm(distill)))
-    assert [(each.role, dict(each.columns)) for each in plan.passes] == [
-        ("teacher", {"teacher_logprobs": Output.LOGPROBS})
-    ]
-    assert list(plan.objectives) == ["actor"] and plan.asks_frozen
-    assert lines(distill) == lines(distill, advantages="mine:f") == []
 
 
 # ---- a reference policy that is a role, and steps that begin before their batch is whole -----------------------------

@@ -8,56 +8,13 @@ from typing import Any
 import pytest
 
 from corerl.config.load import config_of
-from corerl.config.options import Need
 from corerl.errors import ConfigError
 from corerl.plan.check import contradictions, require_even, require_no_code_of_a_model
-from corerl.plan.resolve import settle_algorithm
 from tests.driver.saved import DATA
 
 
 def lines(*overrides: str) -> list[str]:
     return contradictions(config_of(DATA, overrides))
-
-
-def paths(*overrides: str) -> list[str]:
-    return [line.partition(":")[0] for line in lines(*overrides)]
-
-
-@pytest.mark.parametrize(
-    "sound",
-    [
-        "rollout.source=asynchronous rollout.max_staleness=4",
-        "rollout.source=asynchronous run.mode=eval",
-        "algorithm.routing_replay=engine",
-        "algorithm.routing_replay=recompute algorithm.old_logprobs=recompute",
-        "algorithm.overlong=penalty algorithm.overlong_buffer=256",
-        "cluster.address=h:1 cluster.resources.h200=1 roles.actor.ranks=1000",
-        "weights.every=3 run.mode=rollout-only",  # nothing is sent
-        "eval.samples=8 eval.temperature=0.5 eval.top_p=0.9",
-        "eval.samples=3 eval.answer=mine:f",
-        'eval.top_p=0.9 eval.sets=[{source="sort-digits",samples=8}]',  # which is for the set
-        "data.held_out=0 run.mode=eval eval.sets=[{source='sort-digits'}]",
-    ],
-)
-def test_settings_that_fit_each_other_are_not_refused(sound: str) -> None:
-    assert lines(*sound.split()) == []
-
-
-def test_a_need_is_met_by_a_value_or_by_none() -> None:
-    assert (Need(text="a.b").path, Need(text="!a.b").path, Need(text="!a.b=c|d").path) == ("a.b",) * 3
-    assert Need(text="!a.b=c|d").values == ("c", "d") and Need(text="a.b").values == ()
-    (line,) = lines("algorithm.reference_every=2")
-    assert line == "algorithm.reference_every: 2 needs algorithm.kl_coef, which is 0.0; set that, or remove this"
-    assert lines("algorithm.routing_replay=recompute") and not lines("algorithm.routing_replay=engine")
-    assert paths("lora.init=gaussian", "lora.path=x") == ["lora.init"]  # of the same table
-
-
-def test_a_run_that_only_scores_asks_nothing_of_the_algorithm() -> None:
-    for given in ("name=dapo algorithm.overlong_buffer=50", "name=gspo algorithm.correction=sequence"):
-        overrides = f"algorithm.{given}".split()
-        for mode in ("train", "eval"):  # of gspo and dapo's own defaults, where it trains
-            config = config_of(DATA, [*overrides, f"run.mode={mode}"])
-            assert contradictions(settle_algorithm(config)) == []
 
 
 def test_a_name_of_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

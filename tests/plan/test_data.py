@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from corerl.config.schema import ModelConfig
-from corerl.data.prompts import PromptStream
 from corerl.driver.sampling import Sampling
 from corerl.driver.step_reports import unseen_tokens
 from corerl.errors import ConfigError, DataError, ModelError
@@ -56,16 +55,6 @@ def test_a_teacher_must_have_the_actors_tokens(tmp_path: Path) -> None:
     )
 
 
-def test_an_unreadable_config_is_the_only_line_about_its_model(tmp_path: Path) -> None:
-    fields = {**DATA["model"]["config"], "rms_norm_eps": "x"}
-    character_tokenizer("0123456789>s").save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelError) as caught:
-        make_plan(config_in(tmp_path / "run", model={"path": str(tmp_path)}))
-    assert caught.value.message.startswith(f"model.path: transformers cannot read {tmp_path}/config.json: ")
-    assert "\n" not in caught.value.message
-
-
 # ---- prompts and the model's context ---------------------------------------------------------------------------------
 
 
@@ -102,22 +91,6 @@ def test_sampling_that_a_models_files_ask_for_is_noted(
     plan = make_plan(config_in(tmp_path / "run", model=model, rollout={**DATA["rollout"], **rollout}))
     line = f"model.path: generation_config.json has {noted}, which is ignored: sampling follows [rollout]"
     assert [each for each in plan.notices if "generation_config.json" in each] == ([line] if noted else [])
-
-
-def test_prompts_without_room_for_a_response_are_skipped(tmp_path: Path) -> None:
-    model = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
-    rollout = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 20}
-    data = prompts_of(tmp_path, 9, 10, 9, 15)  # <bos> before them
-    plan = make_plan(config_in(tmp_path / "run", model=model, data=data, rollout=rollout))
-    assert {prompt.index for prompt in PromptStream(plan.rollout.prompts, 0).take(4)} == {0, 2}
-    assert notices(plan) == (
-        (
-            f"data: 2 of the first 4 prompts are skipped; {tmp_path}/digits.jsonl:2: it has 11 tokens, but at most 10 "
-            "fit with rollout.max_tokens=20 (the model's config allows 30 tokens)"
-        ),
-    )
-    more = make_plan(config_in(tmp_path / "run", model=model, data=data, rollout={**rollout, "context_length": 36}))
-    assert notices(more) == ()
 
 
 def test_a_context_that_no_prompt_fits_into_is_refused(tmp_path: Path) -> None:

@@ -32,17 +32,6 @@ def environment(
     return environment_of(plugin, wanted, cluster=cluster, common=common)
 
 
-def test_a_cpu_process_has_one_thread_and_no_network() -> None:
-    found = environment()
-    assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"]) == ("1", "lo")
-    assert found["HF_HUB_OFFLINE"] == "1"
-    assert found["PYTHONPATH"] == "/a/users/own"  # without the working directory, which comes last
-
-
-def test_on_a_cluster_ranks_may_meet_over_any_interface() -> None:
-    assert "GLOO_SOCKET_IFNAME" not in environment(cluster=ClusterConfig(address="10.0.0.1:6379"))
-
-
 def test_ranks_and_engines_that_meet_over_nccl_allocate_alike() -> None:
     def chosen(transport: str, placement: Any, **user: str) -> tuple[str | None, str | None]:
         cluster = ClusterConfig(placement=placement, environment=user)
@@ -53,12 +42,6 @@ def test_ranks_and_engines_that_meet_over_nccl_allocate_alike() -> None:
     assert chosen("collective", "disaggregated", NCCL_CUMEM_ENABLE="1") == ("1", "0")
     assert chosen("collective", "colocated") == (None, None)  # through host memory
     assert chosen("disk", "disaggregated") == (None, None)
-
-
-def test_a_backend_adds_to_the_environment_and_contradicts_nothing() -> None:
-    assert environment(ITS_OWN="1")["ITS_OWN"] == "1"
-    with pytest.raises(ConfigError, match="OMP_NUM_THREADS: corerl needs '1', but plain needs '4'"):
-        environment(OMP_NUM_THREADS="4")
 
 
 def test_what_the_user_gives_is_what_processes_have() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from corerl.data.rows import load_prompts
 from corerl.errors import UserError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from tests.driver.saved import DATA, config_in, make_config, make_model, recorded, save
+from tests.driver.saved import DATA, config_in
 
 MODEL = {**DATA["model"], "config": {**DATA["model"]["config"], "max_position_embeddings": 30}}
 ROLLOUT = {"engine": "fake", "prompts": 2, "samples": 4, "max_tokens": 10, "temperature": 0.7, "top_k": 4}
@@ -31,40 +30,6 @@ def planned(
     data = {"source": write(tmp_path / "rows.jsonl", *rows), "held_out": held_out, **(data or {})}
     tables = {"model": MODEL, "data": data, "rollout": ROLLOUT, "eval": {**own, "sets": list(sets)}}
     return make_plan(config_in(tmp_path / "run", **tables))
-
-
-def test_without_any_settings_held_out_prompts_are_answered_greedily(tmp_path: Path) -> None:
-    plan = planned(tmp_path)
-    (only,) = plan.eval_sets
-    assert (only.name, only.every, only.samples, only.counts, only.reward) == ("", 25, 1, False, None)
-    assert only.params.greedy and (only.params.temperature, only.params.max_tokens) == (0.7, 10)
-    assert only.source.held_out_prompts() == plan.rollout.prompts.held_out_prompts()
-
-
-def test_a_set_falls_back_to_eval_and_then_to_rollout(tmp_path: Path) -> None:
-    first = {"source": write(tmp_path / "first.jsonl", {"q": "1>", "a": "1"}), "prompt_key": "q", "answer_key": "a"}
-    second = {"source": write(tmp_path / "other.jsonl", {"prompt": "2>"}, {"prompt": "3>"}), "name": "second"}
-    second |= {"samples": 1, "max_tokens": 4, "every": 7, "correct_from": 0.5, "reward": {"name": "exact-match"}}
-    plan = planned(tmp_path, first, second, samples=8, top_p=0.9, every=3)
-    own, one, two = plan.eval_sets
-    assert [each.name for each in plan.eval_sets] == ["", "first", "second"]
-    assert [each.every for each in plan.eval_sets] == [3, 3, 7]
-    assert [each.samples for each in plan.eval_sets] == [8, 8, 1]
-    assert [each.params.greedy for each in plan.eval_sets] == [False, False, True]
-    assert all((each.params.temperature, each.params.top_p, each.params.top_k) == (0.7, 0.9, 4) for each in (own, one))
-    assert [each.params.max_tokens for each in plan.eval_sets] == [10, 10, 4]
-    assert [each.reward and each.reward.name for each in plan.eval_sets] == [None, None, "exact-match"]
-    assert (two.counts, two.correct_from) == (True, 0.5)
-    prompts = [*one.source.held_out_prompts(), *two.source.held_out_prompts()]
-    asked = [(each.text, each.answer, each.source) for each in prompts]
-    assert asked == [("1>", "1", "first"), ("2>", "", "second"), ("3>", "", "second")]
-    assert any(line.startswith("eval.sets[1]: data.answer_key: none of the 2 prompts of ") for line in plan.notices)
-
-
-def test_a_set_has_no_weight_since_sets_are_not_mixed(tmp_path: Path) -> None:
-    weighted = {"source": write(tmp_path / "set.jsonl", {"prompt": "1>"}), "weight": 2.0}
-    with pytest.raises(UserError, match=r"^eval\.sets\[0\]\.weight: unknown key"):
-        planned(tmp_path, weighted)
 
 
 def test_prompts_too_long_for_a_set_stay_in_others(tmp_path: Path) -> None:
@@ -88,29 +53,6 @@ def test_skipped_and_trained_prompts_of_a_set_are_noted(tmp_path: Path) -> None:
     told = [line for line in plan.notices if line.startswith("eval.sets")]
     assert "eval.sets[0]: data: 1 of 3 rows of " in {line.partition(source)[0] for line in told}
     assert told[-1] == "eval.sets: 'set': 1 of 2 held-out prompts are prompts of training rows too"
-
-
-def test_held_out_prompts_of_training_rows_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n % 3}>", "level": n} for n in range(12)]
-    plan = planned(tmp_path, held_out=5, data={"source": write(tmp_path / "again.jsonl", *rows)})
-    assert "data.held_out: 5 of 5 held-out prompts are prompts of training rows too" in plan.notices
-
-
-def test_a_resumed_run_keeps_its_held_out_prompts(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n:05d}>"} for n in range(40)]
-    tables = {"data": {"source": write(tmp_path / "rows.jsonl", *rows[:20]), "held_out": 4}}
-    config = make_config(**tables)
-    source = load_prompts(config.data, seed=0)
-    held_out = {each.text for each in source.held_out_prompts()}
-    stand = {"epoch": 0, "offset": 8, "prompts": 16, "taken": 8}
-    prompts = {"data": source.record["identity"], "seed": 0, "sources": [stand]}
-    state = {**recorded(config, 1), "data": source.record, "source": {"rollout_step": 1, "prompts": prompts}}
-    checkpoint = save(tmp_path / "run", config, make_model(config, seed=1), step=1, state=state)
-    write(tmp_path / "rows.jsonl", *rows[::-1])
-    plan = make_plan(config_in(tmp_path / "other", str(checkpoint), **tables))
-    (only,) = plan.eval_sets
-    assert only.source.held_out_prompts() == plan.rollout.prompts.held_out_prompts()
-    assert {each.text for each in only.source.held_out_prompts()} == held_out
 
 
 SKIPPED = "all 1 prompts are skipped: 1 of the first 1 prompts are skipped; "

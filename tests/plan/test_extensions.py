@@ -44,43 +44,9 @@ def message(kind: type[Exception], tmp_path: Path, **answers: dict[str, Any]) ->
     return str(caught.value).replace(MODULE, "")
 
 
-def test_a_setting_of_an_extension_is_planned_and_recorded(tmp_path: Path) -> None:
-    plan = planned(tmp_path, FIRST={"settings": {"train.mini_batches": 2}, "notices": ["two halves"]}, SECOND={})
-    assert plan.processes.roles["actor"].train.mini_batches == plan.record["train"]["mini_batches"] == 2
-    assert plan.notices == ("two halves",)
-    assert [each.config.train.mini_batches for each in SEEN] == [1, 1, 2, 2]  # both see the plan that will run
-
-
 def test_remarks_on_a_plan_go_with_it_and_reasons_stay(tmp_path: Path) -> None:
     plan = planned(tmp_path, FIRST={"does": "counts"}, SECOND={"settings": {"run.steps": 7}, "notices": ["as asked"]})
     assert plan.notices == ("as asked", "7 steps")
-
-
-def test_a_confirmed_setting_may_change_in_the_next_plan(tmp_path: Path) -> None:
-    kept, other = {"settings": {"run.seed": 0}}, {"settings": {"run.steps": 7}}
-    planned(tmp_path, FIRST=kept, SECOND=other)
-    assert [each.config.run.seed for each in SEEN] == [0] * 4
-    found = message(ConfigError, tmp_path, FIRST=kept, SECOND={"settings": {"run.seed": 3}})
-    assert found.startswith("run.seed: extension:FIRST sets it to 0, and extension:SECOND to 3; ")
-
-
-def test_extensions_see_what_was_asked_and_chosen(tmp_path: Path) -> None:
-    planned(tmp_path, FIRST={})
-    (ready,) = SEEN
-    assert (ready.asked.train.precision, ready.config.train.precision) == ("auto", "float32")
-    assert (ready.processes.device, ready.device_memory, ready.starting) == ("cpu", 0, True)
-    assert ready.models["actor"].hidden_size == 32
-    assert {param.device.type for param in ready.built["actor"].parameters()} == {"meta"}
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_extension_is_asked_about_other_sizes_too(tmp_path: Path) -> None:
-    plan = planned(tmp_path, FIRST={"settings": {"train.mini_batches": 2}})
-    SEEN.clear()
-    other = plan.resized(["rollout.replicas=2"])
-    assert other.processes.roles["actor"].train.mini_batches == 2
-    assert {each.starting for each in SEEN} == {False}
-    assert [each.config.rollout.replicas for each in SEEN] == [2, 2]
 
 
 def test_problems_of_all_extensions_end_the_planning_together(tmp_path: Path) -> None:
@@ -109,15 +75,6 @@ def test_settings_that_cannot_be_are_told_with_who_set_them(
 ) -> None:
     lines = message(ConfigError, tmp_path, FIRST={"settings": {key: value}}).splitlines()
     assert wanted in lines[0] and lines[1:] == [last]
-
-
-def test_extensions_that_contradict_each_other_are_both_named(tmp_path: Path) -> None:
-    one, two = ({"settings": {"run.steps": steps}} for steps in (5, 6))
-    assert message(ConfigError, tmp_path, FIRST=one, SECOND=two) == (
-        "run.steps: extension:FIRST sets it to 5, and extension:SECOND to 6; remove one of these extensions, or change "
-        "its options"
-    )
-    assert planned(tmp_path, FIRST=one, SECOND=one).run.steps == 5
 
 
 def test_an_extension_that_changes_its_mind_ends_the_planning(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from corerl.config.load import as_config
 from corerl.errors import UserError
 from corerl.plan.group import plan_group
 from corerl.plan.plan import GroupPlan
-from tests.driver.saved import CRITIC, DATA, TEACHER, make_config, make_model, save
+from tests.driver.saved import DATA, TEACHER, make_config, make_model, save
 
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}}  # without tokenizer or prompts
 
@@ -27,20 +27,6 @@ def lines(role: str = "actor", resume: str = "", **tables: Any) -> list[str]:
     return [line.split(";")[0] for line in caught.value.message.splitlines()]
 
 
-def test_a_group_needs_neither_tokenizer_nor_prompts_nor_engine() -> None:
-    plan = planned(rollout={"engine": "not-there", "max_tokens": 5}, algorithm={"advantages": "not.there:f"})
-    (assignment,) = plan.role.assignments
-    assert (assignment.extensions, assignment.config.sleeps, plan.role.max_tokens) == ((), (), 5)
-    assert (plan.role.objective.loss.name, plan.role.objective.aggregation) == ("clipped", "token-mean")
-    assert plan.role.environment["OMP_NUM_THREADS"] == "1" and plan.processes.placement.places == {"actor": (0,)}
-    assert plan.notices == ()
-
-
-def test_settings_of_engines_and_samples_do_not_concern_a_group() -> None:
-    algorithm = {"old_logprobs": "recompute", "dynamic_sampling": 2}
-    assert planned(rollout={"prompts": 7}, train={"mini_batches": 2}, algorithm=algorithm).role.objective is not None
-
-
 def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -51,11 +37,6 @@ def test_a_group_on_gpus_is_settled_as_a_run(monkeypatch: pytest.MonkeyPatch) ->
         given = plan.role.assignments[0].config
         assert (given.device, given.train.precision, given.train.recompute) == ("cuda", "bfloat16", "none")
         assert plan.notices[0] == "train.precision: 'auto' is 'bfloat16' for the actor"
-
-
-def test_a_critic_has_the_loss_of_its_algorithm() -> None:
-    plan = planned("critic", **CRITIC)
-    assert plan.role.objective.loss.name == "value" and plan.role.assignments[0].config.value_head
 
 
 def test_a_teacher_has_no_loss_and_resumes_from_nothing() -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from attrs import evolve
 
@@ -16,23 +15,9 @@ from corerl.models.tokenizer import character_tokenizer
 from corerl.plan.make import make_plan
 from corerl.plan.residency import resolve_device
 from corerl.plan.resume import require_same_source
-from tests.driver.saved import DATA, config_in, make_config, make_model, save
+from tests.driver.saved import DATA, config_in, make_config, make_model
 
 Install = Callable[..., Path]
-
-
-def test_a_sound_config_is_planned_without_processes_or_files(tmp_path: Path) -> None:
-    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "samples": 4, "replicas": 2})
-    plan = make_plan(evolve(config, cluster=evolve(config.cluster, device="cpu", placement="disaggregated")))
-    assert (plan.start.run_dir, plan.start.resume, plan.start.state) == (tmp_path / "run", None, {})
-    assert plan.processes.device == "cpu"
-    assert plan.processes.placement.places == {"actor": (0,), "engines": (1, 2)}
-    assert plan.rollout.tokenizer("0>")["input_ids"] == [1, 4, 14]
-    assert plan.rollout.params.stop_tokens == (2,)
-    assert len(plan.rollout.prompts.held_out) == 16
-    assert plan.processes.roles["actor"].assignments[0].config.resume == ""
-    assert plan.title == "grpo on sort-digits: qwen3 from scratch, 1 plain rank, 2 fake engines, cpu"
-    assert not ray.is_initialized() and not (tmp_path / "run").exists()
 
 
 def test_who_joins_always_takes_part_and_is_not_recorded(tmp_path: Path, install: Install, extension_spec: str) -> None:
@@ -88,19 +73,6 @@ def test_a_model_beside_python_files_is_refused_before_plugins_are_loaded(
     config = config_in(tmp_path / "run", backend={"name": "no_such_module:SPEC"})
     with pytest.raises(ConfigError, match=r"^model.path: '.' is the working directory"):
         make_plan(evolve(config, model=ModelConfig(path=".")))
-
-
-# ---- checkpoints and devices -----------------------------------------------------------------------------------------
-
-
-def test_sampling_with_another_runs_weights_starts_at_step_zero(tmp_path: Path) -> None:
-    config = make_config()
-    checkpoint = save(tmp_path / "trained", config, make_model(config, seed=1), step=4)
-    steps = {}
-    for mode in ("train", "rollout-only", "eval"):
-        config = config_in(tmp_path / mode, str(checkpoint))
-        steps[mode] = make_plan(evolve(config, run=evolve(config.run, mode=mode))).first_step
-    assert steps == {"train": 4, "rollout-only": 0, "eval": 4}
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from corerl_testing import smallest_config
 from corerl_testing.models import tiny_config, tiny_fields
 from tests.driver.adapted import train_adapted
 from tests.driver.saved import config_in, make_config, make_model, save
-from tests.pictures import of_pictures, pictures_config, tensors_in, write_pictures
+from tests.pictures import pictures_config, tensors_in, write_pictures
 
 
 @pytest.fixture
@@ -91,19 +91,6 @@ def test_a_coefficient_that_only_transformers_reads_is_said(
     assert [list(notices_of(other)) for other in others] == [[], []]
 
 
-@pytest.mark.parametrize(
-    "hf",
-    [
-        smallest_config("qwen3_moe", router_aux_loss_coef=0.125),
-        router_loss("qwen3_moe", router_aux_loss_coef=0.0),
-        router_loss("llama4_text", router_aux_loss_coef=0.125),  # which transformers' loss of it leaves out
-        smallest_config("gpt2"),  # has dropout by default
-    ],
-)
-def test_a_coefficient_that_nobody_reads_is_not_said(config: Config, hf: PreTrainedConfig) -> None:
-    assert lines(config, hf) == []
-
-
 def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     (line,) = lines(config, smallest_config("bamba", z_loss_coefficient=0.5))
     assert line.startswith("model.config: z_loss_coefficient=0.5 changes transformers' loss, not CoreRL's, which has")
@@ -114,18 +101,6 @@ def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
     (line,) = lines(stored, hf)
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
-
-
-def test_untrained_parts_have_no_line_of_their_own(config: Config) -> None:
-    stored = evolve(config, model=evolve(config.model, path="models/pictures", config={}))
-    hf = pictures_config("qwen3_5")
-    hf.get_text_config().mtp_num_hidden_layers = 1  # an export has these layers, and the tower
-    hf.projector_dropout = 0.125
-    hf.architectures = ["Qwen3_5ForCausalLM"]
-    (line,) = lines(stored, hf)
-    assert "mtp_num_hidden_layers=1" in line
-    hf.architectures = ["Qwen3_5ForConditionalGeneration"]
-    assert lines(stored, hf) == []
 
 
 @pytest.mark.parametrize(
@@ -194,7 +169,6 @@ def test_a_group_alone_is_told_the_same(config: Config) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 LORA = LoraConfig(rank=3, alpha=7.0, targets=("q_proj", "up_proj")).settled({})
-MODULES = ("self_attn.q_proj", "mlp.up_proj")
 
 
 def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
@@ -213,18 +187,6 @@ def test_a_checkpoint_holds_every_tensor_in_its_shape(tmp_path: Path) -> None:
         require(tie_word_embeddings=False)
     with pytest.raises(CheckpointError, match=r"step-00000002 has no critic, but this run does; resume with"):
         require_same_tensors(checkpoint / "critic", "critic", {})
-
-
-def test_a_checkpoint_of_adapters_holds_value_head_and_buffers_too() -> None:
-    layers = [f"base_model.model.model.layers.{layer}." for layer in (0, 1)]
-    adapters = {f"{layer}{module}.lora_{part}.weight" for layer in layers for module in MODULES for part in "AB"}
-    plain, routed = tiny_config("qwen3"), tiny_config("glm4-moe")
-    assert saved_shapes(plain, value_head=False, lora=LORA).keys() == adapters
-    assert saved_shapes(plain, value_head=True, lora=LORA).keys() == {*adapters, "value_head.weight"}
-    only_q = evolve(LORA, targets=("q_proj",))
-    kept = [name for name in saved_shapes(routed, value_head=False, lora=only_q) if not is_adapter(name)]
-    assert kept == ["model.layers.1.mlp.gate.e_score_correction_bias"]  # which training may change
-    assert saved_shapes(plain, value_head=False, lora=None) == shapes_of(meta_model(plain, value_head=False))
 
 
 def test_checkpoints_of_adapters_and_of_all_weights_are_not_exchanged(tmp_path: Path) -> None:
@@ -333,20 +295,6 @@ def test_a_model_that_no_memory_holds_is_refused(monkeypatch: pytest.MonkeyPatch
     wide = meta_model(hf_config(ModelConfig(config={**fields, "hidden_size": 10**9})), value_head=False)
     with pytest.raises(ModelError, match=r"the model has .*e\+1\d parameters.*'model.layers.0.mlp.gate_proj.weight', "):
         require_memory(wide)
-
-
-def test_untrained_parts_of_a_model_with_pictures_are_noted(tmp_path: Path) -> None:
-    for family, parts in (("gemma3", "multi_modal_projector, vision_tower"), ("qwen3_5", "model.visual")):
-        directory = write_pictures(family, tmp_path / family)
-        hf = hf_config(ModelConfig(path=str(directory)))
-        held = tensors_in(directory)
-        kept = {name: each.numel() for name, each in held.items() if of_pictures(name)}
-        share = sum(kept.values()) / sum(each.numel() for each in held.values())
-        assert untrained(str(directory), hf, meta_model(hf)) == (
-            f"{len(kept)} tensors ({share:.1%} of the weights) are not trained, as the run reads text alone, and an "
-            f"export has them unchanged: {parts}"
-        )
-        assert require_weights(str(directory), meta_model(hf, value_head=False), hf) == ""
 
 
 def test_it_is_noted_which_parts_that_read_pictures_learn(tmp_path: Path) -> None:

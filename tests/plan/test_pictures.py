@@ -12,18 +12,17 @@ from attrs import evolve
 from corerl.config.schema import Config, DataConfig, LoraConfig
 from corerl.engines.service import EngineService
 from corerl.errors import ConfigError, DataError, PluginError
-from corerl.models.config import hf_config
 from corerl.models.tokenizer import load_tokenizer
 from corerl.plan.check import contradictions
 from corerl.plan.data import plan_rollout, tokens_of_pictures, with_prompt_check
 from corerl.plan.processes import plan_engines, require_sight
-from corerl.plan.resolve import plugins_of, resolve_tables, selected
+from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import cluster_of, needed
 from corerl.plugin.capabilities import Capability, check_capabilities
 from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import ACTOR
 from tests.driver.saved import DATA, make_config
-from tests.tiny_pictures import TinyOptions, TinyReader
+from tests.tiny_pictures import TinyReader
 
 SPEC = "tests.tiny_pictures:SPEC"
 TOKENIZER = "characters:0*|!123456789>"
@@ -47,17 +46,6 @@ def planned(config: Config) -> Any:
     config = resolve_tables(config)
     tokenizer = load_tokenizer(tokenizer=config.model.tokenizer, path="")
     return plan_rollout(config, plugins_of(config), tokenizer, context=20, vocab_size=16)
-
-
-def test_the_reader_is_a_plugin_with_a_table(tmp_path: Path) -> None:
-    config = evolve(config_of(tmp_path, ROWS), pictures={SPEC: {"key": "shown"}})
-    assert [each.path for each in selected(config) if each.kind is Kind.PICTURES] == ["model.pictures"]
-    resolved = resolve_tables(config)
-    assert resolved.pictures == {SPEC: TinyOptions(key="shown")}
-    plugins = plugins_of(resolved)
-    assert plugins.pictures is not None and plugins.pictures.name == SPEC
-    with pytest.raises(ConfigError, match=r"kye: unknown key; did you mean 'key'"):
-        resolve_tables(evolve(config, pictures={SPEC: {"kye": "shown"}}))
 
 
 def test_rows_have_pictures_and_answers_end_at_placeholders(tmp_path: Path) -> None:
@@ -88,12 +76,6 @@ def test_a_broken_picture_is_named_with_its_row_or_skipped(tmp_path: Path) -> No
     assert plan.check is not None and plan.check.pictures is plan.pictures
 
 
-def test_rows_with_pictures_name_the_way_out(tmp_path: Path) -> None:
-    config = config_of(tmp_path, ROWS, pictures="", tower="frozen")
-    with pytest.raises(DataError, match=r"rows.jsonl:1: field 'images' has images.*or set model.pictures.*vision"):
-        planned(config)
-
-
 def test_towers_of_random_weights_that_never_learn_are_refused(tmp_path: Path) -> None:
     assert contradictions(config_of(tmp_path, ROWS)) == []
     (line,) = contradictions(config_of(tmp_path, ROWS, tower="frozen"))
@@ -117,14 +99,6 @@ def test_backends_and_engines_are_asked_for_pictures(tmp_path: Path) -> None:
         check_capabilities(silent, {Capability.PICTURES: asked[Capability.PICTURES]})
     with pytest.raises(ConfigError, match="model.pictures: .* but the engine 'fake' shows the model no pictures; set"):
         require_sight(config, load(Kind.ENGINES, "fake"))
-
-
-def test_every_role_reads_the_rows_pictures(tmp_path: Path) -> None:
-    own = {"model": {"path": str(tmp_path), "tower": "trained"}, "ranks": 1}
-    config = evolve(config_of(tmp_path, ROWS), roles=make_config(roles={"critic": own}).roles)
-    assert config.model_of("critic").pictures == SPEC and config.model_of("critic").tower == "trained"
-    assert (config.model_table_of("critic"), config.model_table_of(ACTOR)) == ("roles.critic.model", "model")
-    assert hf_config(config.model).model_type == "qwen3"
 
 
 def test_a_notice_says_how_many_tokens_a_picture_takes(tmp_path: Path) -> None:

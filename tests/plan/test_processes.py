@@ -3,65 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attrs import evolve
 
-from corerl.cluster.arrangement import arrange
-from corerl.config.schema import ClusterConfig, ClusterInfo, Config, WeightsConfig
 from corerl.errors import ConfigError
-from corerl.plan import resolve
 from corerl.plan.make import make_plan
-from corerl.plan.processes import choose_transport, require_form, senders_on
-from corerl.plugin.registry import Kind, load
+from corerl.plan.processes import choose_transport
 from tests.driver.saved import CRITIC, config_in, make_config, make_model
-
-
-def test_weights_in_a_form_that_the_engine_takes(tmp_path: Path) -> None:
-    config = evolve(config_in(tmp_path), weights=WeightsConfig(quantize="fp8"))
-    engine = load(Kind.ENGINES, config.rollout.engine)
-    quantized = evolve(engine, spec=evolve(engine.spec, quantized=("fp8",)))
-    require_form(evolve(config, engines={engine.name: None}), quantized)
-
-
-def test_a_samplers_processes_have_the_users_environment_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/a/users/own")
-    monkeypatch.setenv("JUDGE_KEY", "s3cr3t")
-    cluster = ClusterConfig(device="cpu", environment={"JUDGE_URL": "there"}, secrets=("JUDGE_KEY",))
-    processes = make_plan(evolve(config_in(tmp_path / "run"), cluster=cluster)).processes
-    assert processes.environment == {"PYTHONPATH": "/a/users/own", "JUDGE_URL": "there", "JUDGE_KEY": "s3cr3t"}
-    assert "s3cr3t" not in repr(processes)
-
-
-def test_a_critic_has_its_own_plan(tmp_path: Path) -> None:
-    plan = make_plan(config_in(tmp_path / "run", **CRITIC))
-    assert list(plan.processes.roles) == ["actor", "critic"]
-    actor, critic = (role.assignments[0].config for role in plan.processes.roles.values())
-    assert (actor.value_head, critic.value_head, critic.model) == (False, True, actor.model)
-    assert plan.processes.placement.places == {"actor": (0,), "critic": (0,), "engines": (0,)}
-    assert "1 plain rank, 1 plain rank for the critic, 1 fake engine" in plan.title
-    own = {**CRITIC, "roles": {"critic": {"ranks": 1, "devices": "own"}}}
-    apart = make_plan(config_in(tmp_path / "run", **own))
-    assert apart.processes.placement.places == {"actor": (0,), "critic": (1,), "engines": (0,)}
-
-
-def test_samples_are_split_over_the_backends_data_parallel_groups(tmp_path: Path) -> None:
-    name = "tests.trainer.fakes:SPEC"
-
-    def given(ranks: int, shards: int) -> Config:
-        tables = {
-            "backend": {"name": name},
-            "backends": {name: {"shards": shards}},
-            "roles": {"actor": {"ranks": ranks}},
-            "rollout": {"engine": "fake", "prompts": 9, "samples": 4},
-        }
-        return config_in(tmp_path / "run", **tables)
-
-    assert make_plan(given(8, 2)).processes.roles["actor"].data_parallel == 4
-    with pytest.raises(ConfigError) as caught:
-        make_plan(given(16, 2))
-    assert "over the 8 data-parallel groups of roles.actor.ranks=16;" in caught.value.message
-    with pytest.raises(ConfigError) as caught:  # no groups, and so nothing to be said of them
-        make_plan(given(8, 3))
-    assert caught.value.message == f'backends."{name}".shards: 3 does not divide 8 ranks; use a divisor'
 
 
 def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) -> None:
@@ -82,49 +28,7 @@ def test_backends_are_asked_with_the_fields_of_each_roles_model(tmp_path: Path) 
     assert caught.value.message == "model.path: num_key_value_heads in its config.json: 2 more than a multiple of 4"
 
 
-def test_engines_are_asked_with_the_actors_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[ClusterInfo] = []
-    fake = load(Kind.ENGINES, "fake")
-
-    def calls(options: object, cluster: ClusterInfo) -> int:
-        asked.append(cluster)
-        return 3
-
-    known = evolve(fake, spec=evolve(fake.spec, calls=calls, bundles=lambda *_: 2))
-    monkeypatch.setattr(resolve, "load", lambda kind, name: known if kind is Kind.ENGINES else load(kind, name))
-    config = config_in(tmp_path / "run", rollout={"engine": "fake", "prompts": 8, "replicas": 3})
-    plan = make_plan(config)
-    (cluster,) = asked
-    assert (cluster.device, cluster.ranks, cluster.model["num_key_value_heads"]) == ("cpu", 3, 2)
-    assert cluster.train == evolve(config.train, precision="float32", recompute="none", layout="packed")
-    assert plan.processes.engine is not None and plan.processes.engine.calls == 3
-    assert [each.context.bundles for each in plan.processes.engine.assignments] == [2, 2, 2]
-
-
 # ---- how weights reach engines ---------------------------------------------------------------------------------------
-
-
-def places(ranks: int, engines: int, *own_devices: str) -> dict[str, tuple[int, ...]]:
-    groups = {"actor": ranks, "critic": 3, "engines": engines}
-    return dict(arrange(groups, own_devices=["critic", *own_devices], cpus=1.0, gpus=1.0).places)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "engines", "own_devices", "sending"),
-    [
-        (4, 4, [], (0, 1, 2, 3)),
-        (4, 2, [], (0, 2)),
-        (1, 1, [], (0,)),
-        (2, 4, [], ()),  # two engines have a device of their own
-        (2, 2, ["engines"], ()),
-    ],
-)
-def test_an_engine_takes_from_the_rank_on_its_bundle(
-    ranks: int, engines: int, own_devices: list[str], sending: tuple[int, ...]
-) -> None:
-    found = places(ranks, engines, *own_devices)
-    assert senders_on(found["engines"], found["actor"], one_machine=False) == sending
-    assert senders_on(found["engines"], found["actor"], one_machine=True) == (0,) * engines
 
 
 @pytest.mark.parametrize(

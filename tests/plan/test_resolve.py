@@ -15,9 +15,7 @@ from corerl.config.schema import (
     Config,
     ExtensionChoice,
     ModelConfig,
-    RoleChoice,
     RolesConfig,
-    RunConfig,
     SideRoleChoice,
     TrainConfig,
 )
@@ -25,14 +23,10 @@ from corerl.errors import ConfigError, PluginBroken
 from corerl.plan.resolve import (
     absent_extensions,
     check_spec,
-    ignored_tables,
     resolve_tables,
     role_options,
-    selected,
-    settle_extensions,
-    with_extensions,
 )
-from corerl.plugin.registry import INSTALL_HINTS, Kind, load
+from corerl.plugin.registry import Kind, load
 from corerl.plugin.spec import Problem
 
 Install = Callable[..., Path]
@@ -55,23 +49,6 @@ def config(**changes: Any) -> Config:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_tables_of_selected_plugins_become_their_config_classes() -> None:
-    given = config(
-        backends={"mine": {"shards": 2}, "other": {"shards": 3}, "elsewhere": {"anything": 1}},
-        engines={},
-        extensions=(ExtensionChoice(name="wrap", options={"every": 5}),),
-    )
-    resolved = resolve_tables(given)
-    assert isinstance(resolved.backends["mine"], load(Kind.BACKENDS, "mine").spec.config)
-    assert resolved.backends["mine"].shards == 2
-    assert resolved.backends["other"] == {"shards": 3}
-    assert resolved.backends["elsewhere"] == {"anything": 1}
-    assert resolved.engines["quick"].shards == 1
-    assert resolved.extensions[0].options == load(Kind.EXTENSIONS, "wrap").spec.config(every=5)
-    assert resolve_tables(resolved) == resolved
-
-
-@pytest.mark.usefixtures("plugins")
 def test_a_roles_own_table_replaces_the_backends() -> None:
     critic = SideRoleChoice(options={"shards": 7})
     given = resolve_tables(config(roles=RolesConfig(critic=critic), backends={"mine": {"shards": 2}}))
@@ -83,63 +60,6 @@ def test_a_roles_own_table_replaces_the_backends() -> None:
     given = evolve(given, roles=evolve(given.roles, critic=evolve(critic, options=bad)))
     with pytest.raises(ConfigError, match="^roles.critic.options.shards: 3 is more than 1 ranks$"):
         check_spec(mine, bad, cluster, config=given, role="critic")
-
-
-def test_selected_plugins_are_listed_with_whether_their_code_runs() -> None:
-    def told(given: Config) -> dict[str, tuple[str, bool]]:
-        return {each.path: (each.name, each.used) for each in selected(given)}
-
-    given = config(extensions=(ExtensionChoice(name="wrap"), ExtensionChoice(name="jsonl")))
-    assert told(given) == {
-        "backend.name": ("mine", True),
-        "rollout.engine": ("quick", True),
-        "rollout.sampler": ("prompts", True),
-        "algorithm.name": ("grpo", True),
-        "extensions[0].name": ("wrap", True),
-        "extensions[1].name": ("jsonl", True),
-    }
-    critic = RolesConfig(actor=RoleChoice(backend="other"), critic=SideRoleChoice())
-    assert told(evolve(given, roles=critic, extensions=())) == {
-        "backend.name": ("mine", True),  # the critic's
-        "roles.actor.backend": ("other", True),
-        "rollout.engine": ("quick", True),
-        "rollout.sampler": ("prompts", True),
-        "algorithm.name": ("grpo", True),
-    }
-    alone = evolve(config(roles=RolesConfig(actor=RoleChoice(backend="other"))), run=RunConfig(mode="train-only"))
-    assert told(alone) == {
-        "backend.name": ("mine", False),
-        "roles.actor.backend": ("other", True),
-        "rollout.engine": ("quick", False),
-        "rollout.sampler": ("prompts", False),
-        "algorithm.name": ("grpo", True),
-    }
-
-
-@pytest.mark.usefixtures("plugins")
-def test_what_is_wrong_in_all_tables_is_told_together() -> None:
-    given = config(
-        backends={"mine": {"shard": 2}, "other": {"shards": "three"}, "mnie": {}},
-        engines={"quick": {"no": 1}},
-        extensions=(ExtensionChoice(name="jsonl"), ExtensionChoice(name="wrap", options={"no": 5})),
-    )
-    with pytest.raises(ConfigError) as caught:
-        resolve_tables(given)
-    assert {line.partition(":")[0] for line in caught.value.message.splitlines()} == {
-        "engines.quick.no",
-        "extensions[1].options.no",
-        "backends.mine.shard",
-        "backends.mnie",  # that of a plugin that is not selected is not read
-    }
-
-
-@pytest.mark.usefixtures("plugins")
-def test_a_table_of_a_missing_plugin_is_noted_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = config(backends={"mine": {}, "other": {}, "elsewhere": {}})
-    line = "backends.elsewhere is ignored: no backend 'elsewhere' is installed"
-    assert ignored_tables(given) == [line]
-    monkeypatch.setitem(INSTALL_HINTS[Kind.BACKENDS], "elsewhere", "pip install it")
-    assert ignored_tables(given) == [f"{line}; pip install it"]
 
 
 @pytest.mark.usefixtures("plugins")
@@ -182,40 +102,6 @@ def test_problems_of_model_and_train_name_their_tables() -> None:
         "roles.critic.train.optimizer.lr",
     ]
     assert told(config(roles=RolesConfig(critic=SideRoleChoice())), "critic") == [*own, *common]
-
-
-def joining(spec: str, how: str, place: int) -> str:
-    return spec.replace('summary="an extension",', f'summary="an extension", joins="{how}", place={place},')
-
-
-def test_defaults_join_a_config_that_says_nothing_by_their_place(install: Install, extension_spec: str) -> None:
-    before = [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions]
-    for name, how, place in (("late", "default", 999), ("early", "default", -1), ("other", "listed", 0)):
-        install(
-            f"corerl-{name}",
-            {"extensions": {name: f"{name}_j:SPEC"}},
-            **{f"{name}_j": joining(extension_spec, how, place)},
-        )
-    assert [each.name for each in settle_extensions(config(extensions=None)).chosen_extensions] == [
-        "early",
-        *before,
-        "late",
-    ]
-    assert settle_extensions(config(extensions=())).extensions == ()
-    given = config(extensions=(ExtensionChoice(name="other"),))
-    assert settle_extensions(given) == given
-
-
-def test_who_joins_always_comes_behind_the_listed_once(install: Install, extension_spec: str) -> None:
-    before = [each.name for each in with_extensions(config(extensions=())).chosen_extensions]
-    install("corerl-all", {"extensions": {"all": "all_j:SPEC"}}, all_j=joining(extension_spec, "always", 999))
-    jsonl = ExtensionChoice(name="jsonl")
-    names = [each.name for each in with_extensions(config(extensions=(jsonl,))).chosen_extensions]
-    assert names == ["jsonl", *before, "all"]
-    for name in ("all", "corerl-all:all", "all_j:SPEC"):
-        given = config(extensions=(ExtensionChoice(name=name, options={"every": 5}), jsonl))
-        found = with_extensions(given).chosen_extensions
-        assert (found[:2], [each.name for each in found[2:]]) == (given.extensions, before)
 
 
 def test_a_broken_extension_that_may_join_is_noted(install: Install) -> None:

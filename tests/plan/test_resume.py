@@ -14,7 +14,7 @@ from corerl.checkpoint.commit import read_state
 from corerl.config.load import recorded
 from corerl.config.schema import CheckpointConfig, Config, DataConfig, DataSource, RunConfig
 from corerl.config.toml_text import to_plain
-from corerl.data.prompts import PromptSource, PromptStream, SortDigits
+from corerl.data.prompts import PromptSource, PromptStream
 from corerl.data.rows import load_prompts
 from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
@@ -135,13 +135,6 @@ def test_rollouts_of_two_runs_are_not_mixed(kept: dict[str, Any], tmp_path: Path
     for resume in ("never", "auto", str(checkpoint)):
         with pytest.raises(ConfigError, match=r"^run.dir: .* already holds rollouts, which would be mixed with new"):
             make_plan(evolve(config, checkpoint=CheckpointConfig(resume=resume)))
-
-
-def test_a_run_that_keeps_its_rollouts_goes_on_with_them(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    config = evolve(make_config(rollout={"save": True}), run=RunConfig(dir=str(tmp_path)))
-    save(tmp_path, config, make_model(config, seed=1), step=4)
-    assert make_plan(evolve(config, checkpoint=CheckpointConfig(resume="auto"))).first_step == 4
 
 
 def test_a_resumed_run_continues_intact_metrics_of_its_directory(tmp_path: Path) -> None:
@@ -304,26 +297,6 @@ def test_other_data_are_refused_by_run_and_check(checkpoint: Path, starting: boo
     )
 
 
-def test_restarted_data_begin_at_their_first_prompt(checkpoint: Path) -> None:
-    plan = plan_with(checkpoint, held_out=20, restart=True)
-    assert f"data: not the checkpoint's: {HELD_OUT}; they begin at their first prompt" in plan.notices
-    prompts, fresh = plan.rollout.prompts, SortDigits(held_out=16, seed=0)
-    assert prompts.held_out[:16].tolist() == fresh.held_out.tolist()
-    stream = PromptStream(prompts, seed=0)
-    assert not stream.restore(plan.start.state["source"]["prompts"])
-    assert stream.position["sources"] == [{"epoch": 1, "offset": 0, "prompts": 10**5 - 20, "taken": 0}]
-
-
-def test_unchanged_data_continue_with_or_without_restart(checkpoint: Path) -> None:
-    for restart in (False, True):
-        plan = plan_with(checkpoint, restart=restart)
-        assert not [line for line in plan.notices if line.startswith("data")]
-        stream = PromptStream(plan.rollout.prompts, seed=0)
-        assert stream.restore(plan.start.state["source"]["prompts"])
-        whole = PromptStream(SortDigits(held_out=16, seed=0), seed=0).take(20)
-        assert stream.take(4) == whole[16:]  # 2 steps of 8
-
-
 OLD = [f"p{n}" for n in range(20)]
 NEW = [f"q{n}" for n in range(8)]
 
@@ -379,33 +352,6 @@ def resumed(tmp_path: Path, first: Drawing) -> Any:
     return resume
 
 
-def test_the_same_rows_go_on_without_a_line(first: Drawing, resumed: Any) -> None:
-    again = resumed(OLD)
-    assert (again.lines, again.differs) == ([], "")
-    assert again.source.record == first.source.record
-    assert again.draw(50) == first.draw(50)
-
-
-def test_the_same_rows_in_another_order_are_drawn_as_before(first: Drawing, resumed: Any) -> None:
-    turned = resumed(OLD[::-1])
-    assert turned.lines == ["data: the rows are in another order than in the checkpoint, whose order is kept"]
-    assert turned.held_out == first.held_out
-    assert turned.draw(50) == first.draw(50)
-
-
-@pytest.mark.parametrize("texts", [OLD + NEW, NEW + OLD, [*OLD[::-1], *NEW]])
-def test_added_rows_come_at_the_end_of_the_epoch(first: Drawing, resumed: Any, texts: list[str]) -> None:
-    more = resumed(texts)
-    assert "data: new rows: 8; they come at the end of this epoch" in more.lines and not more.differs
-    assert more.held_out == first.held_out
-    assert more.draw(10) == first.draw(10)  # the rest of the epoch
-    assert sorted(more.draw(8)) == NEW
-    for _ in range(2):
-        epoch = more.draw(24)
-        assert sorted(epoch) == sorted([*set(OLD) - set(first.held_out), *NEW])
-        assert {*epoch[:16]} & {*NEW}  # not at the end of it
-
-
 @pytest.mark.parametrize("drawn", [0, 4, 10, 13, 18, 30, 70])
 def test_a_run_with_added_rows_is_resumed_where_it_stood(
     first: Drawing, resumed: Any, tmp_path: Path, drawn: int
@@ -422,14 +368,6 @@ def test_a_run_with_added_rows_is_resumed_where_it_stood(
     rest = next(n for n, text in enumerate(following) if text in last)
     assert following[:rest] == expected[:rest]
     assert sorted(following[rest : rest + 2]) == last
-
-
-def test_an_added_copy_of_a_held_out_row_is_skipped(first: Drawing, resumed: Any) -> None:
-    trained = next(text for text in OLD if text not in first.held_out)
-    more = resumed([*OLD, *first.held_out, trained])
-    assert more.lines == ["data: new rows: 1; they come at the end of this epoch"]
-    assert not {*more.draw(60)} & {*first.held_out}
-    assert more.source.copies == 4
 
 
 def test_further_rows_are_held_out_of_untrained_ones(first: Drawing, resumed: Any) -> None:
@@ -467,46 +405,10 @@ def test_other_rows_are_told_and_begin_at_their_first_prompt(
     assert epochs[0] != epochs[1]
 
 
-def test_begun_anew_the_checkpoints_positions_mean_the_beginning_again(first: Drawing, resumed: Any) -> None:
-    """As for ranks that are restarted from the checkpoint that the run itself resumed from."""
-    other = resumed(NEW)
-    drawn = other.draw(30)
-    other.stream.restore(first.state["source"]["prompts"])
-    assert other.draw(30) == drawn
-    # Its own checkpoints are of these data, and go on.
-    later = begun(load(rows_of(other), held_out=4), other.state)
-    assert (later.lines, later.differs) == ([], "")
-    assert later.draw(30) == other.draw(30)
-
-
-def rows_of(run: Drawing) -> str:
-    where: str = run.source.where(0)
-    return where.rpartition(":")[0]
-
-
-def test_copies_of_one_row_go_on_and_grow(tmp_path: Path) -> None:
-    one = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 6), held_out=2))
-    one.draw(3)
-    again = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 6), held_out=2), one.state)
-    assert (again.lines, again.differs) == ([], "")
-    more = begun(load(rows(tmp_path / "a.jsonl", ["p"] * 9), held_out=2), one.state)
-    assert more.lines == ["data: new rows: 3; they come at the end of this epoch"]
-
-
 def test_another_seed_is_another_order(first: Drawing, resumed: Any) -> None:
     other = resumed(OLD, seed=3)
     assert other.differs == "run.seed is 3 (was 0)"
     assert other.held_out == first.held_out
-
-
-def test_one_step_off_added_rows_wait_for_the_next_epoch(first: Drawing, tmp_path: Path) -> None:
-    state = first.state
-    first.draw(14)  # the batch in flight goes 4 into the next epoch
-    state["source"]["sampled"] = first.state["source"]["prompts"]
-    more = begun(load(rows(tmp_path / "now.jsonl", OLD + NEW), held_out=4), state)
-    more.stream.restore(state["source"]["sampled"])
-    assert more.draw(12) == first.draw(12)
-    assert sorted(more.draw(8)) == NEW
 
 
 # ---- several sources -------------------------------------------------------------------------------------------------
@@ -521,21 +423,6 @@ def mixed(directory: Path, *, held_out: int = 2, weights: Sequence[float] = (3, 
 
 
 A, B = [f"a{n}" for n in range(12)], [f"b{n}" for n in range(7)]
-
-
-def test_a_source_of_a_mix_may_grow(tmp_path: Path) -> None:
-    one = begun(mixed(tmp_path, a=A, b=B))
-    one.draw(16)  # of b 4 of 5
-    (tmp_path / "now").mkdir()
-    more = begun(mixed(tmp_path / "now", a=A, b=[*NEW, *B]), one.state)
-    assert "data of source 'b': new rows: 8; they come at the end of this epoch" in more.lines
-    assert more.held_out == one.held_out
-    following, expected = more.draw(80), one.draw(80)
-    assert [text for text in following if text in A] == [text for text in expected if text in A]
-    of_b = [text for text in following if text not in A]
-    assert of_b[0] == next(text for text in expected if text in B) and sorted(of_b[1:9]) == NEW
-    for stop in range(4, 81, 4):  # the mix stays exact
-        assert sum(text in A for text in following[:stop]) == 0.75 * stop
 
 
 @pytest.mark.parametrize(
@@ -553,12 +440,3 @@ def test_another_mix_is_told(tmp_path: Path, changed: dict[str, Any], said: str)
     other = begun(mixed(tmp_path / "now", **changed), one.state)
     assert other.differs.startswith(said)
     assert not {*other.draw(60)} & {*one.held_out}
-
-
-def test_a_source_of_another_name_goes_on_by_its_rows(tmp_path: Path) -> None:
-    one = begun(mixed(tmp_path, a=A, b=B))
-    one.draw(14)
-    (tmp_path / "now").mkdir()
-    other = begun(mixed(tmp_path / "now", a=A, c=B[::-1]), one.state)
-    assert not other.differs and other.held_out == one.held_out
-    assert other.draw(60) == one.draw(60)

@@ -8,39 +8,30 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from transformers import PreTrainedConfig
 
 from corerl.checkpoint.format import index_file
 from corerl.config.schema import (
     AlgorithmConfig,
-    BackendChoice,
     CheckpointConfig,
     ClusterConfig,
     ClusterInfo,
     Config,
     ModelConfig,
     RolesConfig,
-    RolloutConfig,
     RunConfig,
     SideRoleChoice,
     TrainConfig,
     WeightsConfig,
 )
 from corerl.errors import Unsupported
-from corerl.kinds import MemoryKind
-from corerl.models.files import meta_model
-from corerl.models.layouts import choose_layout
 from corerl.plan.algorithm import AlgorithmPlan, plan_algorithm
-from corerl.plan.models import RoleModel, build_models, load_configs
+from corerl.plan.models import RoleModel
 from corerl.plan.residency import offloaded
 from corerl.plan.resolve import plugins_of, resolve_tables
-from corerl.plan.roles import RolePlan, cluster_of, needed, plan_role
+from corerl.plan.roles import RolePlan, needed, plan_role
 from corerl.plugin.capabilities import Capability
-from corerl_testing.models import tiny_config
-from tests.driver.saved import make_config
 from tests.trainer.configs import FAKE, config_for
 
-CHOOSY = "tests.trainer.fakes:CHOOSY"
 LIMITED = "tests.trainer.fakes:LIMITED"
 
 
@@ -66,13 +57,6 @@ def planned(
 
 def algorithm_of(config: Config) -> AlgorithmPlan:
     return plan_algorithm(resolve_tables(config), plugins_of(config))
-
-
-def model_of(config: Config, hf: PreTrainedConfig, role: str = "actor") -> RoleModel:
-    """The role's, with a model of another config in the place of its own."""
-    given = evolve(config, model=make_config().model, roles=evolve(config.roles, critic=None))
-    models = build_models(given, plugins_of(given), load_configs(given, ["actor"]))
-    return evolve(models["actor"], role=role, hf=hf, built=meta_model(hf))
 
 
 def saved_by(ranks: int, directory: Path) -> str:
@@ -125,24 +109,6 @@ def test_every_missing_capability_has_its_line_and_reason() -> None:
     assert len(planned(config_for(LIMITED, ranks=1)).assignments) == 1
 
 
-def test_experts_and_resharding_are_required_of_the_backend(tmp_path: Path) -> None:
-    config = config_for(LIMITED, ranks=1)
-    with pytest.raises(Unsupported) as caught:
-        planned(config, resume=saved_by(2, tmp_path), model=model_of(config, tiny_config("qwen3-moe")))
-    assert caught.value.message.splitlines() == [
-        (
-            f"a model with 8 experts requires 'moe', which the backend '{LIMITED}' does not support yet: no experts "
-            "yet; change that setting, or choose another backend"
-        ),
-        (
-            "resuming a checkpoint of 2 ranks with roles.actor.ranks = 1 requires 'reshard', which the backend "
-            f"'{LIMITED}' does not support: it reads what it wrote; change that setting, or choose another backend"
-        ),
-    ]
-    (tmp_path / index_file(1)).unlink()
-    assert len(planned(config, resume=str(tmp_path)).assignments) == 1
-
-
 CPU, CUDA = ClusterInfo(device="cpu", ranks=1), ClusterInfo(device="cuda", ranks=4)
 PLAIN_RUN = {Capability.SAVE_BACKGROUND, Capability.UPDATE_IPC}
 
@@ -175,18 +141,6 @@ def test_a_run_needs_what_its_settings_use_and_no_more() -> None:
     assert needs(sampling, CPU) == {Capability.UPDATE_IPC, Capability.CPU}
 
 
-def test_a_whole_layout_is_required_by_who_chose_it() -> None:
-    config = config_for()
-    by_model = evolve(CPU, train=evolve(config.train, layout="whole"))
-    assert needed("actor", config, plugins_of(config), by_model)[Capability.WHOLE] == "a model that cannot be packed"
-    by_user = evolve(config, train=evolve(config.train, layout="whole"))
-    assert needed("actor", by_user, plugins_of(by_user), by_model)[Capability.WHOLE] == "train.layout = 'whole'"
-    assert Capability.WHOLE not in needs(config, CPU)
-    hf = tiny_config("qwen3")
-    whole = evolve(model_of(config, hf), layout=choose_layout(meta_model(hf), "whole"))
-    assert {each.config.train.layout for each in planned(config, model=whole).assignments} == {"whole"}
-
-
 @pytest.mark.parametrize("replay", ["recompute", "engine"])
 def test_replay_is_required_of_the_training_actors_backend(replay: Any) -> None:
     algorithm = AlgorithmConfig(name="ppo", old_logprobs="recompute", routing_replay=replay)
@@ -206,65 +160,6 @@ def with_critic(**choice: Any) -> Config:
     return evolve(config_for(algorithm=AlgorithmConfig(name="ppo", kl_coef=0.1)), roles=roles)
 
 
-def test_a_critic_needs_a_value_head_and_no_reference() -> None:
-    assert needs(with_critic(), CPU, "critic") == {Capability.CPU, Capability.CRITIC, Capability.SAVE_BACKGROUND}
-    assert Capability.SNAPSHOTS in needs(with_critic(), CPU, "actor")
-    assert Capability.CRITIC not in needs(with_critic(), CPU, "actor")
-
-
-def test_a_teacher_needs_frozen_roles_and_no_optimizer(
-    tmp_path: Path,
-) -> None:
-    config = config_for(algorithm=AlgorithmConfig(name="distill"), train=TrainConfig(recompute="full"))
-    config = evolve(config, roles=RolesConfig(teacher=SideRoleChoice(ranks=2, backend=FAKE)))
-    plan = planned(config, role="teacher", resume=saved_by(3, tmp_path))
-    role = plan.assignments[1].config
-    assert (role.frozen, role.value_head, role.resume, role.train.recompute) == (True, False, "", "none")
-    wanted = needed(
-        "teacher",
-        config,
-        plugins_of(config),
-        cluster_of("teacher", config, plugins_of(config), device="cpu"),
-        saved_ranks=0,
-    )
-    assert wanted.keys() == {Capability.CPU, Capability.MULTI_RANK, Capability.FROZEN}
-    assert wanted[Capability.FROZEN] == "roles.teacher"
-    assert not planned(config).assignments[0].config.frozen
-
-
-@pytest.mark.parametrize(
-    ("placement", "offload", "device", "expected"),
-    [
-        ("colocated", "auto", "cuda", True),
-        ("colocated", "auto", "cpu", False),
-        ("colocated", "always", "cpu", True),
-        ("colocated", "never", "cuda", False),
-        ("disaggregated", "always", "cuda", False),
-    ],
-)
-def test_memory_is_given_back_only_where_it_is_shared(
-    placement: str, offload: str, device: str, expected: bool
-) -> None:
-    cluster = ClusterConfig(placement=placement, offload=offload)  # type: ignore[arg-type]
-    assert offloaded(config_for(cluster=cluster), device) == (("actor",) if expected else ())
-
-
-def test_a_role_knows_what_of_its_memory_will_sleep() -> None:
-    for offload, sleeps in (("always", tuple(MemoryKind)), ("never", ())):
-        cluster = ClusterConfig(offload=offload)  # type: ignore[arg-type]
-        role = planned(config_for(cluster=cluster)).assignments[0].config
-        assert role.sleeps == sleeps
-
-
 def test_a_critic_with_its_own_devices_never_sleeps() -> None:
     assert offloaded(with_critic(devices="shared"), "cuda") == ("actor", "critic")
     assert offloaded(with_critic(devices="own"), "cuda") == ("actor",)
-
-
-def test_a_spec_is_told_that_the_actors_steps_are_streamed() -> None:
-    roles = RolesConfig(critic=SideRoleChoice())
-    config = Config(backend=BackendChoice(name="plain"), roles=roles, algorithm=AlgorithmConfig(name="ppo"))
-    streamed = evolve(config, rollout=RolloutConfig(source="streamed"))
-    for each, of_actor in ((config, False), (streamed, True)):
-        told = {role: cluster_of(role, each, plugins_of(each), device="cpu").streamed for role in ("actor", "critic")}
-        assert told == {"actor": of_actor, "critic": False}

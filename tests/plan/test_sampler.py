@@ -11,9 +11,8 @@ from attrs import evolve, frozen
 
 from corerl.config.load import config_of
 from corerl.config.options import option
-from corerl.config.schema import Config, RewardFunction
+from corerl.config.schema import Config
 from corerl.data.files import Rows
-from corerl.data.prompts import Prompt
 from corerl.errors import ConfigError, DataError, PluginBroken
 from corerl.plan.data import _rows_of
 from corerl.plan.make import make_plan
@@ -63,33 +62,6 @@ def config(**tables: Any) -> Config:
 def rows_of(name: str, **options: Any) -> Rows | None:
     sampler = load(Kind.SAMPLERS, name)
     return _rows_of(sampler, resolve_tables(config(rollout={"sampler": name}, samplers={sampler.name: options})))
-
-
-def test_a_sampler_may_bring_prompts() -> None:
-    rows = rows_of(OWN, count=2)
-    assert rows is not None and rows.where(1) == f"row 1 of sampler {OWN!r}"
-    assert [row for _, row in rows.scan()] == [{"prompt": "0>", "answer": "0"}, {"prompt": "1>", "answer": "1"}]
-    assert rows_of("prompts") is None
-
-
-def digits(prompt: Prompt, response: str) -> float:
-    return float(response.isdigit())
-
-
-SCORES = evolve(SPEC, check=lambda options, run: [], reward=f"{__name__}:digits")
-
-
-def test_a_sampler_may_bring_its_reward(tmp_path: Path) -> None:
-    name = f"{__name__}:SCORES"
-    given = evolve(config_in(tmp_path / "run"), samplers={name: {"count": 64}})
-    given = evolve_rollout(given, sampler=name)
-    plan = make_plan(given)
-    assert plan.rollout.reward.function is digits and plan.rollout.rewarding.processes == given.reward.processes
-    assert plan.record["reward"]["name"] == f"{__name__}:digits"
-    named = evolve(given, reward=evolve(given.reward, name="exact-match"))
-    assert make_plan(named).rollout.reward.name == "exact-match"
-    several = evolve(given, reward=evolve(given.reward, functions=(RewardFunction(name="exact-match"),)))
-    assert make_plan(several).rollout.reward.name == "exact-match"
 
 
 def test_prompts_are_not_asked_of_options_that_cannot_be_used(tmp_path: Path) -> None:

@@ -2,18 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 from attrs import evolve
 
-from corerl.plan import make
-from corerl.plan.algorithm import against_algorithm
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resolve import plugins_of, settle_algorithm
-from corerl.plan.settle import with_choices
-from tests.driver.saved import CRITIC, DATA, TEACHER, config_in, make_config
+from tests.driver.saved import CRITIC, config_in
 
 pytestmark = pytest.mark.usefixtures("only_listed")
 
@@ -32,11 +27,6 @@ def settings(plan: Plan, role: str = "actor") -> tuple[str, str]:
     return given.precision, given.recompute
 
 
-def test_a_cpu_computes_in_float32_and_recomputes_nothing(tmp_path: Path) -> None:
-    plan = make_plan(config_in(tmp_path / "run"))
-    assert settings(plan) == ("float32", "none") and plan.notices == ()
-
-
 def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Path) -> None:
     plan = on_gpus(tmp_path)
     assert settings(plan) == ("bfloat16", "none")
@@ -51,38 +41,7 @@ def test_on_gpus_nothing_is_recomputed_unless_an_extension_chooses(tmp_path: Pat
     assert asked.notices == plan.notices[:1] and cannot.notices[-1].endswith("'auto' is 'none' for the actor")
 
 
-def test_gpus_without_bfloat16_compute_in_float32(tmp_path: Path) -> None:
-    with mock.patch.object(make, "has_bfloat16", return_value=False):
-        assert settings(on_gpus(tmp_path)) == ("float32", "none")
-
-
 def test_a_role_without_bfloat16_gets_its_own_settings(tmp_path: Path) -> None:
     roles = {"critic": {"ranks": 1, "backend": "plain"}}
     plan = on_gpus(tmp_path, **{**CRITIC, "roles": roles})
     assert settings(plan) == ("bfloat16", "none") and settings(plan, "critic") == ("float32", "none")
-
-
-def test_a_frozen_role_has_no_settings_that_only_training_reads() -> None:
-    config = make_config(**TEACHER, train={"mini_batches": 2, "optimizer": {"lr": 1e-3}})
-    plugins = plugins_of(config)
-    chosen = with_choices(settle_algorithm(config), plugins, "cpu", bfloat16=True)
-    assert chosen.train == config.train.settled("cpu")
-    assert chosen.roles.teacher == config.roles.teacher  # it shares what its passes read
-    # What a run records can be read again.
-    assert [line for line in against_algorithm(chosen, plugins) if "teacher" in line] == []
-    again = with_choices(chosen, plugins, "cpu", bfloat16=True)
-    assert again == chosen
-
-
-@pytest.mark.parametrize(("asked", "rows", "vocabulary"), [(0, 16, 0), (0, 40, 16), (20, 40, 20), (40, 40, 0)])
-def test_ids_that_the_tokenizer_lacks_are_left_out(tmp_path: Path, asked: int, rows: int, vocabulary: int) -> None:
-    config = {**DATA["model"]["config"], "vocab_size": rows}
-    model = {**DATA["model"], "config": config, "vocabulary": asked}
-    plan = make_plan(config_in(tmp_path / "run", model=model))
-    assert plan.processes.engine is not None
-    given = [
-        *(each.config.model for each in plan.processes.roles["actor"].assignments),
-        *(each.model for each in plan.processes.engine.assignments),
-    ]
-    assert {each.vocabulary for each in given} == {vocabulary}
-    assert plan.rollout.vocab_size == (vocabulary or rows)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import attrs
 import pytest
 
 from corerl.config.toml_text import to_plain
 from corerl.errors import ConfigError
 from corerl.plan.make import make_plan
-from corerl.plan.plan import Plan
 from corerl.plan.settle import with_other_sizes
 from tests.driver.saved import CRITIC, config_in, make_config
 
@@ -58,25 +56,6 @@ def test_settings_other_than_sizes_do_not_change() -> None:
         f"rollout.prompts: {DO}",
         f"roles.actor.train.precision: {DO}",
     ]
-
-
-def differences(one: Plan, other: Plan) -> list[str]:
-    """The names of the parts of processes and record that are not the same."""
-    parts = [each.name for each in attrs.fields(type(one.processes))]
-    found = [name for name in parts if getattr(one.processes, name) != getattr(other.processes, name)]
-    return [*found, *(["record"] if one.record != other.record else [])]
-
-
-def test_a_resized_plan_equals_one_planned_with_these_sizes(tmp_path: Path) -> None:
-    plan = make_plan(config_in(tmp_path, **FSDP))
-    changed = plan.resized(["roles.actor.ranks=2"])
-    of_two = make_plan(config_in(tmp_path, **FSDP, roles={"actor": {"ranks": 2}}))
-    assert differences(changed, of_two) == []
-    assert differences(changed, plan) == ["roles", "placement", "record"]
-    again = changed.resized(["rollout.replicas=2"])  # what has changed before stays so
-    assert again.processes.placement.places == {"actor": (0, 1), "engines": (0, 1)}
-    assert differences(again.resized(["rollout.replicas=1"]), of_two) == []
-    assert plan.processes.placement.places == {"actor": (0,), "engines": (0,)}
 
 
 def test_other_sizes_are_checked_in_a_used_directory(tmp_path: Path) -> None:

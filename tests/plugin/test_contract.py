@@ -11,8 +11,6 @@ import pytest
 from corerl.errors import ContractError
 from corerl.plugin.contract import WORKER_HOOKS, Extensions, Method, backend_methods
 
-ON_DRIVER = ("observe", "shutdown")
-
 
 def extension(**hooks: Any) -> object:
     """An instance of a class with these methods."""
@@ -154,23 +152,3 @@ def test_a_wrapper_yields_once() -> None:
 
     with pytest.raises(ContractError, match="^extension:e0: optimizer_step yields twice; yield once, and return"):
         wrapped(Twice())
-
-
-def test_calling_each_reaches_all_and_yields_what_they_raised() -> None:
-    heard = []
-
-    class Watches:
-        def __init__(self, name: str, error: Exception | None = None) -> None:
-            self.name, self.error = name, error
-
-        def observe(self, event: Any, future: str = "own default") -> None:
-            heard.append((self.name, event, future))
-            if self.error:
-                raise self.error
-
-    boom = ValueError("boom")
-    extensions = Extensions([("out", Watches("out", boom)), ("in", Watches("in"))], hooks=ON_DRIVER)
-    assert list(extensions.call_each("observe", event=1)) == [("extension:out", boom)]
-    assert heard == [("out", 1, "own default"), ("in", 1, "own default")]
-    assert list(extensions.call_each("observe", skip={"extension:out"}, event=2)) == []
-    assert heard[2:] == [("in", 2, "own default")]

@@ -189,21 +189,6 @@ def test_neither_host_nor_backend_can_be_pickled() -> None:
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def test_init_comes_first_and_only_once() -> None:
-    backend = Fake()
-    host = PluginHost(backend, name="mine", context=CONTEXT)
-    with pytest.raises(WrongState) as caught:
-        train(host)
-    assert caught.value.message == "forward_backward on actor rank 1 is not allowed in state new: call init first"
-    assert backend.calls == []
-    host.init(CONFIG, CONTEXT)
-    with pytest.raises(
-        WrongState, match="init on actor rank 1 is not allowed in state ready: it is already initialized"
-    ):
-        host.init(CONFIG, CONTEXT)
-    assert backend.calls == [("init", 1)]
-
-
 @pytest.mark.parametrize("error", [ValueError("boom"), ModelError("no such tensor"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("half", "called"), [("forward_backward", 1), ("optimizer_step", 2)])
 def test_whatever_leaves_a_half_of_a_step_leaves_only_shutdown(half: str, called: int, error: BaseException) -> None:
@@ -248,42 +233,10 @@ def added(*last: bool) -> tuple[PluginHost, Fake]:
     return host, backend
 
 
-LAST_WAS_MADE = "forward_backward on actor rank 1 was refused: the step's last call was made; call optimizer_step first"
 NO_GRADIENTS = (
     "optimizer_step on actor rank 1 was refused: there are no gradients since the last step; call forward_backward "
     "first"
 )
-
-
-def test_a_step_takes_any_number_of_calls() -> None:
-    for calls in ([True], [False], [False, False, True], [False] * 4):
-        host, backend = ready()
-        for number in range(2):
-            for last in calls:
-                assert host.forward_backward(BATCH, LOSS, (), last) is ADDED
-            assert host.optimizer_step(evolve(STEP, optimizer_step=number), 1.0) is STEPPED
-        step = [("forward_backward", 1, (), last) for last in calls]
-        assert backend.calls == [*step, ("optimizer_step", 0, 1.0), *step, ("optimizer_step", 1, 1.0)]
-
-
-@pytest.mark.parametrize("batch", [BATCH, NOTHING])
-def test_a_call_after_the_last_is_refused(batch: PackedBatch) -> None:
-    host, backend = added(False, True)
-    with pytest.raises(WrongState) as caught:
-        host.forward_backward(batch, LOSS, (), True)
-    assert (caught.value.message, backend.calls, host.state) == (LAST_WAS_MADE, [], State.READY)
-    host.optimizer_step(STEP, 1.0)
-    host.forward_backward(batch, LOSS, (), True)
-
-
-def test_a_step_without_gradients_is_refused() -> None:
-    host, backend = ready()
-    for _ in range(2):
-        with pytest.raises(WrongState) as caught:
-            host.optimizer_step(STEP, 1.0)
-        assert (caught.value.message, backend.calls, host.state) == (NO_GRADIENTS, [], State.READY)
-        train(host)
-        backend.calls.clear()
 
 
 def test_pending_gradients_refuse_save_and_sleep() -> None:
@@ -305,23 +258,6 @@ def test_pending_gradients_refuse_save_and_sleep() -> None:
     host.save("somewhere", STEP, False)
     host.sleep(EVERY)
     assert backend.calls == [("optimizer_step", 12, 1.0), ("save", "somewhere"), ("sleep", EVERY)]
-
-
-def test_between_calls_of_a_step_all_but_gradients_sleep() -> None:
-    others = EVERY - {MemoryKind.GRAD}
-    host, backend = added(False)
-    host.forward(BATCH, (), "ref")
-    host.update_weights(None, 1)
-    host.sleep(others)
-    with pytest.raises(NotResident):
-        host.forward_backward(BATCH, LOSS, (), True)
-    host.wake_up(others)
-    host.forward_backward(BATCH, LOSS, (), True)
-    host.forward(BATCH, (), "")
-    host.optimizer_step(STEP, 1.0)
-    assert [call[0] for call in backend.calls] == [
-        "forward", "update_weights", "sleep", "wake_up", "forward_backward", "forward", "optimizer_step",
-    ]  # fmt: skip
 
 
 def test_an_empty_batch_does_not_reach_the_backend() -> None:
@@ -463,14 +399,6 @@ def test_versions_strictly_increase_from_the_one_that_was_loaded() -> None:
     assert host.state is State.READY
 
 
-def test_a_version_whose_update_failed_is_used_up() -> None:
-    host, _ = ready(Fake(update_weights=RuntimeError("connection reset")))
-    with pytest.raises(HookFailed):
-        host.update_weights(None, 1)
-    with pytest.raises(WeightUpdateError, match="expected 2 or more"):
-        host.update_weights(None, 1)
-
-
 # ---- results and errors ----------------------------------------------------------------------------------------------
 
 
@@ -514,22 +442,6 @@ def test_plain_numbers_as_metrics_are_refused_by_name(half: str, metrics: Any, t
     assert caught.value.message == (
         f"actor rank 1: {half} at optimizer step 12: {half}() returned {told}; call chain: backend:mine"
     )
-
-
-def test_a_foreign_error_becomes_a_picklable_line() -> None:
-    host, _ = ready(Fake(forward_backward=RuntimeError("CUDA error: out of memory\nCompile with something")))
-    with pytest.raises(HookFailed) as caught:
-        train(host)
-    arrived = pickle.loads(pickle.dumps(caught.value))
-    raises = Fake.note.__code__.co_firstlineno + 3
-    assert arrived.message == (
-        "backend:mine, actor rank 1: forward_backward failed at optimizer step 12: RuntimeError: CUDA error: out of "
-        f"memory (tests/plugin/test_host.py:{raises})"
-    )
-    assert (arrived.hook, arrived.rank) == ("forward_backward", 1)
-    assert arrived.details.startswith("Traceback (most recent call last):")
-    assert "Compile with something" in arrived.details
-    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_other_verbs_are_guarded_as_hooks_are() -> None:

@@ -12,7 +12,7 @@ from corerl.errors import ConfigError, ContractError, CorerlError, PluginBroken,
 from corerl.plugin.events import Event, Notice
 from corerl.plugin.hooks import RunControl
 from corerl.plugin.host import PluginHost
-from corerl.plugin.observers import Observers, extensions_for, load_extensions, load_observers, traced
+from corerl.plugin.observers import Observers, load_extensions
 from corerl.plugin.spec import Process
 from tests.plugin.test_host import CONTEXT, Fake
 
@@ -54,16 +54,6 @@ def plugins(install: Install, extension_spec: str) -> None:
 
 
 @pytest.mark.usefixtures("plugins")
-def test_each_extension_is_constructed_in_its_process(capsys: pytest.CaptureFixture[str]) -> None:
-    choices = [ExtensionChoice(name="wrap", options={"every": 3}), ExtensionChoice(name="watch", options={"every": 5})]
-    assert [choice.name for choice, _ in extensions_for(choices, Process.WORKER)] == ["wrap"]
-    load_observers(choices, "runs/x").emit(Notice(text="hello"))
-    assert capsys.readouterr().out == "runs/x 5 hello\n"
-    ((name, instance),) = load_extensions(choices, "runs/x", Process.WORKER)
-    assert (name, instance.options.every) == ("wrap", 3)  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("plugins")
 def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
     with pytest.raises(PluginBroken) as caught:
         load_extensions([ExtensionChoice(name="wrap", options={"every": -1})], "runs/x", Process.WORKER)
@@ -73,12 +63,6 @@ def test_an_extension_that_cannot_be_made_says_which_and_why() -> None:
     )
     with pytest.raises(ConfigError, match=r"^extensions\.wrap\.options\.evry: unknown key"):
         load_extensions([ExtensionChoice(name="wrap", options={"evry": 1})], "runs/x", Process.WORKER)
-
-
-def test_a_run_is_traced_if_an_extension_asks() -> None:
-    assert not traced([])
-    assert not traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="console")])
-    assert traced([ExtensionChoice(name="jsonl"), ExtensionChoice(name="trace")])
 
 
 def test_an_observer_that_raises_is_disabled(
@@ -109,15 +93,6 @@ def test_notices_go_to_stderr_only_while_no_extension_shows_them(capsys: pytest.
     assert capsys.readouterr().err.splitlines()[1:] == ["corerl: note: lost by a", "corerl: note: after it"]
 
 
-@pytest.mark.parametrize(("names", "printed"), [(["jsonl"], 1), (["jsonl", "console"], 0)])
-def test_a_list_without_the_console_still_tells(
-    names: list[str], printed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    observers = load_observers([ExtensionChoice(name=name) for name in names], str(tmp_path))
-    observers.emit(Notice(text="hello"))
-    assert capsys.readouterr().err.count("corerl: note: hello") == printed
-
-
 class Decides:
     def __init__(self, name: str, log: list[str], error: BaseException | None = None) -> None:
         self.name, self.log, self.error = name, log, error
@@ -143,18 +118,6 @@ def test_an_error_of_a_deciding_hook_names_the_extension() -> None:
             Observers([("a", Decides("a", log, error)), ("b", Decides("b", log))]).ask("between_steps", run="a run")
         assert (caught.value.message, getattr(caught.value, "__notes__", [])) == (told, notes)
         assert log == ["a a run"]
-
-
-def test_an_extension_that_was_disabled_is_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    class Both(Hears):
-        def between_steps(self) -> None:
-            self.log.append("asked")
-
-    log: list[str] = []
-    observers = Observers([("a", Both("a", log, ValueError("no luck")))])
-    observers.emit(Notice(text="x", step=0))
-    observers.ask("between_steps", run="a run")
-    assert log == ["a"] and "extension:a is disabled" in capsys.readouterr().err
 
 
 def test_shutdown_reaches_every_observer_once_and_never_raises(capsys: pytest.CaptureFixture[str]) -> None:

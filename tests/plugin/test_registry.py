@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from corerl.plugin.registry import (
     Kind,
     Status,
     installed,
-    installed_names,
     kinds_of,
     load,
-    load_implementation,
 )
 from corerl.plugin.spec import API
 
@@ -50,23 +47,6 @@ def test_a_backend_is_found_by_name_with_its_distribution(install: Install, back
             summary="a small backend",
         )
     ]
-
-
-def test_an_unknown_name_is_answered_with_installed_ones(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"sharded": "mine_e:SPEC"}}, mine_e=backend_spec)
-    with pytest.raises(PluginNotFound) as caught:
-        load(Kind.BACKENDS, "sharted")
-    known = ", ".join(installed_names(Kind.BACKENDS))
-    assert caught.value.message == f"unknown backend 'sharted'; installed: {known}; did you mean 'sharded'?"
-    assert "sharded" in known
-
-
-def test_a_missing_backend_is_answered_with_the_install_command(absent_backend: str) -> None:
-    with pytest.raises(PluginNotFound, match=r"to install 'absent': pip install 'corerl\[absent\]'$"):
-        load(Kind.BACKENDS, absent_backend)
-    with pytest.raises(PluginNotFound, match=r"did you mean 'absent'\?; to install 'absent': pip install") as caught:
-        load(Kind.BACKENDS, "abbsent")
-    assert pickle.loads(pickle.dumps(caught.value)).install == "pip install 'corerl[absent]'"
 
 
 def test_a_name_of_two_distributions_is_a_conflict(install: Install, backend_spec: str) -> None:
@@ -148,41 +128,6 @@ def test_a_backend_of_another_api_is_refused_with_both_versions(
     (mine,) = listed("mine")
     assert (mine.status, mine.api) == (Status.INCOMPATIBLE, api)
     assert mine.reason == f"written for API {major}.{minor}, but this corerl supports 2.2"
-
-
-def test_a_module_path_needs_no_installation(install: Install, backend_spec: str) -> None:
-    install("anything", {}, loose=backend_spec)
-    loaded = load(Kind.BACKENDS, "loose:SPEC")
-    assert (loaded.name, loaded.distribution, loaded.value) == ("loose:SPEC", "", "loose:SPEC")
-    with pytest.raises(PluginBroken, match=r"backend 'no\.such:SPEC' cannot be loaded .*: No module named 'no'$"):
-        load(Kind.BACKENDS, "no.such:SPEC")
-
-
-def test_a_misspelt_distribution_is_answered_with_the_nearest(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_l:SPEC"}}, mine_l=backend_spec)
-    with pytest.raises(PluginNotFound, match=r"did you mean 'corerl-mine:mine'\?$"):
-        load(Kind.BACKENDS, "corerl-mien:mine")
-
-
-def test_the_implementation_is_imported_only_when_asked_for(install: Install, backend_spec: str) -> None:
-    install("corerl-mine", {"backends": {"mine": "mine_m:SPEC"}}, mine_m=backend_spec)
-    loaded = load(Kind.BACKENDS, "mine")
-    with pytest.raises(PluginBroken) as caught:
-        load_implementation(Kind.BACKENDS, loaded)
-    assert caught.value.message == (
-        "backend 'mine' (corerl-mine 0.1.0) cannot be loaded from mine_m_code:Code: "
-        "ModuleNotFoundError: No module named 'mine_m_code'; repair or reinstall corerl-mine"
-    )
-    install("corerl-mine-code", {}, mine_m_code="class Code: pass")
-    assert load_implementation(Kind.BACKENDS, loaded).__name__ == "Code"
-
-
-def test_a_reinstalled_distribution_is_read_again(install: Install, backend_spec: str) -> None:
-    site = install("corerl-mine", {"backends": {"mine": "mine_a:SPEC"}}, mine_a=backend_spec)
-    assert "mine" in installed_names(Kind.BACKENDS)
-    shutil.rmtree(site / "corerl_mine-0.1.0.dist-info")
-    install("corerl-mine", {"backends": {"renamed": "mine_a:SPEC"}})
-    assert {"mine", "renamed"} & set(installed_names(Kind.BACKENDS)) == {"renamed"}
 
 
 @pytest.mark.parametrize("api", ["'1.0'", "(1,)", "None"])

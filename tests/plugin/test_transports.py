@@ -3,9 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from corerl.plugin.capabilities import Capability
-from corerl.plugin.registry import Kind, scan
-from corerl.plugin.transports import abandon, open_receiver, open_sender, transport_named
+from corerl.plugin.transports import abandon, open_receiver, open_sender
 from corerl.weights.transport import Address
 
 Install = Callable[..., Path]
@@ -46,18 +44,3 @@ def test_both_ends_are_made_of_the_address_and_their_place(install: Install) -> 
     assert type(sender).__name__ == "Pigeon"
     abandon(address)
     assert vars(type(receiver))["left"] == [address]
-
-
-def test_a_transport_without_a_wait_to_end_is_abandoned_silently() -> None:
-    assert transport_named("ipc").abandon == ""
-    abandon(Address(transport="ipc", engines=()))
-
-
-def test_first_party_transports_ask_for_their_own_capability() -> None:
-    asked = {entry.name: transport_named(entry.name).capability for entry in scan(Kind.TRANSPORTS)}
-    assert {name: asked[name] for name in ("ipc", "collective", "disk", "delta")} == {
-        "ipc": Capability.UPDATE_IPC,
-        "collective": Capability.UPDATE_COLLECTIVE,
-        "disk": Capability.UPDATE_DISK,
-        "delta": Capability.UPDATE_DISK,
-    }

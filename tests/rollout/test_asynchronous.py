@@ -166,26 +166,6 @@ def test_no_token_is_staler_than_allowed(
     assert len(set(engines.keys)) == len(engines.keys)  # with noise of its own
 
 
-def test_progress_counts_the_ready_samples_of_the_next_step(engines: Engines) -> None:
-    told: list[tuple[int, int]] = []
-    source = asynchronous(engines, on_progress=lambda done, of: told.append((done, of)))
-    engines.next(source)
-    source.close()
-    assert told and all(of == PROMPTS * SAMPLES and done in (0, 2, 4, 6) for done, of in told)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-
-
-def test_fast_engines_are_given_one_step_ahead(engines: Engines) -> None:
-    source = asynchronous(engines, max_staleness=4, steps=9)
-    ahead = []
-    for scored in engines.trained_on(source):
-        ahead.append(source.position["begun"] - (scored.step + 1) * PROMPTS)
-        engines.settle()
-        assert len(source._ready) == ahead[-1]  # they have finished all of it
-    # What was begun before anything was finished is used up first.
-    assert ahead == [4 * PROMPTS, 3 * PROMPTS, 2 * PROMPTS, *[PROMPTS] * 5, 0]
-
-
 @pytest.mark.parametrize("function", [None, two_turns])
 def test_a_resumed_source_restarts_exactly_what_was_in_flight(
     function: Callable[..., Any] | None, use: Use[Engines], episodes: Sampling
@@ -265,19 +245,6 @@ def test_groups_may_become_stale_while_they_are_scored(
     assert (second.counts["groups_set_aside"], second.counts["groups_missing"]) == (0, 0)
 
 
-def test_an_update_of_the_same_weights_makes_no_sample_staler(use: Use[Engines]) -> None:
-    engines = use(OneBatchAtFirst())
-    source = asynchronous(engines, steps=2)
-    engines.next(source)
-    engines.handed_out.set()
-    engines.settle()
-    engines.update(source, 1)
-    engines.update(source, 2, repeats=(2,))
-    second = engines.next(source)
-    source.close()
-    assert (versions(second), second.counts["stale_samples"]) == ({0}, 0)
-
-
 def test_stale_groups_do_not_fill_a_step(use: Use[Engines]) -> None:
     engines = use(OneBatchAtFirst())
 
@@ -338,41 +305,6 @@ def test_an_episode_spans_updates_and_keeps_its_tokens(engines: Engines, episode
         )
 
 
-def test_a_stale_episode_ends_and_its_prompt_is_sampled_again(engines: Engines, episodes: Sampling) -> None:
-    stale = threading.Event()
-    first, told, begun = upcoming(1)[0], [], []
-
-    def waits(episode: Episode) -> float | None:
-        if episode.prompt.index != first or len(begun) == SAMPLES:
-            return two_turns(episode)
-        begun.append(episode)
-        messages = episode.messages
-        messages += [episode.chat(messages, max_tokens=1)["message"], {"role": "tool", "content": "9>"}]
-        assert stale.wait(LIMIT)
-        try:
-            episode.chat(messages)
-        except RuntimeError as error:
-            told.append(str(error))
-        return -5.0  # which no answer is worth
-
-    source = asynchronous(engines, episodes=episodes(engines, waits), steps=6, max_staleness=1)
-    trained, stale_samples = [], 0
-    for scored in engines.trained_on(source):
-        trained += [(prompt.index, scored.step) for prompt in scored.rollout.prompts]
-        stale_samples += scored.counts["stale_samples"]
-        if stale_samples:  # the engines have had version 2 for a while
-            stale.set()
-        assert -5.0 not in scored.rewards
-    # On a machine with other work another prompt's episodes may grow too old as well; a prompt's do so together.
-    assert stale_samples >= SAMPLES and stale_samples % SAMPLES == 0
-    assert len({index for index, _ in trained}) == len(trained) == 6 * PROMPTS
-    ((step,),) = [[step for index, step in trained if index == first]]
-    assert step >= 2
-    join_episodes()
-    assert len(told) == SAMPLES
-    assert all("no running episode" in line or "the episode is over" in line for line in told)
-
-
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -429,14 +361,3 @@ def test_no_sample_is_lost_when_all_engines_die(use: Use[Engines]) -> None:
         assert source.position["begun"] == begun
     assert sorted(index for each in steps for index in indices(each)) == sorted(upcoming(18))
     assert sorted(line for line in engines.log if line.startswith("replace")) == ["replace 0"] * 2 + ["replace 1"] * 2
-
-
-def test_closing_cancels_all_tasks(use: Use[Engines]) -> None:
-    engines = use(Slow(until=9, max_staleness=1))
-    source = asynchronous(engines)
-    engines.next(source)
-    assert len(source._sampling) > 0
-    source.close()
-    engines.die()
-    engines.settle()
-    assert {task.cancelled() for task in source._sampling.values()} == {True}

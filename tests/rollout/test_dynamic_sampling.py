@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from attrs import evolve
 
@@ -14,9 +13,7 @@ from corerl.errors import RewardError
 from corerl.rollout.ordered import OrderedRollouts
 from corerl.rollout.rewards import Reward
 from corerl.rollout.sampled import DynamicSampling
-from corerl.rollout.sampler import PromptSampler, Rollout
-from corerl.rollout.scoring import Scorer, Scores
-from corerl.types import ROLE
+from corerl.rollout.scoring import Scorer
 from tests.rollout.engines import Engines, at_once
 from tests.rollout.sampling import (
     KINDS,
@@ -24,12 +21,6 @@ from tests.rollout.sampling import (
     source,
     stream,
 )
-
-
-class Equal:
-    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
-        ones = np.ones(len(rollout.batch), np.float32)
-        return Scores(rewards=ones, parts={"one": (float(len(ones)), len(ones))}, values={"one": ones})
 
 
 def refilled(engines: Engines, attempts: int, reward: Scorer | Reward, **fields: Any) -> OrderedRollouts:
@@ -56,14 +47,6 @@ def test_groups_without_spread_are_replaced_by_later_prompts(kind: str, engines:
         assert (scored.failures, scored.first_failure) == ({"raised": scored.counts["attempts"]}, "the first")
 
 
-def test_missing_groups_are_filled_with_dropped_ones(engines: Engines) -> None:
-    scored = engines.next(refilled(engines, 2, Equal()))
-    assert scored.counts == {"attempts": 3, "groups_set_aside": 12, "groups_unused": 0, "groups_missing": 4}
-    assert [prompt.index for prompt in scored.rollout.prompts] == [each.index for each in stream().take(4)]
-    assert len(scored.rollout.batch) == 8
-    assert scored.parts == {"one": (24.0, 24)}  # over all samples of the step
-
-
 def by_parts(prompt: Prompt, response: str) -> dict[str, float]:
     """A length that differs, and an outcome that differs for prompts of odd numbers alone."""
     return {"right": float(prompt.index % 2 * (len(response) > 3)), "length": 0.1 * len(response)}
@@ -81,29 +64,3 @@ def test_a_part_of_the_reward_may_decide(engines: Engines) -> None:
     wrong = DynamicSampling(useful=spread, max_replacements=1, part="rigth")
     with pytest.raises(RewardError, match=r"dynamic_sampling_on: 'rigth' .* 'right', 'length'; did you mean 'right'"):
         engines.next(refilled(engines, 0, reward, refill=wrong))
-
-
-class ByRole:
-    """Two roles of opposed rewards, which differ between the samples of prompts of odd numbers alone."""
-
-    def score(self, rollout: Rollout, *, partial: bool = False) -> Scores:
-        rows = rollout.batch.row_columns
-        odd = np.array([rollout.prompts[group].index % 2 for group in rows["group"]])
-        won = np.where(odd, rows["sample"] // 2, 1.0)
-        return Scores(rewards=np.where(rows[ROLE] == "white", won, -won).astype(np.float32))
-
-
-def test_roles_that_differ_from_each_other_alone_teach_nothing(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = PromptSampler.rollout
-
-    def with_roles(self: PromptSampler, *args: Any) -> Rollout:
-        found = plain(self, *args)
-        roles = np.array(["white", "black"])[found.batch.row_columns["sample"] % 2]
-        return evolve(found, batch=found.batch.with_row_columns(**{ROLE: roles}))
-
-    monkeypatch.setattr(PromptSampler, "rollout", with_roles)
-    scored = engines.next(refilled(engines, 40, ByRole(), samples=4))
-    assert [prompt.index % 2 for prompt in scored.rollout.prompts] == [1] * 4
-    assert scored.counts["groups_missing"] == 0 < scored.counts["groups_set_aside"]

@@ -14,8 +14,8 @@ from corerl.data.prompts import Prompt, PromptSource, PromptStream, SortDigits, 
 from corerl.engines.base import UNLIMITED
 from corerl.errors import ConfigError, DataError, ModelError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.pictures import FoundPicture, read
-from corerl.rollout.encoding import PromptCheck, check_first, encode, expand, require_encodable
+from corerl.pictures import FoundPicture
+from corerl.rollout.encoding import PromptCheck, encode, expand, require_encodable
 from corerl_agents.conversation import Conversation, Renderer
 from corerl_agents.refused import Refused
 from tests.tiny_pictures import TinyOptions, TinyReader
@@ -45,14 +45,6 @@ def tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerBase:
     made = load_tokenizer(tokenizer="characters:0123456789>ua:;", path="")
     made.chat_template = template
     return made
-
-
-def test_chats_and_texts_are_encoded_as_transformers_does() -> None:
-    ours = tokenizer()
-    by_hand = ours.apply_chat_template([dict(each) for each in CHAT.messages], add_generation_prompt=True)["input_ids"]
-    assert encode(ours, [CHAT, TEXT, CHAT]) == [by_hand, ours("12>")["input_ids"], by_hand]
-    assert ours.decode(by_hand) == "<bos>u:12;a:3;u:45;a:"
-    assert by_hand.count(ours.bos_token_id) == 1
 
 
 def test_a_refused_chat_is_named_with_the_templates_reason() -> None:
@@ -114,26 +106,6 @@ def test_a_text_begins_once_and_is_not_ended(template: str, text: str, ids: list
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", ["the sum is ", "4", "", " 4 "])
-def test_a_last_message_of_the_assistant_is_continued(content: str) -> None:
-    ours = load_tokenizer(tokenizer="characters:0123456789>ua:;thesmi ", path="")
-    ours.chat_template = TEMPLATE
-    messages = ({"role": "user", "content": "2"}, {"role": "assistant", "content": content})
-    by_hand = ours.apply_chat_template([dict(each) for each in messages], tokenize=False, continue_final_message=True)
-    assert by_hand == f"<bos>u:2;a:{content}"
-    assert ours.decode(encode(ours, [evolve(CHAT, messages=messages)])[0]) == by_hand
-
-
-def test_tools_and_arguments_of_the_template_are_given_to_it() -> None:
-    ours = tokenizer("{% if brief %}0{% endif %}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + TEMPLATE)
-    asked = evolve(CHAT, tools=({"name": "1"}, {"name": "2"}))
-    by_hand = ours.apply_chat_template(
-        [dict(each) for each in CHAT.messages], tools=[{"name": "1"}, {"name": "2"}], brief=True, tokenize=False,
-        add_generation_prompt=True,
-    )  # fmt: skip
-    assert ours.decode(encode(ours, [asked], {"brief": True})[0]) == by_hand == "012<bos>u:12;a:3;u:45;a:"
 
 
 @pytest.mark.parametrize(
@@ -231,19 +203,6 @@ def test_a_prompt_is_too_long_by_its_tokens(template: str, prompt: Prompt, monke
     assert skips(prompt, ours, 20 * length) == ""  # is not encoded, as it is surely short enough
 
 
-def test_a_normalized_text_is_measured_in_its_tokens() -> None:
-    inner = tokenizers.Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", byte_fallback=False))
-    inner.normalizer = tokenizers.normalizers.NFKC()
-    ours = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
-    prompt = evolve(TEXT, text="\ufdfa" * 100)  # a whole phrase in one character, of 18 letters
-    check = PromptCheck(tokenizer=ours, longest=1799, limit="LIMIT")
-    assert check(prompt).startswith("it has 1800 tokens")
-    assert evolve(check, longest=1800, skip=True)(prompt).startswith(UNKNOWN)  # it is short enough
-
-
-SEED = 4
-
-
 class Numbered(PromptSource):
     """Prompts of digits; those of `bad` have a system message, which the template refuses."""
 
@@ -256,39 +215,6 @@ class Numbered(PromptSource):
     def prompt(self, index: int) -> Prompt:
         role = "system" if index in self._bad else "user"
         return Prompt(index=index, text="", answer="", messages=({"role": role, "content": str(index)},))
-
-
-def test_first_and_held_out_prompts_are_checked_before_a_run() -> None:
-    taken = [each.index for each in PromptStream(Numbered(200, set(), held_out=6), SEED).take(194)]
-    early, late = taken[5], taken[150]
-    source = Numbered(200, {3, early, late}, held_out=6)  # the first six are held out
-    check_first(source, PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
-    assert source.left_out == {3, early}
-    (notice,) = source.notices
-    assert notice.startswith("data: 2 of the first 70 prompts are skipped; prompt 3: the tokenizer's chat template")
-    with pytest.raises(DataError, match="^prompt 3: the tokenizer's chat template rejects .*; correct the row, or set"):
-        check_first(source, PromptCheck(tokenizer=tokenizer()), seed=SEED)
-    with pytest.raises(DataError, match="^all 10 training prompts are skipped.*: 10 of the first 10 prompts"):
-        check_first(Numbered(10, set(range(10))), PromptCheck(tokenizer=tokenizer(), skip=True), seed=SEED)
-
-
-def test_a_run_takes_the_prompts_that_were_checked_for_it() -> None:
-    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
-    check_first(source, check, seed=SEED)
-    checked = list(source.checked.values())
-    assert len(checked) == 64
-    taken = PromptStream(source, SEED, check=check).take(70)
-    assert {id(each) for each in taken[:64]} == {id(each) for each in checked} and not source.checked
-    assert [each.index for each in taken] == [each.index for each in PromptStream(Numbered(200, set()), SEED).take(70)]
-
-
-def test_a_resumed_run_keeps_none_of_the_first_prompts() -> None:
-    source, check = Numbered(200, set()), PromptCheck(tokenizer=tokenizer())
-    position = (begun := PromptStream(source, SEED)).take(100) and begun.position
-    check_first(source, check, seed=SEED)
-    resumed = PromptStream(source, SEED, check=check)
-    resumed.restore(position)
-    assert not source.checked and [each.index for each in resumed.take(3)] == [each.index for each in begun.take(3)]
 
 
 def test_a_prompt_is_checked_when_it_is_drawn() -> None:
@@ -335,33 +261,11 @@ def pictured(text: str, *references: str) -> tuple[Prompt, TinyReader]:
     return Prompt(index=0, text=text, answer="", messages=messages, pictures=pictures), reader
 
 
-def test_a_template_s_placeholders_become_whole_pictures() -> None:
-    prompt, reader = pictured("1<image><image>2", "2x2:9", "3x1:4")
-    (ids,) = encode(PICTURED, [prompt])
-    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
-    assert PICTURED.decode(tokens) == "u:1**|**!***!2;a:"
-    assert "".join(map(str, column)) == "00011111022200000"
-
-
-def test_equal_pictures_that_adjoin_keep_an_end_between_them() -> None:
-    prompt, reader = pictured("<image><image>", "1x2:9", "1x2:9")
-    (ids,) = encode(PICTURED, [prompt])
-    tokens, column = expand(ids, [read(each) for each in prompt.pictures], reader)
-    assert (PICTURED.decode(tokens), "".join(map(str, column))) == ("u:*|*!*|*!;a:", "0011102220000")
-    assert reader.decoded == {"1x2:9": 1}
-
-
 def test_a_text_that_spells_the_placeholder_is_refused_where_marks_are_others() -> None:
     reader = TinyReader(TinyOptions(), None, PICTURED)
     reader.mark = 9
     with pytest.raises(files.Refused, match="a text that spells the token where a picture's"):
         expand([4, reader.placeholder], [], reader)
-
-
-def test_texts_without_pictures_are_not_changed_by_a_reader() -> None:
-    reader = TinyReader(TinyOptions(), None, PICTURED)
-    tokens, column = expand([4, 8, 9], [], reader)
-    assert (tokens.tolist(), column.tolist()) == ([4, 8, 9], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -378,10 +282,3 @@ def test_prompts_whose_pictures_cannot_be_shown_are_refused(text: str, reference
     with pytest.raises(DataError, match=why + ".*; correct the row, or set data.refused='skip'"):
         PromptCheck(tokenizer=PICTURED, pictures=reader)(prompt)
     assert re.match(why, PromptCheck(tokenizer=PICTURED, pictures=reader, skip=True)(prompt))
-
-
-def test_lengths_of_prompts_count_the_tokens_of_pictures() -> None:
-    prompt, reader = pictured("1<image>", "3x3:1")
-    ours = PromptCheck(tokenizer=PICTURED, pictures=reader, longest=18, limit="LIMIT")
-    assert ours(prompt) == ""  # u:1 and ;a: beside 9 placeholders, 2 breaks and an end
-    assert evolve(ours, longest=17)(prompt) == "it has 18 tokens, but at most 17 fit with LIMIT"

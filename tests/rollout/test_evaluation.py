@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from attrs import evolve
 
-from corerl.config.schema import ModelConfig
 from corerl.data.prompts import Prompt
 from corerl.engines.base import GenerateRequest, Generation, SamplingParams
 from corerl.errors import RewardError
 from corerl.models.tokenizer import load_tokenizer
-from corerl.rollout.encoding import encode
-from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, majority_at, pass_and_majority
+from corerl.rollout.evaluation import EvalSet, Evaluation, evaluate, pass_and_majority
 from corerl.rollout.rewards import Reward, find_reward
 from corerl.rollout.sampler import PromptSampler, Rollout, Sampler
 from corerl.types import ROLE
-from corerl_transformers.engine import TransformersEngine
-from corerl_transformers.spec import TransformersConfig
-from tests.engines.models import TIED, context, hf_tensors, random_model, update
-from tests.pictured import PICTURES
 from tests.rollout.engines import at_once
 from tests.rollout.listed import Listed
 from tests.rollout.samplers import prompt_sampler
@@ -87,22 +78,6 @@ def test_a_greedy_evaluation_equals_one_by_hand() -> None:
     assert "eval/exact_match" not in free.metrics
 
 
-def test_only_the_pictures_of_shown_prompts_are_kept() -> None:
-    first, second, third = list(PICTURES.values())[:3]
-    shows = zip(PROMPTS, [(first, second), (), (third,)], strict=True)
-    prompts = [evolve(prompt, pictures=pictures) for prompt, pictures in shows]
-    assert [each.id for each in evaluated(prompts, show=2).pictures] == [first.id, second.id]
-    assert evaluated(PROMPTS).pictures == ()
-
-
-def test_the_parts_of_rewards_are_told_as_means() -> None:
-    weights = {"size": 0.0, "one": 2.0}
-    sizes = Reward(name="sizes", function=lambda prompt, text: {"size": len(text), "one": 1}, weights=weights)
-    metrics = evaluated(PROMPTS, sizes).metrics
-    assert (metrics["eval/reward/one"], metrics["eval/reward/size"]) == (1.0, pytest.approx((2 + 1 + 1) / 3))
-    assert metrics["eval/reward"] == 2.0
-
-
 def test_failed_rewards_are_counted_unless_all_fail() -> None:
     def odd(prompt: Prompt, response: str) -> float:
         if prompt.index == 1:
@@ -131,54 +106,6 @@ def test_pass_at_k_counts_choices_with_a_right_sample() -> None:
     assert found["pass@6"] == right.any(1).mean() and found["pass@1"] == pytest.approx(right.mean())
 
 
-def test_majority_ties_are_shared() -> None:
-    votes = np.array([["a", "a", "b", "c"], ["a", "b", "b", "a"], ["c", None, None, "d"], [None] * 4], object)
-    right = votes == "a"
-    # a wins; a and b tie; c and d tie, both wrong; nobody votes
-    assert majority_at(4, right, votes) == pytest.approx((1 + 0.5 + 0 + 0) / 4)
-    # Blocks of two: a | b, c tie; a, b tie | b, a tie; c | d; none.
-    assert majority_at(2, right, votes) == pytest.approx((1 + 0 + 0.5 + 0.5 + 0 + 0 + 0 + 0) / 8)
-    assert "majority@2" not in pass_and_majority(right, votes)
-    odd = np.array([["a", "a", "b", "b", "b"]], object)
-    assert pass_and_majority(odd == "b", odd)["majority@4"] == 0.5  # of the first four; the fifth is in no block
-    assert pass_and_majority(odd == "b", odd)["majority@5"] == 1.0
-    # Answers that are the same and still worth more or less, as by their length, count by their share.
-    assert majority_at(3, np.array([[True, False, False]]), np.array([["a", "a", "b"]], object)) == 0.5
-
-
-def test_pass_at_k_is_within_three_standard_errors(tmp_path: Path) -> None:
-    """The policy is a model with random weights, and an answer, its first token, is right if it is one of three: the
-    softmax of plain transformers says how likely that is for each prompt."""
-    P, G, temperature, wanted = 48, 16, 0.8, "369"
-    model = random_model(TIED, seed=5)
-    engine = TransformersEngine(ModelConfig(config=TIED), TransformersConfig(), context())
-    assert not update([engine], hf_tensors(model, tmp_path), version=1, path=tmp_path / "weights")[0].error
-    prompts = [Prompt(index=i, text=f"{i}>", answer="") for i in range(P)]
-    ids = TOKENIZER.convert_tokens_to_ids(list(wanted))
-    with torch.no_grad():
-        logits = [model(torch.tensor([encode(TOKENIZER, [each])[0]])).logits[0, -1] for each in prompts]
-    p = np.array([torch.softmax(row.double() / temperature, -1)[ids].sum().item() for row in logits])
-
-    async def generate(request: GenerateRequest, **_: Any) -> Generation:
-        return engine.generate(request)
-
-    params = SamplingParams(max_tokens=1, temperature=temperature, stop_tokens=(2,))
-    right = Reward(name="right", function=lambda prompt, text: float(text in tuple(wanted)))
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=generate, seed=3)
-    held_out = EvalSet(source=Listed(prompts), params=params, samples=G)
-    found = asyncio.run(evaluate(sampler, held_out, at_once(right))).metrics
-    assert found["eval/pass@1"] == found["eval/reward"]
-    counts = np.arange(G + 1)
-    chances = np.array([[math.comb(G, c) * q**c * (1 - q) ** (G - c) for c in counts] for q in p])
-    assert 0.1 < p.mean() < 0.4
-    for k in (1, 2, 4, 8, 16):
-        exact = 1 - (1 - p) ** k
-        of_count = np.array([1 - math.comb(G - c, k) / math.comb(G, k) for c in counts])
-        np.testing.assert_allclose(chances @ of_count, exact, rtol=1e-9)  # unbiased
-        error = np.sqrt((chances @ of_count**2 - exact**2).sum()) / P
-        assert abs(found[f"eval/pass@{k}"] - exact.mean()) < 3 * error
-
-
 class ByNoise:
     """Answers one token, a function of the row's noise; hears each request."""
 
@@ -195,21 +122,6 @@ class ByNoise:
             versions=np.ones(rows, np.int64),
             truncated=np.zeros(rows, np.bool_),
         )
-
-
-def test_evaluation_noise_is_that_of_no_training_step() -> None:
-    draws = ByNoise()
-    sampled = [evaluated(PROMPTS, generate=draws, samples=samples) for samples in (4, 8, 8)]
-    keys = [asked.noise_keys.reshape(len(PROMPTS), -1) for asked in draws.asked]
-    assert len(set(keys[1].ravel().tolist())) == 24
-    np.testing.assert_array_equal(keys[0], keys[1][:, :4])
-    assert sampled[1].metrics == sampled[2].metrics and sampled[1].samples == sampled[2].samples
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=draws, seed=0)
-    trained = [sampler.request(PROMPTS, rollout_step=step, samples=8, params=PARAMS).noise_keys for step in range(50)]
-    assert not set(np.concatenate(trained).tolist()) & set(keys[1].ravel().tolist())
-    shown = sampled[1].samples
-    assert [(each.prompt, each.sample) for each in shown] == [(each.text, n) for each in PROMPTS for n in range(8)]
-    assert [each.sample for each in sampled[1].shown] == [0, 0, 0]
 
 
 def test_named_sets_and_mixed_sources_have_own_metrics() -> None:

@@ -9,22 +9,19 @@ from typing import Any
 
 import pytest
 
-from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt, PromptStream, SortDigits
 from corerl.engines.base import GenerateRequest, Generation
 from corerl.errors import DataError, EngineFailed
 from corerl.rollout.ordered import OneStepOffRollouts, OrderedRollouts
 from corerl.rollout.rewards import Reward
-from corerl.rollout.sampled import DynamicSampling
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
 from tests.engines.services import serve
 from tests.rollout.conftest import Use
-from tests.rollout.engines import LIMIT, Engines, at_once
+from tests.rollout.engines import LIMIT, Engines
 from tests.rollout.sampling import (
     PROMPTS,
     SAMPLES,
-    ByIndex,
     indices,
     source,
     stream,
@@ -87,15 +84,6 @@ def test_an_update_waits_for_samples_but_not_for_rewards(use: Use[Engines], monk
     assert (versions(second), second.step) == ({0}, 1)
     assert versions(engines.next(begun)) == {1}
     begun.close()
-
-
-def test_each_step_is_one_version_behind(engines: Engines) -> None:
-    refill = DynamicSampling(useful=spread, max_replacements=2)
-    for fields in ({}, {"refill": refill, "reward": at_once(ByIndex())}):
-        engines.take_weights(0)
-        steps = list(engines.trained_on(ahead(engines, **fields)))
-        assert [versions(each) for each in steps] == [{0}, {0}, {1}, {2}]
-    assert engines.log.count("pause") == 0  # nobody is interrupted
 
 
 def test_a_failure_ahead_is_raised_before_weights_change(use: Use[Engines]) -> None:

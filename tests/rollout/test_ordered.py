@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from corerl.algorithms.advantages import spread
 from corerl.data.prompts import Prompt
@@ -24,7 +23,6 @@ from tests.rollout.conftest import Use
 from tests.rollout.engines import LIMIT, Engines
 from tests.rollout.sampling import (
     KINDS,
-    PARAMS,
     PROMPTS,
     REWARD,
     SAMPLES,
@@ -62,17 +60,6 @@ def test_steps_have_fresh_prompts_noise_and_their_rewards(engines: Engines) -> N
         assert [each.response for each in every] == scored.rollout.texts
         assert [each.prompt for each in every[::2]] == [prompt.text for prompt in scored.rollout.prompts]
         assert [each.reward for each in every] == scored.rewards.tolist()
-
-
-@pytest.mark.parametrize("kind", ["streamed", "one-step-off"])
-def test_samples_are_those_of_a_synchronous_source(kind: str, use: Use[Engines]) -> None:
-    engines, other = use(Engines()), use(Engines())
-    begun = source(engines, **KINDS[kind])
-    steps = engines.rest(begun)
-    assert engines.run(begun.next()) is None
-    for found, wanted in zip(steps, other.rest(source(other, reward=in_caller(other))), strict=True):
-        assert_same(found, wanted)
-        assert found.seconds.keys() == {"rollout"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -224,21 +211,6 @@ def arrivals(engines: Engines, begun: OrderedRollouts) -> list[Arrived]:
     return list(iter(lambda: engines.run(begun.arrived()), None))
 
 
-def test_arrived_prompts_are_the_parts_of_their_step(engines: Engines, use: Use[Engines]) -> None:
-    other = use(Engines())
-    begun = source(engines, singly=True)
-    for number, step in enumerate(other.rest(source(other))):
-        parts = arrivals(engines, begun) if number != 1 else []  # a step is the same if nobody asks for them
-        assert sorted(place for part in parts for place in part.prompts) == ([] if number == 1 else [0, 1, 2])
-        for part in parts:
-            rows = step.rollout.prompt_rows(part.prompts)
-            np.testing.assert_array_equal(part.rewards, step.rewards[rows])
-            np.testing.assert_array_equal(part.batch.tokens, step.rollout.batch.take_rows(rows).tokens)
-            assert part.of == PROMPTS
-        assert_same(engines.next(begun), step)
-    assert arrivals(engines, begun) == [] and engines.rest(begun) == []
-
-
 def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> None:
     engines = use(OneByOne())
     progress: list[tuple[int, int]] = []
@@ -260,25 +232,3 @@ def test_a_prompt_is_handed_out_while_others_are_sampled(use: Use[OneByOne]) -> 
     )
     assert progress[0] == (0, PROMPTS * SAMPLES)
     begun.close()
-
-
-# ---- what a step has -------------------------------------------------------------------------------------------------
-
-
-def test_groups_are_taken_in_the_given_order(engines: Engines) -> None:
-    whole = evolve(engines.next(source(engines)), rewards=np.arange(6, dtype=np.float32))
-    taken = whole.take_prompts(np.array([2, 0]))
-    assert taken.rewards.tolist() == [4.0, 5.0, 0.0, 1.0]
-    assert taken.rollout.texts == [whole.rollout.texts[row] for row in (4, 5, 0, 1)]
-    assert taken.rollout.prompts == (whole.rollout.prompts[2], whole.rollout.prompts[0])
-    assert taken.rollout.batch.row_columns["group"].tolist() == [0, 0, 1, 1]
-
-
-def test_a_repeated_prompt_gets_other_noise(engines: Engines) -> None:
-    prompt = [Prompt(index=5, text="00005>", answer="00005")]
-    sampler = source(engines).sampler
-    requests = [
-        sampler.request(prompt * 2, rollout_step=0, samples=2, params=PARAMS, noise_salt=salt) for salt in (0, 0, 1, 2)
-    ]
-    assert requests[0].noise_keys.tolist() == requests[1].noise_keys.tolist()
-    assert len({key for each in requests for key in each.noise_keys.tolist()}) == 3 * 2 * 2

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from corerl.data.prompts import Prompt
-from corerl.rollout.encoding import TAGS, Openings, encode, generation_prompt, left_open, render
+from corerl.rollout.encoding import Openings, encode, generation_prompt, render
 from corerl_agents.script import byte_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -79,9 +79,3 @@ def test_a_special_tag_is_seen_where_texts_keep_it() -> None:
     assert openings.of(tokens, user("2?")) == "<think>\n"
     assert openings.seen("<think>\n", special_tokens=True) == "<think>\n"
     assert openings.seen("<think>\n", special_tokens=False) == ""
-
-
-def test_every_tag_of_the_table_opens_and_closes() -> None:
-    for opening, closing in TAGS.items():
-        assert left_open(f"a{opening} b") == f"{opening} b"
-        assert left_open(f"a{opening} b{closing}") == ""

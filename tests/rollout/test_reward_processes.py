@@ -73,13 +73,6 @@ def gone(pids: set[int], *, within: float = 20.0) -> bool:
     return not any(map(alive, pids))
 
 
-def test_rewards_are_in_the_order_of_the_samples() -> None:
-    texts = ["x" * (3 * i % 11) for i in range(150)]
-    inside, outside = (scores(texts, processes=processes) for processes in (0, 2))
-    assert inside.rewards.tolist() == outside.rewards.tolist() == [float(3 * i % 11) for i in range(150)]
-    assert (outside.failures, outside.first) == ({}, "")
-
-
 def test_failed_samples_get_the_failed_value() -> None:
     texts = ["ok", "raise", "nan", "loop", "leave", "exit", "segfault", "regular", "sleep", "four"]
     found = scores(texts * 2, processes=2, timeout=0.5, failed_value=-1.0)  # 3 samples travel together
@@ -152,13 +145,6 @@ def test_it_tells_how_many_samples_of_a_batch_are_scored(processes: int) -> None
     done = [each for each, _ in told]
     assert done == sorted(done) and done[0] == 0 and 0 < done[-1] <= 80
     assert processes or done == list(range(81))
-
-
-def test_a_slow_reward_is_not_taken_for_a_late_one() -> None:
-    # Each chunk of 3 takes 1.5 seconds, more than its turn and one sample's time would be without handing back.
-    found = scores(["a", "bb", "ccc"] * 2, options={"seconds": 0.5}, processes=1, timeout=5.0)
-    assert found.rewards.tolist() == [1.0, 2.0, 3.0] * 2
-    assert found.failures == {}
 
 
 def test_processes_import_no_torch_that_the_reward_does_not() -> None:

@@ -45,18 +45,6 @@ def rollout(texts: list[str], groups: list[int], prompts: tuple[Prompt, ...]) ->
     return Rollout(batch=batch, prompts=prompts, texts=texts)
 
 
-def test_failed_samples_are_counted_and_the_first_is_named(mine: ModuleType) -> None:
-    mine.parse = lambda prompt, response: float(response)  # type: ignore[attr-defined]
-    reward = evolve(find_reward("my_rewards:parse", {}), failed_value=-0.5)
-    scores = RewardScorer(reward).score(rollout(["2", "nan", "1x", "3", "y"], [0] * 5, (SORT,)))
-    assert scores.rewards.tolist() == [2.0, -0.5, -0.5, 3.0, -0.5]
-    assert scores.failures == {"no-number": 1, "raised": 2}
-    assert scores.first == (
-        "reward 'my_rewards:parse' returned nan, wanted a finite number, on prompt 35018 ('35018>') with the response "
-        "'nan'"
-    )
-
-
 def in_a_library(prompt: Prompt, response: str) -> float:
     return float(json.loads(response))
 
@@ -182,40 +170,6 @@ def test_parts_are_weighted_in_the_reward_only(weights: dict[str, float], reward
     )
     assert scores.rewards.tolist() == rewards
     assert scores.parts == {"right": (1.0, 2), "short": (1.5, 2)}
-
-
-def test_parts_that_are_none_do_not_count() -> None:
-    def of_task(prompt: Prompt, response: str) -> dict[str, float | None]:
-        right = None if response == "y" else float(response == "x")
-        return {"right": right, "short": None if response == "z" else 0.5}
-
-    for weights, rewards in [({}, [1.5, 0.5, 0.0]), ({"right": 3.0, "short": -1.0}, [2.5, -0.5, 0.0])]:
-        reward = Reward(name="mine:f", function=of_task, weights=weights)
-        scores = RewardScorer(reward).score(rollout(["x", "y", "z"], [0, 0, 0], (SORT,)))
-        assert scores.rewards.tolist() == rewards and not scores.failed.any()
-        assert scores.parts == {"right": (1.0, 2), "short": (1.0, 2)}
-    for value in (None, {"right": None}, {}):
-        outcome = Reward(name="mine:f", function=lambda prompt, response, value=value: value).outcomes(
-            [(SORT, "x", ())]
-        )[0]
-        assert isinstance(outcome, Failure) and f"returned {value}, wanted" in outcome.message
-
-
-def test_a_function_may_take_the_responses_tokens(mine: ModuleType) -> None:
-    seen: list[list[int]] = []
-    mine.reward = lambda prompt, response, tokens: seen.append(tokens) or 0.0  # type: ignore[attr-defined]
-    batch = SampleBatch(
-        tokens=np.arange(12),
-        offsets=np.array([0, 4, 10, 12]),
-        # A response; an episode of two answers; an episode that asked nothing.
-        columns={"loss_mask": np.array([0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0], dtype=bool)},
-        row_columns={"group": np.zeros(3, dtype=np.int64)},
-    )
-    RewardScorer(find_reward("my_rewards:reward", {})).score(
-        Rollout(batch=batch, prompts=(SORT,), texts=["a", "b", ""])
-    )
-    assert seen == [[2, 3], [7, 8], []]
-    assert {type(token) for tokens in seen for token in tokens} == {int}
 
 
 @pytest.mark.parametrize("others", [("exact-match",), ("exact-match", "my_rewards:counting")])
@@ -362,15 +316,6 @@ def test_with_an_async_function_others_run_in_the_callers_thread(
 
 
 # ---- built-in rewards, and those that a config names ---------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("response", "position", "exact"),
-    [("01358", 1.0, 1.0), ("01385", 3 / 5, 0.0), ("013", 3 / 5, 0.0), ("0135889", 5 / 7, 0.0), ("", 0.0, 0.0)],
-)
-def test_built_in_rewards_count_positions_and_exact_answers(response: str, position: float, exact: float) -> None:
-    assert position_match(SORT, response) == pytest.approx(position)
-    assert exact_match(SORT, response) == exact
 
 
 def test_a_built_in_reward_refuses_a_prompt_without_an_answer() -> None:

@@ -116,25 +116,6 @@ def test_every_array_of_a_rollout_equals_one_by_hand() -> None:
     assert rollout.prompts == tuple(PROMPTS)
 
 
-@pytest.mark.parametrize(("kept", "texts"), [(False, ["12", "1"]), (True, ["<think>1<unk>2", "<think>1"])])
-def test_texts_keep_special_tokens_on_request(kept: bool, texts: list[str]) -> None:
-    tokenizer = load_tokenizer(tokenizer="characters:0123456789>s", path="")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    think = tokenizer.convert_tokens_to_ids("<think>")
-    drawn = Generation(
-        tokens=np.array([think, 5, 3, 6, 2, think, 5]),
-        offsets=np.array([0, 5, 7]),
-        logprobs=np.zeros(7, dtype=np.float32),
-        versions=np.zeros(7, dtype=np.int64),
-        truncated=np.array([False, True]),
-    )
-    sampler = prompt_sampler(tokenizer=tokenizer, generate=Recorder(drawn), seed=0, special_tokens=kept)
-    rollout = sample(sampler, samples=1)
-    assert rollout.texts == texts
-    # The ids, with the one that ended the sample, are told either way.
-    assert [list(tokens) for _, _, tokens in samples_of(rollout, tokens=True)] == [[think, 5, 3, 6, 2], [think, 5]]
-
-
 def test_an_engines_experts_cover_prompts_and_responses() -> None:
     experts = np.arange(24 * 2 * 2, dtype=np.int16).reshape(24, 2, 2)
     rollout = sample(
@@ -146,23 +127,6 @@ def test_an_engines_experts_cover_prompts_and_responses() -> None:
     assert joined is not None
     np.testing.assert_array_equal(joined, np.concatenate([experts, experts + 1]))
     assert Generation.concatenate([FOUR, FOUR]).routed_experts is None
-
-
-def test_only_samples_that_are_waited_for_are_urgent() -> None:
-    engine, drawn = Recorder(FOUR), list[Generation]()
-    counts: list[tuple[int, int]] = []
-
-    def told(done: int, of: int) -> None:
-        counts.append((done, of))
-
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=0, on_progress=told)
-    request = sampler.request(PROMPTS, rollout_step=5, samples=2, params=PARAMS)
-    ahead = asyncio.run(sampler.generate(PROMPTS, request, background=True, on_tokens=drawn.append))
-    awaited = sample(sampler)
-    asyncio.run(sampler.generate(PROMPTS, request))
-    assert engine.asked == [(False, None), (True, told), (True, told)]
-    assert len(drawn) == 1 and drawn[0] is FOUR
-    assert ahead.texts == awaited.texts and np.array_equal(ahead.batch.tokens, awaited.batch.tokens)
 
 
 class Faulty(PromptSampler):
@@ -188,21 +152,6 @@ def test_what_a_sampler_returns_is_checked(change: Callable[[Rollout], Rollout],
     sampler = prompt_sampler(tokenizer=TOKENIZER, generate=Recorder(FOUR), seed=0)
     with pytest.raises(PluginBroken, match=rf"Faulty\.generate returned {re.escape(said)}"):
         sample(Faulty(change, sampler.context))
-
-
-def keys(*, seed: int = 0, step: int = 0, prompts: list[Prompt] = PROMPTS) -> list[int]:
-    engine = Recorder(FOUR)
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=engine, seed=seed)
-    sample(sampler, prompts, step=step, samples=4 // len(prompts))
-    return engine.requests[0].noise_keys.tolist()
-
-
-def test_noise_does_not_depend_on_a_prompts_place() -> None:
-    here = keys()
-    assert len(set(here)) == 4
-    swapped = keys(prompts=PROMPTS[::-1])
-    assert swapped == here[2:] + here[:2]
-    assert not set(here) & set(keys(seed=1)) and not set(here) & set(keys(step=1))
 
 
 def test_stop_texts_of_one_token_become_stop_tokens() -> None:
@@ -271,12 +220,6 @@ def test_rows_show_the_pictures_of_their_prompts() -> None:
     assert "".join(map(str, batch.columns["picture"])) == 2 * "0011000" + 2 * "0000" + 2 * "02011000"
     assert {repr(each) for each in batch.take_rows(np.array([4])).pictures} == {repr(each) for each in found.values()}
     assert batch.take_rows(np.array([2])).pictures == ()
-
-
-def test_a_run_on_text_has_no_column_of_pictures() -> None:
-    sampler = prompt_sampler(tokenizer=TOKENIZER, generate=None, seed=0)
-    request = sampler.request(PROMPTS, rollout_step=0, samples=1, params=PARAMS)
-    assert not request.picture.any() and request.pictures == ()
 
 
 def step_of(prompts: list[Prompt], reader: TinyReader | None) -> tuple[Rollout, int]:

@@ -9,29 +9,13 @@ import pytest
 from attrs import evolve
 
 from corerl.data.chat import IMAGE
-from corerl.data.prompts import Prompt
 from corerl.errors import DataError
-from corerl.rollout.sampler import Rollout
-from corerl.rollout.scored import ScoredRollout, first_samples, postprocessed
-from corerl.types import SampleBatch
+from corerl.rollout.scored import ScoredRollout, postprocessed
 from tests.rollout.scored import scored, with_pictures
 
 
 def through(function: Callable[[ScoredRollout], Any]) -> ScoredRollout:
     return postprocessed(scored(), function, name="mine:shape")
-
-
-def test_rewards_can_be_shaped() -> None:
-    halved = through(lambda batch: evolve(batch, rewards=(batch.rewards / 2).tolist()))
-    assert halved.rewards.tolist() == [0.5, 0.25, 0.0, 0.125]
-
-
-def test_samples_can_be_left_out() -> None:
-    def first_prompt(batch: ScoredRollout) -> ScoredRollout:
-        return evolve(batch, rollout=batch.rollout.take_prompts(np.array([0])), rewards=batch.rewards[:2])
-
-    kept = through(first_prompt)
-    assert (kept.rollout.texts, len(kept.rollout.batch), len(kept.rollout.prompts)) == (["x", "yy"], 2, 1)
 
 
 def other_rewards_of_a_row(batch: ScoredRollout) -> ScoredRollout:
@@ -82,32 +66,9 @@ def test_samples_show_pictures_in_their_places() -> None:
     assert evolve(given, rollout=rollout).samples()[0].prompt == f"{first}or{second}"
 
 
-def test_each_sample_shows_the_parts_of_its_reward() -> None:
-    values = {"right": np.array([1.0, 0.5, np.nan, 0.25], np.float32), "form": np.array([0, 1, 2, 3], np.float32)}
-    step = evolve(scored(), values=values)
-    parts = [{"right": 1.0, "form": 0.0}, {"right": 0.5, "form": 1.0}, {"form": 2.0}, {"right": 0.25, "form": 3.0}]
-    assert [each.parts for each in step.samples()] == parts
-    assert [each.parts for each in step.shown()] == [parts[0], parts[2]]
-    assert [each.parts for each in step.take_prompts(np.array([1])).samples()] == parts[2:]
-    assert step.samples()[2].record()["parts"] == {"form": 2.0}
-    assert "parts" not in scored().samples()[0].record()
-
-
 def test_parts_of_rows_that_are_gone_are_left_out() -> None:
     def second_prompt(batch: ScoredRollout) -> ScoredRollout:
         return evolve(batch, rollout=batch.rollout.take_prompts(np.array([1])), rewards=batch.rewards[2:])
 
     step = evolve(scored(), values={"right": np.arange(4, dtype=np.float32)})
     assert [each.parts for each in postprocessed(step, second_prompt, name="mine:second").samples()] == [{}, {}]
-
-
-def test_the_first_sample_is_shown_with_all_its_roles() -> None:
-    rows = {"group": [0, 0, 0, 0, 1, 1], "sample": [0, 0, 1, 1, 0, 0], "role": ["a", "b"] * 3, "episode": range(6)}
-    batch = SampleBatch(
-        tokens=np.zeros(6, np.int64),
-        offsets=np.arange(7),
-        row_columns={name: np.array(each) for name, each in rows.items()},
-    )
-    prompts = tuple(Prompt(index=index, text="?", answer="") for index in (0, 1))
-    rollout = Rollout(batch=batch, prompts=prompts, texts=[""] * 6)
-    assert [first_samples(rollout, count).tolist() for count in (1, 2)] == [[0, 1], [0, 1, 4, 5]]

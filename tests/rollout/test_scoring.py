@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from corerl.data.prompts import Prompt
 from corerl.errors import RewardError
@@ -104,35 +103,10 @@ def by_length(failed: float = -1.0) -> RewardScorer:
     return RewardScorer(Reward(name="long", function=lambda prompt, text: len(text), failed_value=failed))
 
 
-def test_only_samples_that_bring_no_reward_are_scored() -> None:
-    scores = by_length().score(brought([0.5, None, LATE, Judged(reward=2.0, parts={"right": 1.5, "short": 0.5})]))
-    assert scores.rewards.tolist() == [0.5, 2.0, -1.0, 2.0]
-    assert scores.failed.tolist() == [False, False, True, False]
-    assert (scores.failures, scores.first) == ({"timeout": 1}, "it was late")
-    assert scores.parts == {"right": (1.5, 1), "short": (0.5, 1)}
-
-
-def test_a_reward_that_fails_beside_brought_ones_counts_too() -> None:
-    def raises(prompt: Prompt, response: str) -> float:
-        raise ValueError("no")
-
-    scores = RewardScorer(Reward(name="r", function=raises)).score(brought([1.5, None, LATE]))
-    assert scores.failed.tolist() == [False, True, True]
-    assert scores.failures == {"raised": 1, "timeout": 1}
-    assert scores.first.startswith("reward 'r' raised ValueError: no")
-
-
 def test_rows_of_an_episode_share_its_reward() -> None:
     episode, final = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
     scores = by_length().score(brought([None] * 3 + [7.0] * 2, episode=episode, final=final))
     assert scores.rewards.tolist() == [2.0, 2.0, 2.0, 7.0, 7.0]  # the text of row 1 has two characters
-
-
-def test_a_batch_of_failures_is_an_error() -> None:
-    rollout = brought([LATE, LATE])
-    with pytest.raises(RewardError, match="^it was late; all 2 samples failed$"):
-        by_length().score(rollout)
-    assert by_length(0.25).score(rollout, partial=True).rewards.tolist() == [0.25, 0.25]
 
 
 def test_a_roles_reward_is_a_part_of_its_name() -> None:

@@ -164,17 +164,6 @@ def disagreement(*results: InitResult) -> str:
 # ---- what ranks must agree on ----------------------------------------------------------------------------------------
 
 
-def test_only_rank_0_gets_the_listening_socket() -> None:
-    processes = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
-    TrainGroup(processes, PLAN).init().result()  # type: ignore[arg-type]
-    ((verb, first, second),) = processes.calls
-    assert (verb, first[:3], second[:3]) == ("init", ("host", 1234, 5), ("host", 1234, None))
-    assert first[3] == second[3] and len(first[3]) == 32  # a token, another one for each group
-    again = Answers(init=[InitResult(layout=layout(0)), InitResult(layout=layout(1))])
-    TrainGroup(again, PLAN).init().result()  # type: ignore[arg-type]
-    assert again.calls[0][1][3] != first[3]
-
-
 FIRST = InitResult(layout=layout(0))
 ALIKE = [layout(rank, dp_rank=0, dp_size=1, outputs=not rank) for rank in range(2)]
 
@@ -340,19 +329,6 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
     assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
     assert [each[2:] for each in processes.calls[0][1:]] == [(LOSS, (), True)] * 2
-
-
-def test_a_step_passes_its_number_and_scale() -> None:
-    results = [
-        TrainResult(applied=True, metrics={"loss": Metric(1.0, 4.0)}, grad_norm=1.5, tokens=10),
-        TrainResult(applied=True, metrics={"loss": Metric(5.0, 8.0)}, grad_norm=1.5, tokens=20),
-    ]
-    group, processes = group_with(optimizer_step=results)
-    for scale in (1.0, 0.125):
-        stepped = group.optimizer_step(STEP, **({} if scale == 1.0 else {"scale": scale})).result()
-        assert stepped == evolve(results[0], metrics={"loss": Metric(6.0, 12.0)}, tokens=30)
-        assert processes.calls.pop() == ("optimizer_step", STEP, scale)
-        assert processes.waited_for.pop() == "optimizer_step at optimizer step 2"
 
 
 def of_four(dp_ranks: Sequence[int], outputs: Sequence[bool]) -> list[ParallelLayout]:
@@ -580,17 +556,6 @@ def test_the_cause_of_an_end_is_raised_once(ask: Any) -> None:
         group.manifest()
     group.shutdown()
     assert processes.calls == [("clear_memory",), ("manifest", False)]
-
-
-# ---- where engines are met -------------------------------------------------------------------------------------------
-
-
-def test_every_meeting_has_a_token_of_its_own() -> None:
-    group, _ = group_with(ParallelLayout.data_parallel(rank=0, world_size=1), train=[])
-    for transport in ("ipc", "disk", "delta"):
-        address = Address(transport=transport, engines=("engine-0",), token="old")
-        tokens = {group.rendezvous(address).token for _ in range(3)}
-        assert len(tokens) == 3 and "old" not in tokens
 
 
 # ---- other ranks in the place of these -------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import pytest
 import torch
 from attrs import evolve
 from safetensors.torch import load_file
-from torch import Tensor
 
 from corerl.config.schema import (
     AlgorithmConfig,
@@ -392,24 +391,6 @@ def test_what_differs_from_the_driver_is_refused_before_a_backend_is_made(assign
 
 
 # ---- what torch.compile has made ------------------------------------------------------------------------------------
-
-
-def twice(x: Tensor) -> Tensor:
-    return (2 * x).sum()
-
-
-def test_each_graph_is_counted_once() -> None:
-    torch._dynamo.reset()
-    torch.compile(twice, backend="aot_eager")(torch.ones(3))  # before anybody asks
-    compilations = Compilations()
-    torch._dynamo.reset()
-    compiled = torch.compile(twice, backend="aot_eager")
-    counts = []
-    for shape in ((3,), (3,), (3, 2)):
-        compiled(torch.ones(shape, requires_grad=True)).backward()
-        counts.append(compilations.take())
-    assert counts == [1, 0, 1]
-    torch._dynamo.reset()
 
 
 def test_where_nothing_was_ever_compiled_nothing_is_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from corerl.errors import ModelError
-from corerl.weights.chunks import Chunk, fill, finite, flat_range_boxes, flat_range_views, holes, intersect, within
+from corerl.weights.chunks import Chunk, fill, flat_range_boxes, flat_range_views, within
 
 
 class Memory:
@@ -48,19 +48,6 @@ def test_views_of_a_flat_range_share_the_given_storage(shape: tuple[int, ...]) -
         assert values.tolist() == [-value for value in range(start, numel)]
 
 
-def test_intersection_is_the_box_that_both_cover() -> None:
-    assert intersect(((0, 2), (4, 4)), ((3, 0), (4, 3))) == ((3, 2), (1, 1))
-    assert intersect(((0,), (2,)), ((2,), (2,))) is None
-    assert intersect(((), ()), ((), ())) == ((), ())
-
-
-def test_fill_reads_each_box_and_counts_its_bytes() -> None:
-    source = Memory({"w": torch.arange(12.0).view(3, 4)})
-    view = torch.zeros(2, 2)
-    read = fill([Chunk("w", (3, 4), (1, 2), (2, 2), view)], source, what="memory")
-    assert view.tolist() == [[6, 7], [10, 11]] and read == 16
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_fill_takes_no_values_that_are_not_finite(value: float) -> None:
     values = torch.zeros(4, 2, dtype=torch.bfloat16)
@@ -80,18 +67,6 @@ def test_fill_names_a_missing_tensor_and_one_of_another_shape() -> None:
         fill([Chunk("w", (3, 5), (0, 0), (3, 5), torch.zeros(3, 5))], source, what="memory")
 
 
-def test_overlaps_do_not_hide_holes() -> None:
-    shapes = {"w": (4, 2)}
-    top, bottom = ((0, 0), (2, 2)), ((2, 0), (2, 2))
-    assert holes(shapes, [("w", bottom), ("w", top)]) == {}
-    assert holes(shapes, [("w", top)]) == {"w": 4}
-    assert holes(shapes, []) == {"w": 8}
-    assert holes(shapes, [("w", top), ("w", top)]) == {"w": -4}  # as many elements as the tensor has
-    assert holes(shapes, [("w", top), ("w", ((2, 1), (2, 2)))]) == {"w": -2}  # one column sticks out
-    assert holes({"s": ()}, [("s", ((), ()))]) == {}
-    assert holes({"s": ()}, [("s", ((), ())), ("s", ((), ()))]) == {"s": -1}
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
 def test_fill_takes_no_quantized_numbers_for_weights(dtype: torch.dtype) -> None:
     view = torch.full((2,), torch.nan)
@@ -99,12 +74,3 @@ def test_fill_takes_no_quantized_numbers_for_weights(dtype: torch.dtype) -> None
     with pytest.raises(ModelError, match=f"memory has 'w' quantized as {dtype}, wanted 16 or 32 bits"):
         fill([Chunk("w", (2,), (0,), (2,), view)], source, what="memory")
     assert view.isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_finite_is_what_torch_says(dtype: torch.dtype) -> None:
-    ends = torch.finfo(dtype)
-    for values in ([], [1.0], [ends.max, ends.min, ends.max], [1.0, torch.nan], [torch.nan, 1.0], [-torch.inf, 0.0]):
-        tensor = torch.tensor(values, dtype=dtype)
-        assert finite(tensor) == bool(tensor.isfinite().all())
-    assert finite(torch.tensor(0.0)) and not finite(torch.tensor(torch.inf))

@@ -117,16 +117,6 @@ def test_fresh_chunks_of_the_same_boxes_are_what_is_sent() -> None:
     assert got is not None and got.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_device_scratch_is_freed_and_host_scratch_kept() -> None:
-    plan = GatherPlan.build([Chunk("w", (3,), (0,), (3,), torch.zeros(3))], None)
-    host, device = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
-    kept = plan.memory("on the host", 8, torch.float32, host)
-    plan.memory("on the device", 8, torch.float32, device)
-    plan.release()
-    assert list(plan._kept) == ["on the host"]
-    assert plan.memory("on the host", 5, torch.float32, host).data_ptr() == kept.data_ptr()
-
-
 def test_a_hole_is_refused_in_a_single_process_as_well() -> None:
     with pytest.raises(ContractError, match="omit 2 elements of 'w'"):
         GatherPlan.build([Chunk("w", (5,), (1,), (3,), torch.zeros(3))], None)

@@ -1,40 +1,8 @@
 from __future__ import annotations
 
-import torch
-
 from corerl.weights.manifest import build_manifest
 
 SHAPES: list[tuple[str, tuple[int, ...]]] = [("a", (2, 3)), ("b", ()), ("huge", (5, 5)), ("c", (3,)), ("d", (3,))]
-
-
-def test_buckets_keep_order_and_limit() -> None:
-    manifest = build_manifest(SHAPES, dtype="float32", bucket_bytes=28)
-    assert [[entry.name for entry in bucket.entries] for bucket in manifest.buckets] == [
-        ["a", "b"],
-        ["huge"],
-        ["c", "d"],
-    ]
-    assert [bucket.index for bucket in manifest.buckets] == [0, 1, 2]
-    assert [bucket.numel for bucket in manifest.buckets] == [7, 25, 6]
-    assert manifest.names == ["a", "b", "huge", "c", "d"] and manifest.shapes == dict(SHAPES)
-
-
-def test_the_limit_counts_bytes_of_the_dtype() -> None:
-    assert len(build_manifest(SHAPES[3:], dtype="float32", bucket_bytes=12).buckets) == 2
-    assert len(build_manifest(SHAPES[3:], dtype="bfloat16", bucket_bytes=12).buckets) == 1
-
-
-def test_the_default_bucket_size_follows_the_model() -> None:
-    def most(rows: int, *, dtype: str = "bfloat16") -> int:
-        """MiB of the largest bucket, of 256 layers of 512 x rows."""
-        manifest = build_manifest([(f"layers.{layer}", (512, rows)) for layer in range(256)], dtype=dtype)
-        return manifest.largest * {"bfloat16": 2, "float32": 4}[dtype] // 2**20
-
-    assert most(1024) == 256  # all of a model of 256 MiB
-    assert most(16 * 1024) == 256  # of 4 GiB
-    assert most(32 * 1024) == 512  # of 8 GiB
-    assert most(32 * 1024, dtype="float32") == 1024
-    assert most(256 * 1024) == 1024  # of 64 GiB
 
 
 def test_a_bucket_has_one_sender_and_senders_take_turns() -> None:
@@ -48,14 +16,6 @@ def test_a_bucket_has_one_sender_and_senders_take_turns() -> None:
     ]
     assert [entry.start for entry in manifest.buckets[1].entries] == [0, 1]
     assert [bucket.index for bucket in manifest.buckets] == [0, 1, 2, 3] and manifest.senders == (0, 4)
-
-
-def test_a_buckets_views_share_its_flat_buffer() -> None:
-    bucket = build_manifest(SHAPES, dtype="float32", bucket_bytes=28).buckets[0]
-    flat = torch.arange(7.0)
-    views = bucket.views(flat)
-    assert views["a"].tolist() == [[0, 1, 2], [3, 4, 5]] and views["b"].item() == 6
-    assert views["a"].data_ptr() == flat.data_ptr()
 
 
 def test_equal_manifests_alone_have_equal_digests() -> None:

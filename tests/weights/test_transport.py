@@ -5,26 +5,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from corerl.weights.checksums import bit_sums
 from corerl.weights.manifest import Bucket, Manifest, build_manifest
 from corerl.weights.transport import GuardedSender
 from corerl_testing.inprocess import InProcessSender
-
-
-def test_sums_are_of_what_was_sent() -> None:
-    tensors = {"a": torch.randn(3), "b": torch.randn(2, 2), "c": torch.randn(5)}
-    manifest = build_manifest(
-        [(name, tuple(each.shape)) for name, each in tensors.items()], dtype="float32", bucket_bytes=28
-    )
-    arrived: dict[str, torch.Tensor] = {}
-    inside = InProcessSender(lambda got: arrived.update({k: v.clone() for k, v in got.items()}))
-    sender = GuardedSender(inside, verify=True)
-    sender.open(manifest, 1)
-    for bucket in manifest.buckets:
-        sender.send(bucket, torch.cat([tensors[entry.name].flatten() for entry in bucket.entries]))
-    assert sender.finish() == {"engine-0": ""}
-    assert len(manifest.buckets) == 2 and sorted(arrived) == ["a", "b", "c"]
-    assert sender.sums == bit_sums(tensors)
 
 
 class Elsewhere(InProcessSender):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,25 +63,6 @@ def test_one_bucket_is_gathered_while_the_previous_one_loads(pair: Any) -> None:
     assert places[0] == places[2] != places[1] == places[3]
 
 
-def test_the_engine_opens_two_buffers_by_one_handle_each(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    address, sender, engine = pair
-    given: list[Mapping[str, Any]] = []
-    views: list[torch.Tensor] = []
-    handle = shared.SharedOnHost.handle
-    monkeypatch.setattr(shared.SharedOnHost, "handle", lambda self: (given.append(self), handle(self))[1])
-    for version in (1, 2, 3):
-        received = engine.take(address, version, FOUR, lambda bucket, flat: views.append(flat))
-        sender.open(FOUR, version)
-        for bucket in FOUR.buckets:
-            room = sender.acquire_buffer(4, torch.float32)
-            room.fill_(float(version))
-            sender.send(bucket, room)
-        assert sender.finish() == {} and received.result() == 64
-        room[0] = 17.0
-        assert views[-1][0] == 17.0
-    assert len(given) == 2
-
-
 def test_an_update_in_larger_buckets_than_the_last_arrives(pair: Any) -> None:
     address, sender, engine = pair
     two = build_manifest([(name, (8,)) for name in "ab"], dtype="float32", bucket_bytes=32)
@@ -105,11 +86,6 @@ def test_each_rank_sends_to_its_own_receivers() -> None:
     assert same(engines[0].loaded, weights(1)) and same(engines[2].loaded, weights(1))
     for end in (*senders, *engines):
         end.close()
-
-
-def test_one_rank_sends_where_all_engines_are_on_its_device() -> None:
-    sender = open_sender(address_of("ipc", "a", "b", senders=(1, 1)), rank=1)
-    assert {sender.sender_of(bucket) for bucket in MANIFEST.buckets} == {1}
 
 
 def test_an_engine_that_stops_loading_is_dropped_in_time() -> None:

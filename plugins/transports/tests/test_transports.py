@@ -24,7 +24,6 @@ from corerl_transports.collective import CollectiveSender
 from corerl_transports.ipc import IpcSender
 from tests.weights.ends import (
     LARGE,
-    MANIFEST,
     SHAPES,
     Engine,
     address_of,
@@ -289,18 +288,6 @@ def test_a_store_takes_over_the_socket_that_holds_its_port(engines: list[Engine]
     sender.close()
 
 
-def test_a_store_that_does_not_answer_holds_nobody_who_leaves() -> None:
-    class Gone:  # with its machine
-        def check(self, keys: list[str]) -> bool:
-            return held.wait()
-
-    held, started = threading.Event(), time.monotonic()
-    store: Any = Gone()
-    collective._close(store, "the engine has left")
-    assert 0.2 <= time.monotonic() - started < 5.0
-    held.set()
-
-
 def test_a_buffer_in_use_is_not_reused() -> None:
     class Wire:
         """A group whose broadcasts are done when they are waited for."""
@@ -334,16 +321,6 @@ def test_a_buffer_in_use_is_not_reused() -> None:
 # ---- disk ------------------------------------------------------------------------------------------------------------
 
 
-def test_versions_of_earlier_runs_on_disk_are_not_read(tmp_path: Path, engines: list[Engine]) -> None:
-    before, address = address_of("disk", "e", path=tmp_path), address_of("disk", "e", path=tmp_path, timeout=0.2)
-    push(open_sender(before), before, weights(1), 5)
-    with pytest.raises(WeightUpdateError, match=r"was not written within 0.4 s; raise cluster.timeout, "):
-        engines[0].take(address, 5).result()
-    push(DiskSender(address), address, weights(2), 5)
-    engines[0].take(address, 5).result()
-    assert same(engines[0].loaded, weights(2)) and len(list(tmp_path.glob("v*"))) == 1
-
-
 def test_an_engine_that_expects_other_tensors_refuses_them(tmp_path: Path, engines: list[Engine]) -> None:
     for transport in ("disk", "ipc"):
         address = address_of(transport, "a", path=tmp_path)
@@ -374,17 +351,6 @@ def test_a_full_disk_fails_every_engine_and_is_cleared(
     reason = f"cannot write bucket 1 to {partial}: [Errno 28] No space left on device"
     assert failed == dict.fromkeys("ef", f"the trainer could not send the weights: {reason}")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("transport", FILES)
-def test_a_rank_that_does_not_send_removes_nothing(transport: str, tmp_path: Path) -> None:
-    address = address_of(transport, path=tmp_path)
-    sends, idle = open_sender(address, rank=0), open_sender(address, rank=1)
-    push(sends, address, weights(1), 1)
-    idle.close()
-    assert len(list(tmp_path.glob("v*/bucket-*"))) == len(MANIFEST.buckets)
-    sends.close()
-    assert list(tmp_path.glob("v*")) == []
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
