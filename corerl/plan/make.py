@@ -177,11 +177,7 @@ def _plan_run(
         context_length=context,
         algorithm=algorithm,
     )
-    for role, ranks in processes.roles.items():
-        if not plugins.is_frozen(role):
-            with problems.stage(f"roles.{role}"):
-                require_even(role, final, data_parallel=ranks.data_parallel)
-    problems.raise_all()
+    _require_even_batches(final, plugins, processes)
     rollout = evolve(with_prompt_check(rollout, final), settings=final.rollout)
     # Without extensions that join every run: where the record is loaded again, those join that are installed there.
     record = to_plain(recorded(evolve(final, extensions=final.chosen_extensions[: len(extended.chosen_extensions)])))
@@ -214,6 +210,15 @@ def _plan_run(
         device_memory=device_memory(final.cluster) if device == "cuda" else 0,
         starting=starting,
     )
+
+
+def _require_even_batches(config: Config, plugins: Plugins, processes: ProcessPlan) -> None:
+    problems = Problems()
+    for role, ranks in processes.roles.items():
+        if not plugins.is_frozen(role):
+            with problems.stage(f"roles.{role}"):
+                require_even(role, config, data_parallel=ranks.data_parallel)
+    problems.raise_all()
 
 
 def _notices_of_run(

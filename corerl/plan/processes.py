@@ -82,11 +82,7 @@ def plan_processes(
         if config.cluster.placement == "disaggregated":
             own.append(ENGINES)
         senders = senders_of(config, arrange(groups, own_devices=own, widths=widths), device)
-        name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
-        with problems.stage("weights.transport"):
-            plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
-        problems.raise_all()
-        config = evolve(config, weights=evolve(config.weights, transport=name))
+        config, plugins = with_transport(config, plugins, senders)
         check_engines(config, plugins, engines, cluster, senders, problems)
     check_extensions(config, plugins, cluster, problems)
     transport = plugins.transport
@@ -261,6 +257,16 @@ def senders_on(receivers: Sequence[int], ranks: Sequence[int], *, one_machine: b
         return (0,) * len(receivers)
     at = {bundle: rank for rank, bundle in enumerate(ranks)}
     return tuple(at[bundle] for bundle in receivers) if all(bundle in at for bundle in receivers) else ()
+
+
+def with_transport(config: Config, plugins: Plugins, senders: Sequence[int]) -> tuple[Config, Plugins]:
+    """Those of the transport that the run has. Raises ConfigError if it is not installed."""
+    name = choose_transport(config, senders, by_handle=plugins.supports(ACTOR, Capability.UPDATE_IPC))
+    problems = Problems()
+    with problems.stage("weights.transport"):
+        plugins = evolve(plugins, transport=load(Kind.TRANSPORTS, name))
+    problems.raise_all()
+    return evolve(config, weights=evolve(config.weights, transport=name)), plugins
 
 
 def choose_transport(config: Config, senders: Sequence[int], *, by_handle: bool) -> str:
