@@ -276,9 +276,11 @@ def test_it_samples_what_transformers_samples(start: Start, tmp_path: Path) -> N
         asked_for.append((row, tokens))
         return row % 2 == 0
 
+    longer = evolve(sampled, params=evolve(sampled.params, max_tokens=80, stop_tokens=()))
+    drawn = engine.generate(longer)
     with mock.patch.object(module, "LOOK", 3):
-        raw = engine.generate_watched(sampled, first_is_enough)
-        found = until_stop(engine.generate_watched, sampled, Stops(character_tokenizer("0123456789>s"), stop))
+        raw = engine.generate_watched(longer, first_is_enough)
+        found = until_stop(engine.generate_watched, longer, Stops(character_tokenizer("0123456789>s"), stop))
     sizes, whole = np.diff(raw.offsets), np.diff(drawn.offsets)
     assert (sizes[1::2] == whole[1::2]).all() and (sizes[::2] <= whole[::2]).all() and sizes.sum() < whole.sum()
     for row in range(len(REQUEST)):

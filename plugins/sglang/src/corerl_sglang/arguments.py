@@ -100,6 +100,7 @@ ELSEWHERE = {
     "sampling_defaults": SAMPLING,
     "disaggregation_mode": REQUESTS,
     "encoder_only": REQUESTS,
+    "incremental_streaming_output": REQUESTS,
 }
 
 

@@ -29,7 +29,7 @@ def test_an_engine_has_the_trainers_weights_after_each_update(
 ) -> None:
     from corerl_testing import groups
 
-    own = [entry.name for entry in scan(Kind.TRANSPORTS) if entry.distribution == "corerl"]
+    own = [entry.name for entry in scan(Kind.TRANSPORTS) if entry.distribution == "corerl-transports"]
     transports = [name for name in own if loaded.spec.support(transport_named(name).capability).full]
     setup = subject.setup("qwen3-tied")
     with groups.launched(groups.plan_of(setup, subject.world_size, subject.directory), slots["actor"]) as group:
