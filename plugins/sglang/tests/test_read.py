@@ -14,7 +14,7 @@ from attrs import evolve
 from corerl.engines import GenerateRequest, Generation, SamplingParams
 from corerl.errors import EngineFailed
 from corerl.pictures import Picture
-from corerl_sglang.read import Experts, Parts, Reader, read_samples
+from corerl_sglang.read import Experts, Parts, Reader, read_samples, waited
 from corerl_sglang.server import Refused
 from corerl_testing import append, continued
 
@@ -123,6 +123,15 @@ def test_samples_are_put_together_of_their_parts() -> None:
     assert (ended.output_ids, cut.output_ids) == ([5, 6], [4, 5, 6])
     assert [token.logprob for token in cut.meta_info.output_token_logprobs] == [-4.0, -5.0, -6.0]
     assert (ended.meta_info.finish_reason, cut.meta_info.finish_reason) == ({"type": "stop"}, {"type": "abort"})
+
+
+def test_a_row_aborted_in_the_queue_is_told_apart() -> None:
+    """Its adapters are never unloaded: SGLang counts it as running for good."""
+    (queued,) = READER.samples(
+        answer([4], "abort").replace(b'"abort"', b'"abort", "message": "Abort in waiting queue"')
+    )
+    (running,) = READER.samples(answer([4], "abort"))
+    assert waited(queued) and not waited(running)
 
 
 def test_an_answer_that_ends_before_its_rows_is_an_error() -> None:
