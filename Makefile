@@ -158,4 +158,4 @@ docs: $(DEV) ## the documentation into docs/_build/html, every warning an error
 
 wheels: $(DEV) ## core and every plugin into dist/
 	rm -rf dist
-	for project in . $(PLUGINS); do $(BIN)/python -m build --wheel --outdir dist $$project || exit 1; done
+	for project in . $(PLUGINS); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$project || exit 1; done

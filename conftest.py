@@ -30,8 +30,9 @@ pytest.register_assert_rewrite("tests.bare_loop", "tests.engines.models")
 # Fixtures of tests that start processes: ranks, Ray, a command.
 STARTING = {"forked_python", "rank_pool", "rank_sets", "runs", "subject", "slots", "shared_ray", "uninterrupted"}
 OF_VARIANTS = {"C18", "C43"}  # and FOUNDATION: a resumed run, and sleep
-# How a group ends, and what the processes of ranks get: all of it core's, which one backend of several ranks shows.
-OF_THE_GROUP = {"C28", "C37", "C38", "C39", "C40"}
+# How a group ends, what the processes of ranks get, how engines are sent weights under Ray (what each backend sends is
+# C21), how a save is committed: all of it core's, which one backend of several ranks shows.
+OF_CORE = {"C19", "C28", "C36", "C37", "C38", "C39", "C40"}
 # The files that take longest begin first, so that no process ends long after the others.
 LONGEST = [
     "plugins/testing/tests/test_new_backend.py",
@@ -89,7 +90,7 @@ def is_seen_elsewhere(item: pytest.Item) -> bool:
     another backend than FSDP sees what core does."""
     if (mark := item.get_closest_marker(MARK)) is None or mark.args[0].id == FOUNDATION:
         return False
-    if mark.args[0].id in OF_THE_GROUP and "plugins/fsdp/" not in item.nodeid:
+    if mark.args[0].id in OF_CORE and "plugins/fsdp/" not in item.nodeid:
         return True
     parameters = parameters_of(item)
     if parameters.get("backend_variant") is not None:

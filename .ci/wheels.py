@@ -1,34 +1,37 @@
 """Try every set of wheels that an extra of core names, and every wheel's absence, without installing anything again.
 
-    PYTHON .ci/wheels.py DIST
+    PYTHON .ci/wheels.py look DIST
+    PYTHON .ci/wheels.py train DIST
 
 PYTHON has all that the wheels in the directory DIST require of others, and none of the wheels themselves. Each is
-unpacked to a directory of its own, so that a set of them is a list for PYTHONPATH. Of each set:
+unpacked to a directory of its own, so that a set of them is a list for PYTHONPATH.
 
-- every plugin of every kind is usable, and each example's config is valid or names the extra that it lacks;
-- of those that an extra names, the fewest that use every wheel train an example for two steps: the one that needs most
-  of these wheels.
+`look`: with each set every plugin of every kind is usable, and each example's config is valid or names the extra that
+it lacks.
 
-Core with a backend, an engine and the usual transports trains where there is nothing but what these require, directly
-or through others.
+`train`: of the sets that an extra names, the two whose runs use most wheels train an example for two steps: the one
+that needs most of these wheels. Core with a backend, an engine and the usual transports trains where there is nothing
+but what these require, directly or through others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import traceback
 import uuid
 import venv
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -45,12 +48,13 @@ QUICK = ["run.steps=2", "eval.every=0", "checkpoint.every=0", "roles.actor.ranks
 QUICK += ["rollout.replicas=1", "rollout.prompts=4"]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 JOBS = 2
+RUNS = 2  # besides that of the bare environment
 TOOLS = {"test", "docs", "dev", "tutorial"}  # extras of this repository's own
 # Who takes part in a run on a CPU has an entry point in one of these groups.
 PARTS = tuple(f"corerl.{kind}" for kind in ("backends", "samplers", "transports", "extensions"))
 
 
-def main(dist: str) -> int:
+def main(task: str, dist: str) -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
@@ -61,35 +65,45 @@ def main(dist: str) -> int:
         for extra in metadata.PathDistribution(metadata_of(sites["corerl"])).metadata.get_all("Provides-Extra") or ():
             if extra not in TOOLS:
                 sets[f"corerl[{extra}]"] = ours(f"corerl[{extra}]", sites)
-        named, whole = list(sets.values()), set(sites)
-        sets |= {f"all but {name}": whole - {name} - above(name, sites) for name in sorted(whole - {"corerl"})}
-        unequal = {frozenset(names): title for title, names in reversed(sets.items())}  # of equal ones the first
-
-        import torch  # noqa: F401  -- once for all forks, as all that they import and that is not ours
-        import transformers  # noqa: F401
-
-        found = looked_at_each([whole, *unequal], sites)
-        known = found[0]["examples"]
-        needed: dict[str, set[str]] = {
-            name: {canonicalize_name(each) for each in looked["needs"]} for name, looked in known.items()
+        (found,) = looked_at_each([set(sites)], sites)
+        if not found:
+            print("all: the process that looked has ended", file=sys.stderr)
+            return 1
+        needed = {
+            name: {canonicalize_name(each) for each in looked["needs"]} for name, looked in found["examples"].items()
         }
-        wrong = [
-            line
-            for (names, title), each in zip([(whole, "all"), *unequal.items()], found, strict=True)
-            for line in problems(title, names, each, needed)
-        ]
-        print(f"{len(found)} sets of {len(sites)} wheels looked at in {time.monotonic() - began:.0f} s")
-        if any(needed.values()):
-            trained = covering({frozenset(in_a_run(each, sites)) for each in named}, sites)
+        wrong = problems("all", sites, found, needed)
+        if not any(needed.values()):
+            wrong.append("no example's config is valid with all wheels")
+        elif task == "look":
+            wrong += look(sets, sites, needed, found["imported"])
+        else:
+            trained = covering({frozenset(in_a_run(each, sites)) for each in sets.values()}, sites)
             with ThreadPoolExecutor(JOBS) as pool:
                 jobs = [pool.submit(train_bare, {"corerl", *LEAST}, sites, needed)]
                 jobs += [pool.submit(train, names, sites, needed) for names in trained]
                 wrong += [line for job in jobs for line in job.result()]
-            print(f"{len(jobs)} runs trained; {time.monotonic() - began:.0f} s in all")
-        else:
-            wrong.append("no example's config is valid with all wheels")
+            print(f"{len(jobs)} runs trained in {time.monotonic() - began:.0f} s")
     print("\n".join(wrong), file=sys.stderr)
     return int(bool(wrong))
+
+
+def look(
+    sets: Mapping[str, set[str]], sites: Mapping[str, Path], needed: Mapping[str, set[str]], imported: Iterable[str]
+) -> list[str]:
+    """What is wrong with these sets, by their titles, and with each that lacks a wheel."""
+    began, whole = time.monotonic(), set(sites)
+    lacking = {f"all but {name}": whole - {name} - above(name, sites) for name in sorted(whole - {"corerl"})}
+    unequal = {frozenset(names): title for title, names in reversed([*sets.items(), *lacking.items()])}  # the first's
+    for name in imported:  # once for all forks: what is not ours
+        importlib.import_module(name)
+    found = looked_at_each(unequal, sites)
+    print(f"{len(unequal)} sets of {len(sites)} wheels looked at in {time.monotonic() - began:.0f} s")
+    return [
+        line
+        for (names, title), each in zip(unequal.items(), found, strict=True)
+        for line in problems(title, names, each, needed)
+    ]
 
 
 # ---- what the wheels say ---------------------------------------------------------------------------------------------
@@ -158,7 +172,7 @@ def in_a_run(names: set[str], sites: Mapping[str, Path]) -> set[str]:
 
 
 def covering(sets: Iterable[frozenset[str]], sites: Mapping[str, Path]) -> list[frozenset[str]]:
-    """The fewest of these sets, one after the other, whose runs use every wheel that any of them uses."""
+    """Of these sets RUNS, one after the other, whose runs use most wheels."""
     backends = {name for name in sites if name != "corerl" and points([name], sites, "corerl.backends")}
 
     def used(names: frozenset[str]) -> set[str]:
@@ -166,7 +180,7 @@ def covering(sets: Iterable[frozenset[str]], sites: Mapping[str, Path]) -> list[
 
     left, chosen = sorted(sets, key=lambda names: (len(names), sorted(names))), list[frozenset[str]]()
     missing = set[str]().union(*map(used, left)) - {"corerl", *LEAST}  # which train alone
-    while missing:
+    while missing and len(chosen) < RUNS:
         chosen.append(max(left, key=lambda names: len(used(names) & missing)))
         missing -= used(chosen[-1])
     return chosen
@@ -181,12 +195,13 @@ def backend_of(names: Iterable[str], sites: Mapping[str, Path]) -> str:
 # ---- looking, in a fork that has imported what is not ours -----------------------------------------------------------
 
 
-def looked_at_each(sets: Sequence[Iterable[str]], sites: Mapping[str, Path]) -> list[Any]:
+def looked_at_each(sets: Iterable[Iterable[str]], sites: Mapping[str, Path]) -> list[Any]:
     """Of each set what `looked_at` returns, or nothing if its process has ended before."""
     found: list[Any] = []
-    for first in range(0, len(sets), JOBS):
+    left = list(sets)
+    while left:
         children = []
-        for names in sets[first : first + JOBS]:
+        for names in left[:JOBS]:
             reader, writer = os.pipe()
             if not (child := os.fork()):
                 try:
@@ -198,6 +213,7 @@ def looked_at_each(sets: Sequence[Iterable[str]], sites: Mapping[str, Path]) -> 
                     os._exit(0)
             os.close(writer)
             children.append((child, reader))
+        del left[:JOBS]
         for child, reader in children:
             with os.fdopen(reader) as pipe:
                 found.append(json.loads(pipe.read() or "{}"))
@@ -226,7 +242,25 @@ def looked_at(names: Iterable[str], sites: Mapping[str, Path]) -> dict[str, Any]
     for path in sorted(Path("examples").glob("*.toml")):
         status, text = said("config", "check", str(path))
         examples[path.name] = {"ok": status == 0, "text": text, "needs": needs(path) if status == 0 else []}
-    return {"help": said("--help")[0], "plugins": json.loads(said("plugins", "--json")[1]), "examples": examples}
+    return {
+        "help": said("--help")[0],
+        "plugins": json.loads(said("plugins", "--json")[1]),
+        "examples": examples,
+        "imported": imported(),
+    }
+
+
+def imported() -> list[str]:
+    """Modules of others' distributions that this process has imported, in the order in which it began to."""
+    others = sysconfig.get_path("purelib")
+    return [
+        name
+        for name, module in sys.modules.items()
+        if (spec := getattr(module, "__spec__", None))
+        and spec.name == name
+        and spec.has_location
+        and str(spec.origin).startswith(others)
+    ]
 
 
 def needs(path: Path) -> list[str]:
