@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from corerl.errors import ModelError
+from corerl.kinds import experts_of
 from corerl.messages import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
         )
+    _require_counts(config, f"model.path={model.path!r}: config.json: " if model.path else "model.config.")
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
@@ -104,6 +106,21 @@ def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     text = config.get_text_config()
     return next((size for name in POSITIONS if (size := getattr(text, name, None)) is not None), None)
+
+
+def _require_counts(config: PreTrainedConfig, where: str) -> None:
+    """Raise ModelError for heads that cannot share keys and values, or more experts for a token than there are, which
+    fail in a forward pass."""
+    text = config.get_text_config()
+    chosen, experts = getattr(text, "num_experts_per_tok", None), experts_of(text.to_dict())
+    if isinstance(chosen, int) and 0 < experts < chosen:
+        raise ModelError(f"{where}num_experts_per_tok={chosen}, wanted at most {experts}, the number of experts")
+    try:
+        heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    except RuntimeError:  # transformers' own, for models whose layers differ in these
+        return
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
 
 
 def _forget_pad(config: PreTrainedConfig) -> None:
