@@ -104,8 +104,8 @@ def measure(args: argparse.Namespace) -> Report:
         with launch(partial(make_plan, config)) as run:
             assert isinstance(run.sampling.sampler, PromptSampler) and run.engines is not None
             sampler, fleet = run.sampling.sampler, run.engines.fleet
-            with run.using_ranks():
-                run.push_weights()
+            run.push_weights()
+            run.sleep_ranks()
             other = other_side(config, Path(directory), args)
             tokens: set[int] = set()
             stages: dict[str, list[float]] = {"prompts encoded": [], "engines asked": [], "laid out, decoded": []}

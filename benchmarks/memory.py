@@ -164,7 +164,7 @@ def measure(work: Work) -> tuple[dict[str, int], dict[str, str]]:
     step = _peak(device)
     before = allocated(device)
     _forget_peak(device, empty=False)
-    plugin.worker.host.forward(batch=batch, outputs=(Output.LOGPROBS,), weights="")
+    plugin.worker.host.forward(batch=batch, outputs=(Output.LOGPROBS,), snapshot="")
     forward = _peak(device) - before
     asleep = []
     for again in (False, True):

@@ -139,7 +139,7 @@ def samples(size: Size, fields: Mapping[str, Any], pictures: int) -> SampleBatch
 def packed(size: Size, fields: Mapping[str, Any], pictures: int) -> PackedBatch:
     batch = samples(size, fields, pictures)
     plan = plan_one_step(batch, dp_size=1, tokens_per_micro_batch=size.micro_batch)
-    found = pack(batch, plan.share(0), sequence_multiple=1)
+    found = pack(batch, plan.share_of(0), sequence_multiple=1)
     return evolve(found, micro_batches=list(found.micro_batches))
 
 

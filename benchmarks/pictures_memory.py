@@ -180,7 +180,7 @@ def encoded_by(samples: SampleBatch) -> int:
     """How many pictures all ranks together are given for a forward pass: one that two ranks show counts twice."""
     layouts = layouts_of(RANKS, RANKS)
     plan = plan_forward(samples, layouts[0], tokens_per_micro_batch=16384)
-    parts = [pack(samples, plan.share(layout.dp_rank), sequence_multiple=1) for layout in layouts]
+    parts = [pack(samples, plan.share_of(layout.dp_rank), sequence_multiple=1) for layout in layouts]
     return sum(len(part.pictures) for part in parts)
 
 

@@ -218,10 +218,10 @@ class Ranks:
         samples, part = given[:2]
         real = ~np.repeat(part.filler, np.diff(part.offsets))
         if not layout.outputs or not real.any():
-            return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
+            return ForwardResult(rows=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
         offsets = offsets_of(ray.get(samples).lengths[part.rows[real]])
         column = np.full(offsets[-1], -1.0, dtype=np.float32)
-        return ForwardResult(samples=part.samples[real], offsets=offsets, outputs={Output.LOGPROBS: column})
+        return ForwardResult(rows=part.rows[real], offsets=offsets, outputs={Output.LOGPROBS: column})
 
 
 @define(eq=False)

@@ -227,7 +227,7 @@ def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: i
     plan = plan_one_step(
         samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens, shares_prefixes=work.share_prefixes
     )
-    batch = pack(samples, plan.share(dp_rank), sequence_multiple=sequence_multiple)
+    batch = pack(samples, plan.share_of(dp_rank), sequence_multiple=sequence_multiple)
     if not work.lengths and (batch.count != work.micro_batches or work.sequence % sequence_multiple):
         raise ValueError(
             f"{batch.count} micro-batches of sequences padded to {sequence_multiple}; the case wants "

@@ -17,20 +17,20 @@ from corerl.plan.make import make_plan
 
 def training(run: Run) -> None:
     with run.rewinding_if_ranks_die():
-        with run.using_ranks():
-            run.push_weights()
+        run.push_weights()
+        run.sleep_ranks()
         run.check_logprobs()
         run.evaluate()
     for scored in run.batches():  # sampled on demand, with the last pushed weights, or ahead of time
         with run.rewinding_if_ranks_die():  # then the steps since the last checkpoint come again
-            with run.using_ranks():
-                batch = run.prepare(scored)
-                results = run.optimize(batch)
-                run.progress.steps_done += 1
-                run.push_weights()
-                run.report(scored, batch, results)
-                run.save()
-                run.between_steps()
+            batch = run.prepare(scored)
+            results = run.optimize(batch)
+            run.progress.steps_done += 1
+            run.push_weights()
+            run.step_done(scored, batch, results)
+            run.save()
+            run.between_steps()
+            run.sleep_ranks()
             run.evaluate()
         if run.stopping:
             break
@@ -38,14 +38,14 @@ def training(run: Run) -> None:
 
 def sampling(run: Run) -> None:
     """Only sample, with the initial weights, and keep every batch for a run that only trains."""
-    with run.using_ranks():
-        run.push_weights()
+    run.push_weights()
+    run.sleep_ranks()
     run.check_logprobs()
     run.evaluate()
     for scored in run.batches():  # written to disk
         run.progress.steps_done += 1
-        run.report(scored, None, {})
-        run.ensure_serving()
+        run.step_done(scored, None, {})
+        run.replace_dead_engines()
         if run.stopping:
             break
         run.progress.begin("rollout")
@@ -53,8 +53,8 @@ def sampling(run: Run) -> None:
 
 def scoring(run: Run) -> None:
     """Score the initial or resumed weights on the held-out prompts."""
-    with run.using_ranks():
-        run.push_weights()
+    run.push_weights()
+    run.sleep_ranks()
     run.evaluate(always=True)
 
 

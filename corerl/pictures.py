@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -38,10 +36,6 @@ Key = TypeVar("Key")
 
 PICTURES = "pictures"  # of a run's directory: files of the pictures that its end shows
 REPR = re.compile(r"<picture [0-9a-f]{4} \d+x\d+>")  # of a picture, in the prompts of shown samples
-# Of PNG files:
-SIGNATURE = b"\x89PNG\r\n\x1a\n"
-RGB = (8, 2, 0, 0, 0)  # bits of a channel, colour type, compression, filters, interlacing
-UP = 2  # the filter that subtracts the row above
 
 
 @frozen(eq=False, slots=False)
@@ -112,28 +106,16 @@ def name_of(picture: Picture | FoundPicture) -> str:
 
 
 def save_pictures(pictures: Iterable[Picture | FoundPicture], run_dir: Path) -> None:
-    """Write those that have no file yet to RUN_DIR/pictures/NAME.png."""
+    """Write those that have no file yet to RUN_DIR/pictures/NAME.png, with Pillow, which comes with what reads them."""
     for picture in pictures:
         path = run_dir / PICTURES / f"{name_of(picture)}.png"
         if not path.exists():
+            from PIL import Image
+
             path.parent.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(".part")
-            part.write_bytes(png(picture.pixels))
+            Image.fromarray(picture.pixels).save(part, "PNG", compress_level=1)
             part.replace(path)
-
-
-def png(pixels: Array) -> bytes:
-    """A PNG file of `pixels`, [H, W, 3] uint8."""
-    height, width, _ = pixels.shape
-    rows = np.full((height, 1 + 3 * width), UP, np.uint8)
-    flat = pixels.reshape(height, -1)
-    rows[0, 1:] = flat[0]
-    np.subtract(flat[1:], flat[:-1], out=rows[1:, 1:])
-    header = struct.pack(">II5B", width, height, *RGB)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
-    return SIGNATURE + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
 
 
 class PictureReader(ABC):

@@ -299,7 +299,7 @@ class MicroBatch:
     positions: IntArray  # [T] restart at 0 with every sequence
     cu_seqlens: IntArray  # [S + 1] sequence s is tokens[cu_seqlens[s]:cu_seqlens[s + 1]], padding included
     lengths: IntArray  # [S] without the padding required by ParallelLayout.sequence_multiple
-    samples: IntArray  # [S] row of each sequence in the rollout batch; -1 for a filler
+    rows: IntArray  # [S] row of each sequence in the rollout batch; -1 for a filler
     columns: Mapping[str, Array] = field(factory=dict)  # each [T, ...]; `weights` already holds 1 / denominator
     shared: IntArray | None = None  # [S]; None unless the rank's layout sets `shares_prefixes`
 
@@ -420,7 +420,7 @@ class InitResult:
 class ForwardResult:
     """Per-token outputs of this rank's samples; empty on non-output ranks."""
 
-    samples: IntArray  # [S] indices in the rollout batch, in the order given
+    rows: IntArray  # [S] indices of rows in the rollout batch, in the order given
     offsets: IntArray  # [S + 1] into each output
     outputs: Mapping[Output, Array]  # each [n, ...]: float32, except experts, which are integers
 
@@ -428,7 +428,7 @@ class ForwardResult:
     def empty(cls, wanted: Iterable[Output]) -> ForwardResult:
         """Of no samples."""
         nothing = np.zeros(0, np.float32)
-        return cls(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs=dict.fromkeys(wanted, nothing))
+        return cls(rows=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs=dict.fromkeys(wanted, nothing))
 
 
 @frozen(kw_only=True)

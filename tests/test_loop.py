@@ -65,11 +65,8 @@ class FakeRun:
     def rewinding_if_ranks_die(self) -> Iterator[None]:
         yield
 
-    @contextlib.contextmanager
-    def using_ranks(self) -> Iterator[None]:
-        self.log.append("enter")
-        yield
-        self.log.append("leave")
+    def sleep_ranks(self) -> None:
+        self.log.append("ranks sleep")
 
     def prepare(self, scored: str) -> FakeBatch:
         return FakeBatch(samples=f"samples of {scored}")
@@ -79,7 +76,7 @@ class FakeRun:
         self.stopping = self.stopping or self.progress.steps_done == self.stop_in
         return f"results of {batch.samples}"
 
-    def report(self, scored: str, batch: FakeBatch, results: str) -> None:
+    def step_done(self, scored: str, batch: FakeBatch, results: str) -> None:
         self.log.append(f"report {scored}: {results}")
 
     def save(self) -> None:
@@ -105,18 +102,17 @@ def run_loop(monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> Summary:
 
 # Ranks and engines take turns from the beginning: nothing is sampled while the ranks are resident. Whether the engines
 # compute what the ranks do is known before the first evaluation.
-BEGINNING = ["enter", "push", "leave", "check"]
+BEGINNING = ["push", "ranks sleep", "check"]
 
 
 def rollout_step(batch: int, number: int) -> list[str]:
     return [
-        "enter",
         f"train on samples of batch {batch} at {number}",
         "push",
         f"report batch {batch}: results of samples of batch {batch}",
         f"save {number + 1}",
         "between steps",
-        "leave",
+        "ranks sleep",
         f"evaluate {number + 1}",
     ]
 

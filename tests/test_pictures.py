@@ -1,22 +1,11 @@
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import numpy as np
-import pytest
 from PIL import Image
 
-from corerl.pictures import Picture, png, save_pictures
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 1), (32, 48)])
-def test_another_decoder_finds_the_pixels_in_a_png(size: tuple[int, int]) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), np.uint8)
-    with Image.open(io.BytesIO(png(pixels))) as image:
-        assert (image.format, image.mode) == ("PNG", "RGB")
-        image.verify()  # the checksums of its chunks
-    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(png(pixels)))), pixels)
+from corerl.pictures import Picture, save_pictures
 
 
 def test_each_picture_is_written_once(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class ForwardPass:
 
     role: str
     columns: Mapping[str, Output]  # column -> the output that fills it
-    weights: str = ""  # REFERENCE, of the actor; "" for the weights as they are
+    snapshot: str = ""  # REFERENCE, of the actor; "" for the weights as they are
     replay: bool = False  # route through the experts in the column `routed_experts`
 
 

@@ -53,7 +53,7 @@ def unpadded(micro: MicroBatch) -> BoolArray:
 
 def counted(micro: MicroBatch) -> BoolArray:
     """[T] False in padding and in fillers."""
-    counts: BoolArray = unpadded(micro) & np.repeat(micro.samples >= 0, np.diff(micro.cu_seqlens))
+    counts: BoolArray = unpadded(micro) & np.repeat(micro.rows >= 0, np.diff(micro.cu_seqlens))
     return counts
 
 
@@ -65,16 +65,16 @@ class OutputCollector:
     has many, go to the host at once.
     """
 
-    samples: list[IntArray] = field(factory=list)
+    rows: list[IntArray] = field(factory=list)
     lengths: list[IntArray] = field(factory=list)
     parts: dict[Output, list[torch.Tensor]] = field(factory=dict)
 
     def add(self, micro: MicroBatch, outputs: Mapping[Output, torch.Tensor]) -> None:
-        real = micro.samples >= 0
+        real = micro.rows >= 0
         if not real.any():
             return
         keep = np.flatnonzero(counted(micro))
-        self.samples.append(micro.samples[real])
+        self.rows.append(micro.rows[real])
         self.lengths.append(micro.lengths[real])
         for output, values in outputs.items():
             kept = values.detach().index_select(0, upload(keep, values.device))
@@ -82,7 +82,7 @@ class OutputCollector:
 
     def finish(self, wanted: tuple[Output, ...]) -> ForwardResult:
         return ForwardResult(
-            samples=np.concatenate([np.zeros(0, np.int64), *self.samples]),
+            rows=np.concatenate([np.zeros(0, np.int64), *self.rows]),
             offsets=offsets_of(np.concatenate([np.zeros(0, np.int64), *self.lengths])),
             outputs={
                 output: torch.cat(parts).cpu().numpy() if (parts := self.parts.get(output)) else np.zeros(0, np.float32)

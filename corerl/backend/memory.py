@@ -75,13 +75,13 @@ class DeviceMemory(Primitives):
         self._host_weights.drop(name)
 
     @contextlib.contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        """Run the block with the snapshot `weights` swapped in for the model's weights; "" changes nothing."""
-        if not weights:
+    def using(self, snapshot: str) -> Iterator[None]:
+        """Run the block with `snapshot` swapped in for the model's weights; "" changes nothing."""
+        if not snapshot:
             yield
             return
         try:
-            with self._host_weights.swapped(weights, self.changing):
+            with self._host_weights.swapped(snapshot, self.changing):
                 self.after_load({StateKey.PARAM}, None)
                 yield
         finally:

@@ -26,7 +26,7 @@ from corerl.types import (
     merge_metrics,
 )
 
-SAVED = "prefixes/saved"  # the metric: the share of tokens that go through the model with another sequence
+PREFIXES_SAVED = "prefixes/saved"  # the metric: the share of tokens that go through the model with another sequence
 
 # (tokens [T], packing, positions [T], temperature, wanted) -> each [T]; a PackedPolicy, or a wrapper of one. Two more
 # arguments follow where there are any: what the tower has made of the pictures that tokens show, and the targets.
@@ -85,7 +85,7 @@ class StepLosses:
             self._tokens += inputs.passed.tokens
             if micro.shared is not None:
                 saved = Metric(len(micro.tokens) - inputs.passed.tokens, len(micro.tokens))
-                self._saved = merge_metrics((self._saved, {SAVED: saved}))
+                self._saved = merge_metrics((self._saved, {PREFIXES_SAVED: saved}))
             if self._wanted:
                 self._collector.add(micro, {output: outputs[output] for output in self._wanted})
         if self._tower is not None:

@@ -17,7 +17,7 @@ from corerl.models.build import VALUE_HEAD_WEIGHT
 from corerl.models.config import hf_config
 from corerl.models.files import initial_source, shapes_of_tower
 from corerl.plugin.hooks import Context
-from corerl.plugin.host import BackendBase
+from corerl.plugin.host import HostedBackend
 from corerl.types import (
     AdamSettings,
     ForwardResult,
@@ -59,7 +59,7 @@ class StateKey(StrEnum):
 SAVED = (StateKey.MASTER, StateKey.EXP_AVG, StateKey.EXP_AVG_SQ)
 
 
-class Primitives(BackendBase, ABC):
+class Primitives(HostedBackend, ABC):
     """One rank's model, optimizer and layout."""
 
     config: RoleConfig

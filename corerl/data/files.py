@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ PATHS = (
     "a .jsonl, .parquet, .csv, .arrow or .json file, a directory or a pattern of them, or a data set saved by "
     "`save_to_disk`"
 )
-# Files of these formats that are not read are counted in a notice.
-DATA = {JSONL, *LOADERS, ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"}
 TRAIN = "train"
 
 
@@ -44,7 +41,7 @@ class Rows(ABC):
     """The rows of one data set, numbered from 0; only their locations are kept in memory."""
 
     name: str
-    notice: str = ""  # a line about splits and files that are not read
+    notice: str = ""  # a line about splits that are not read
     columnar: bool = False  # whether an object in a row has the fields of all rows' objects, null where it lacks them
     root: str = ""  # the directory of the files, if there are any: the deepest that holds all of them
 
@@ -256,27 +253,10 @@ def _of_directory(path: Path, split: str, subset: str, common: tuple[str, str], 
             f"data.split: {chosen!r}, but {name} has the splits {', '.join(splits)}; set it to one of them"
             f"{did_you_mean(chosen, splits)}"
         )
-    unread = [f"the split {each}" for each in splits if each != chosen]
-    if any(saved):
-        rows: Rows = ArrowRows(splits[chosen], name)
-        rows.notice = _notice(name, chosen, unread)
-        return rows
-    rows, root = _of_files(splits[chosen], name, texts), Path(os.path.abspath(path))
-    in_splits = {file for files in splits.values() for file in files}
-    files = [root / file for file in glob.glob("**", root_dir=root, recursive=True)]
-    others = Counter(file.suffix for file in files if file.suffix in DATA and file not in in_splits)
-    unread += [f"{count} {suffix} file{'s' * (count > 1)}" for suffix, count in sorted(others.items())]
-    directories = sorted({str(file.parent.relative_to(root)) for file in splits[chosen] if file.is_relative_to(root)})
-    rows.notice = _notice(name, chosen, unread, directories)
+    rows = ArrowRows(splits[chosen], name) if any(saved) else _of_files(splits[chosen], name, texts)
+    if unread := [each for each in splits if each != chosen]:
+        rows.notice = f"data.source: of {name}, the split {chosen} is read; not read: {', '.join(unread)}"
     return rows
-
-
-def _notice(name: str, split: str, unread: Sequence[str], directories: Sequence[str] = ()) -> str:
-    """A line about what of a directory is not read, or is read together; "" if there is nothing to say."""
-    lines = [f"not read: {', '.join(unread)}"] if unread else []
-    if len(directories) > 1:
-        lines.append(f"files of several directories are read as one: {', '.join(directories)}")
-    return f"data.source: of {name}, the split {split} is read; {'; '.join(lines)}" if lines else ""
 
 
 def _splits(datasets: Any, path: Path, subset: str, common: str) -> Mapping[str, Sequence[Path]]:

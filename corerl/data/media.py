@@ -15,8 +15,6 @@ FIELD = re.compile(
 PART = re.compile(
     r"(?:input_|output_)?(?:(?P<images>image)|(?P<audio>audio)|(?P<video>video)|(?P<files>file))(?:_url)?"
 )
-# Where a picture or sound belongs in a text, in data sets of models that see and hear.
-MARK = re.compile(r"<(?:image|audio|video)>|<\|(?:image|audio|video)(?:_pad)?\|>|<\|vision_start\|>")
 IMAGES = "images"
 MEDIA = "media"  # content that does not say which kind it is
 WAY = ", or set model.pictures to show it to the model (pip install 'corerl[vision]')"

@@ -41,10 +41,10 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "constant-length")
 class StepShare:
     """One dp rank's part of a StepPlan, of n sequences in M micro-batches: what its ranks get with the samples."""
 
-    rows: IntArray  # [n] of the samples that the ranks are given
-    samples: IntArray  # [n] the same as indices in the rollout batch
+    rows: IntArray  # [n] indices in the rollout batch
+    given_rows: IntArray  # [n] the same as indices in the part of the batch that the ranks are given
     scales: FloatArray  # [n]
-    offsets: IntArray  # [M + 1] micro-batch m has rows[offsets[m]:offsets[m + 1]]
+    offsets: IntArray  # [M + 1] micro-batch m has given_rows[offsets[m]:offsets[m + 1]]
     filler: BoolArray  # [M]
     step_tokens: int = 0  # of the StepPlan
     shares_prefixes: bool = False  # of the StepPlan
@@ -54,31 +54,31 @@ class StepShare:
 class StepPlan:
     """One pass of chosen samples through the model, which the driver cuts into a share for each dp rank."""
 
-    micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] sample indices; M is equal for all dp ranks
+    micro_batches: tuple[tuple[IntArray, ...], ...]  # [dp_size][M] row indices; M is equal for all dp ranks
     filler: tuple[tuple[bool, ...], ...]  # [dp_size][M] True: real tokens with weight 0, to equalize M among ranks
-    scales: FloatArray  # [B] token weight = scales[sample] * loss_mask; holds 1 / denominator; 0 outside this step
+    scales: FloatArray  # [B] token weight = scales[row] * loss_mask; holds 1 / denominator; 0 outside this step
     step_tokens: int = 0  # prompts included, on all dp ranks; 0 for what is only a part of a step
     shares_prefixes: bool = False  # as the layout of the ranks
 
     def rows(self, dp_ranks: Collection[int]) -> IntArray:
-        """[n] the samples that these dp ranks read, fillers included, in ascending order."""
+        """[n] the rows that these dp ranks read, fillers included, in ascending order."""
         read = [members for dp_rank in dp_ranks for members in self.micro_batches[dp_rank]]
         return np.unique(np.concatenate([_NONE, *read]))
 
     @property
     def members(self) -> IntArray:
-        """[n] the samples that are passed, fillers not counted, in ascending order."""
+        """[n] the rows that are passed, fillers not counted, in ascending order."""
         every = zip(sum(self.micro_batches, ()), sum(self.filler, ()), strict=True)
         return np.unique(np.concatenate([_NONE, *(members for members, filler in every if not filler)]))
 
-    def share(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
-        """The part of a dp rank that is given only the samples `given`, in ascending order; None: all of them."""
+    def share_of(self, dp_rank: int, given: IntArray | None = None) -> StepShare:
+        """The part of a dp rank that is given only the rows `given`, in ascending order; None: all of them."""
         micro_batches = self.micro_batches[dp_rank]
-        samples = np.concatenate([_NONE, *micro_batches])
+        rows = np.concatenate([_NONE, *micro_batches])
         return StepShare(
-            rows=samples if given is None else np.searchsorted(given, samples),
-            samples=samples,
-            scales=self.scales[samples],
+            rows=rows,
+            given_rows=rows if given is None else np.searchsorted(given, rows),
+            scales=self.scales[rows],
             offsets=offsets_of([len(members) for members in micro_batches]),
             filler=np.array(self.filler[dp_rank], dtype=np.bool_),
             step_tokens=self.step_tokens,
@@ -117,7 +117,7 @@ def plan_steps(
     for epoch in range(epochs):
         for chosen_groups in groups_of_steps(len(groups), mini_batches, seed, epoch):
             chosen = np.flatnonzero(np.isin(group_of, chosen_groups))
-            own, count = _shares(
+            own, count = _denominators(
                 loss_tokens[chosen], episode_of[chosen], aggregation=aggregation, max_tokens=max_tokens
             )
             scales = np.zeros(len(batch), dtype=np.float32)
@@ -149,7 +149,7 @@ def plan_part(
     """
     loss_tokens = count_loss_tokens(batch)
     _, episode_of = batch.episodes
-    own, count = _shares(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
+    own, count = _denominators(loss_tokens, episode_of, aggregation=aggregation, max_tokens=max_tokens)
     every = np.arange(len(batch))
     return _plan(batch, every, layout, _inverse(own * unit), budget=tokens_per_micro_batch), float(count)
 
@@ -173,7 +173,7 @@ def _plan(
 ) -> StepPlan:
     """A pass of the `chosen` samples."""
     sizes = -(-batch.lengths[chosen] // layout.sequence_multiple) * layout.sequence_multiple
-    micro_batches, filler = _share(batch, chosen, sizes, layout, budget=budget)
+    micro_batches, filler = _split(batch, chosen, sizes, layout, budget=budget)
     return StepPlan(
         micro_batches=micro_batches,
         filler=filler,
@@ -201,7 +201,9 @@ def _inverse(denominators: Array) -> FloatArray:
     return found
 
 
-def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int) -> tuple[IntArray, int]:
+def _denominators(
+    loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, max_tokens: int
+) -> tuple[IntArray, int]:
     """The denominator of each sample as a product: what is its own [n], and what is counted over the step."""
     match aggregation:
         case "token-mean":
@@ -218,7 +220,7 @@ def _shares(loss_tokens: IntArray, episode_of: IntArray, *, aggregation: str, ma
     )
 
 
-def _share(
+def _split(
     batch: SampleBatch, chosen: IntArray, sizes: IntArray, layout: ParallelLayout, *, budget: int
 ) -> tuple[tuple[tuple[IntArray, ...], ...], tuple[tuple[bool, ...], ...]]:
     """Split `chosen` samples of `sizes` tokens among dp ranks, pack each share, and equalize counts with fillers."""
@@ -348,12 +350,12 @@ def pack(
     batch: SampleBatch, share: StepShare, *, sequence_multiple: int, columns: Sequence[str] | None = None
 ) -> PackedBatch:
     """One dp rank's share of a step. Micro-batches are built when iterated over, which can be repeated. `batch` are the
-    samples that the share's rows count.
+    rows that the share's `given_rows` count.
 
-    Every micro-batch carries `weights` [T], scales[sample] * loss_mask, and `columns` of the batch; None takes all.
+    Every micro-batch carries `weights` [T], scales[row] * loss_mask, and `columns` of the batch; None takes all.
     `picture` is always among them, if rows show pictures.
     Padding to `sequence_multiple` has token 0 and zeros in every column. A filler has its sample's tokens, with
-    weights 0, loss_mask False and sample -1.
+    weights 0, loss_mask False and row -1.
     """
     names = tuple(batch.columns) if columns is None else tuple(columns)
     if PICTURE in batch.columns and PICTURE not in names:
@@ -372,7 +374,7 @@ def pack(
         count=len(micro_batches),
         temperature=batch.temperature,
         step_tokens=share.step_tokens,
-        pictures=_shown(batch, share.rows),
+        pictures=_shown(batch, share.given_rows),
     )
 
 
@@ -403,7 +405,7 @@ class LazyMicroBatches:
         return map(self._build, spans, self.share.filler.tolist())
 
     def _build(self, chosen: slice, filler: bool) -> MicroBatch:
-        rows, samples = self.share.rows[chosen], self.share.samples[chosen]
+        rows = self.share.given_rows[chosen]
         lengths = self.batch.offsets[rows + 1] - self.batch.offsets[rows]
         padded = -(-lengths // self.sequence_multiple) * self.sequence_multiple
         cu_seqlens = offsets_of(padded)
@@ -433,7 +435,7 @@ class LazyMicroBatches:
             positions=np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], padded),
             cu_seqlens=cu_seqlens,
             lengths=lengths,
-            samples=np.full_like(samples, -1) if filler else samples,
+            rows=np.full_like(rows, -1) if filler else self.share.rows[chosen],
             columns=columns,
             shared=shared,
         )

@@ -90,7 +90,7 @@ class RowPrompts(PromptSource):
         self._options_key = "" if OPTIONS in ignore else OPTIONS
         self._pictures = pictures
         digests, asked, left_out = array("Q"), array("Q"), list[int]()  # the last one: numbers of rows
-        refused, marked, not_shown, unanswered = Tally(), Tally(), Tally(), Tally()
+        refused, not_shown, unanswered = Tally(), Tally(), Tally()
         noticed = time.monotonic()
         for number, (where, row) in enumerate(rows.scan(), start=1):
             if notify is not None and number % BATCH == 0 and time.monotonic() >= noticed + EVERY:
@@ -109,8 +109,6 @@ class RowPrompts(PromptSource):
             for name in row:
                 if (name in for_chats or (name not in self._ignored and NOT_SHOWN.fullmatch(name))) and row[name]:
                     not_shown.add(repr(name), where)
-            if not prompt.pictures and (mark := media.MARK.search(prompt.text)):
-                marked.add(f"with {mark[0]}", where)
             if not prompt.answer:
                 unanswered.add("without an answer", where)
             keys = prompt_key, answer_key, tools_key
@@ -126,7 +124,6 @@ class RowPrompts(PromptSource):
             f"data: {text}: {tally}"
             for text, tally in [
                 (f"{of} are skipped, because they cannot be shown to the model", refused),
-                (f"rows of {rows.name} have marks for pictures or sound, which are shown as text", marked),
                 (f"rows of {rows.name} have fields that prompts often need and the model is not shown", not_shown),
             ]
             if tally.counts

@@ -112,11 +112,11 @@ class Engines:
             loop = EventLoop("engines")
             stack.callback(loop.close)
             started = start_processes(processes, plan.cluster, plan.rollout, loop, progress, stack)
-            group, fleet = started.groups[ACTOR], started.fleet
+            group, fleet = started.train_groups[ACTOR], started.fleet
             assert fleet is not None
             residency = Residency(
                 plan=residency_plan(processes.sharing, passed={ACTOR}),
-                groups={name: started.groups[name] for name in processes.sharing},
+                groups={name: started.train_groups[name] for name in processes.sharing},
                 fleet=fleet,
                 progress=progress,
             )
@@ -147,26 +147,26 @@ class Engines:
         that one is replaced."""
         return self.fleet.held
 
-    def push(self, *, weights: str = "", forget: int | None = None) -> int:
-        """Send the group's weights, or its snapshot `weights`, to all engines, and start others in the place of those
+    def push(self, *, snapshot: str = "", forget: int | None = None) -> int:
+        """Send the group's weights, or its `snapshot`, to all engines, and start others in the place of those
         that have died or miss the update; returns the version. It takes the place of the version to `forget`, or of the
         oldest, once engines hold as many as they can. Rows that are being generated go on under these weights, but for
         those of a request with a version. Called, like `generate`, in the thread that starts the group's verbs. Raises
         WeightUpdateError, or the cause of an engine's death, once its restarts are used up."""
         self.fleet.step_completed()
-        self._push(weights, forget)
+        self._push(snapshot, forget)
         return self.version
 
-    def _push(self, weights: str = "", forget: int | None = None) -> None:
+    def _push(self, snapshot: str = "", forget: int | None = None) -> None:
         self._pushing = True
         # Ranks that have restarted from what another group saved go on from its version.
         self.policies = evolve(self.policies, version=max(self.version, self.group.loaded_version - 1))
         try:
-            new = bool(weights) or self.group.changes != self._changes
-            self.update(_Rows(self.fleet, forget), new=new, weights=weights)
+            new = bool(snapshot) or self.group.changes != self._changes
+            self.update(_Rows(self.fleet, forget), new=new, snapshot=snapshot)
         finally:
             self._pushing = False
-        self._changes = -1 if weights else self.group.changes
+        self._changes = -1 if snapshot else self.group.changes
         self.residency.enter(SAMPLE)
 
     def generate(self, request: GenerateRequest) -> Generation:
@@ -216,16 +216,18 @@ class Engines:
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def update(self, source: Source | _Rows, *, new: bool = True, weights: str = "") -> None:
-        """Update all engines, which sample for `source`, to the actor's weights, or its snapshot `weights`, which are
+    def update(self, source: Source | _Rows, *, new: bool = True, snapshot: str = "") -> None:
+        """Update all engines, which sample for `source`, to the actor's weights, or its `snapshot`, which are
         `new` if they have changed since the last update, and replace engines that miss the update. Raises
         WeightUpdateError, or the cause of an engine's death, if replacing does not help."""
         before = self.policies.version
-        while failed := self._attempt(source, self.policies.next(new=new and self.policies.version == before), weights):
+        while failed := self._attempt(
+            source, self.policies.next(new=new and self.policies.version == before), snapshot
+        ):
             self._replace(failed)
         self._updates += 1
 
-    def _attempt(self, source: Source | _Rows, policies: Policies, weights: str) -> dict[str, CorerlError]:
+    def _attempt(self, source: Source | _Rows, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         """Run one update to the last of the policies; returns the engines to replace, which now serve nothing, and
         why."""
         with contextlib.ExitStack() as stack:
@@ -236,13 +238,13 @@ class Engines:
                 return self.fleet.died
             self.residency.enter(UPDATE)
             with self.progress.phase("update_weights"):
-                failed = self._update(policies, weights)
+                failed = self._update(policies, snapshot)
             # Before any call to all engines, even to resume or sleep: an engine that hangs does not answer, and one
             # with a failed device fails again.
             self.fleet.leave_out(failed)
             return failed
 
-    def _update(self, policies: Policies, weights: str) -> dict[str, CorerlError]:
+    def _update(self, policies: Policies, snapshot: str) -> dict[str, CorerlError]:
         # The version is used up even if no engine takes it: engines refuse a version that they have.
         self.policies, version = policies, policies.version
         group, fleet, every = self.group, self.fleet, self.config.verify_every
@@ -251,7 +253,7 @@ class Engines:
             self.new_rendezvous()
         meeting = self._rendezvous = self._rendezvous or self._meet()
         address, alone = meeting.address, meeting.adapters if fleet.all_serve else None
-        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None, weights=weights)
+        sending = group.update_weights(address, version, verify=verify, adapters=alone is not None, snapshot=snapshot)
         receiving = fleet.receive(alone or meeting.manifest, version, address)
         causes: set[str] = set()  # engines that failed first
         reported: set[str] = set()

@@ -154,8 +154,8 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
     started = start_processes(
         plan.processes, plan.cluster, plan.rollout.settings, loop, progress, stack, traces=traced(plan.extensions)
     )
-    actor, fleet = started.groups[ACTOR], started.fleet
-    roles = roles_of(plan, started.groups, started.inits, notify=progress.notice)
+    actor, fleet = started.train_groups[ACTOR], started.fleet
+    roles = roles_of(plan, started.train_groups, started.inits, notify=progress.notice)
     trained = {name: role for name, role in roles.items() if role.loss is not None}
     asked = trains and REFERENCE in plan.algorithm.snapshots(ACTOR)
     reference = ReferencePolicy(group=actor, asked=asked, settings=plan.algorithm.settings, progress=progress)

@@ -34,7 +34,7 @@ from corerl.types import InitResult
 class Started:
     """Processes that are ready."""
 
-    groups: Mapping[str, TrainGroup]  # by role
+    train_groups: Mapping[str, TrainGroup]  # by role
     fleet: EngineFleet | None  # None if nothing is sampled
     inits: Mapping[str, InitResult]  # by role
     pool: ResourcePool
@@ -72,7 +72,7 @@ def start_processes(
     restarts = processes.roles[ACTOR].train.restarts
     in_turns = bool(processes.sharing)
     inits = load_all(groups, fleet, progress, in_turns=in_turns, restarts=restarts)
-    return Started(groups=groups, fleet=fleet, inits=inits, pool=pool)
+    return Started(train_groups=groups, fleet=fleet, inits=inits, pool=pool)
 
 
 def emit_call(progress: Progress, process: str, pending: Pending, result: CallResult) -> None:

@@ -86,7 +86,7 @@ class Role:
             optimizer_step=self.next_optimizer_step, rollout_step=rollout_step, lr=self.lr(self.next_optimizer_step)
         )
 
-    def plan(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
+    def plan_steps(self, samples: SampleBatch, rollout_step: int) -> list[StepPlan]:
         """The optimizer steps of this rollout batch: `steps_of_batch`, or fewer if it has too few groups."""
         return self.group.plan_steps(samples, seed=self._seed(rollout_step))
 
@@ -97,7 +97,7 @@ class Role:
     def _seed(self, rollout_step: int) -> int:
         return self.seed * 1_000_003 + rollout_step
 
-    def start(
+    def start_training(
         self,
         shared: SharedBatch,
         plans: Sequence[StepPlan],
@@ -127,7 +127,7 @@ class Role:
         samples: SampleBatch,
         outputs: tuple[Output, ...],
         *,
-        weights: str = "",
+        snapshot: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
         """Start one forward pass over all tokens. The result maps outputs to columns, which are 0 outside loss tokens,
@@ -140,7 +140,7 @@ class Role:
                 for output, column in found.items()
             }
 
-        return self.group.forward(samples, outputs, shared=shared, weights=weights, replay=replay).then(masked)
+        return self.group.forward(samples, outputs, shared=shared, snapshot=snapshot, replay=replay).then(masked)
 
 
 @define(kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +142,7 @@ class Run:
         try:
             while not fleet.wait(future):
                 with fleet.replacing():
-                    self.ensure_serving(force=True)
+                    self.update_engines()
             return future.result()
         except BaseException:
             future.cancel()
@@ -158,9 +157,9 @@ class Run:
             return
         with self.progress.phase("compare"):
             samples = self._served(self.logprob_check.sample())
-        with self.using_ranks():
-            self._compare(self.logprob_check, samples)
-            self.push_weights()  # only engines that take turns with the ranks in memory have lost them
+        self._compare(self.logprob_check, samples)
+        self.push_weights()  # only engines that take turns with the ranks in memory have lost them
+        self.sleep_ranks()
 
     def _compare(self, check: LogprobCheck, samples: SampleBatch) -> None:
         """Score samples of the trainer's current weights, as training would, and judge the difference."""
@@ -205,7 +204,7 @@ class Run:
                 shared,
                 samples,
                 tuple(each.columns.values()),
-                weights=each.weights,
+                snapshot=each.snapshot,
                 replay=each.replay,
             )
             for each in algorithm.passes
@@ -269,9 +268,9 @@ class Run:
         steps: dict[tuple[str, int], Future[TrainResult]] = {}
         for name in names:
             role = self.roles[name]
-            plans = role.plan(batch.samples, self.progress.steps_done)
+            plans = role.plan_steps(batch.samples, self.progress.steps_done)
             scale = self._streamed.scale if self._streamed is not None and name == ACTOR else None
-            started = role.start(shared, plans, self.progress.steps_done, scale=scale)
+            started = role.start_training(shared, plans, self.progress.steps_done, scale=scale)
             for count, why in (
                 (role.steps_of_batch - len(plans), "the batch has fewer groups than that, and groups are not split"),
                 (len(plans) - len(started), "their samples have no loss tokens"),
@@ -301,7 +300,7 @@ class Run:
         if self.engines is not None:
             self.sampling.source.renumber(self.engines.policies.version + 1 - point.version)
             self.sampling.loop.run(self.engines.fleet.reset())
-        self.ensure_serving(force=True)
+        self.update_engines()
         self.evaluate()
 
     # ---- extensions that decide -------------------------------------------------------------------------------------
@@ -332,12 +331,15 @@ class Run:
             self.logprob_check.pushed(self.engines.policies.version, new=new)
         self._pushed_at = self.actor.next_optimizer_step
 
-    def ensure_serving(self, *, force: bool = False) -> None:
-        """Replace dead engines, if there are any, and push weights to all, whatever the schedule says; with `force`
-        also where none has died."""
-        if force or (self.engines is not None and self.engines.fleet.dead):
-            with self.using_ranks():
-                self.push_weights()
+    def update_engines(self) -> None:
+        """Push weights outside of a step: to engines that are new, or have lost theirs, whatever the schedule says."""
+        self.push_weights()
+        self.sleep_ranks()
+
+    def replace_dead_engines(self) -> None:
+        """Start others in the place of engines that have died, if any have, with the weights of now."""
+        if self.engines is not None and self.engines.fleet.dead:
+            self.update_engines()
 
     def _push_due(self, fleet: EngineFleet) -> bool:
         # Engines that slept, or are new, hold no weights.
@@ -347,19 +349,18 @@ class Run:
         due = self.progress.steps_done % every == 0 or self.evaluations.any_due
         return due and self._pushed_at != self.actor.next_optimizer_step
 
-    @contextlib.contextmanager
-    def using_ranks(self) -> Iterator[None]:
-        """A context for all verbs that use ranks. If ranks and engines share devices, ranks sleep outside of it;
-        inside, each verb wakes what it reads, and the engines' weights sleep until new ones are pushed."""
-        yield
+    def sleep_ranks(self) -> None:
+        """After the last verb that uses ranks: if they share devices with engines, they sleep from now on, so that
+        engines can sample. Each verb wakes what it reads, and then the engines sleep until new weights are pushed."""
         self.residency.enter(SAMPLE)
 
     # ---- reports and checkpoints ------------------------------------------------------------------------------------
 
-    def report(
+    def step_done(
         self, scored: ScoredRollout, batch: TrainBatch | None, results: Mapping[str, Sequence[TrainResult]]
     ) -> None:
-        """Report one rollout step; `batch` is None if it was not for training."""
+        """Report a rollout step, which is done: ranks and engines may restart as often as before again, and may stay in
+        memory if they were seen to fit. `batch` is None if it was not for training."""
         require_there(self.run_dir)
         if self.engines is not None:
             self.engines.fleet.step_completed()

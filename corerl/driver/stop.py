@@ -45,7 +45,9 @@ class StopRequest:
             raise KeyboardInterrupt
         self.requested = True
         name = signal.Signals(number).name
-        self._texts.put(f"{name}: stopping after this step; repeat to stop at once, without saving")
+        self._texts.put(
+            f"{name}: stopping after this step, or the next that can be resumed; repeat to stop at once, without saving"
+        )
 
     def _send(self) -> None:
         while (text := self._texts.get()) is not None:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from corerl.models.lora import trained_parameters as trained_parameters
     from corerl.models.names import HFBox as HFBox
     from corerl.models.names import buffer_chunks as buffer_chunks
-    from corerl.models.names import dtensor_boxes as dtensor_boxes
     from corerl.models.names import hf_boxes as hf_boxes
     from corerl.models.names import local_chunks as local_chunks
     from corerl.models.names import named_views as named_views

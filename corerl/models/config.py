@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from corerl.errors import ModelError
-from corerl.kinds import experts_of
-from corerl.messages import did_you_mean, one_line, short_repr
+from corerl.messages import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from corerl.config.schema import ModelConfig
@@ -30,26 +27,6 @@ if TYPE_CHECKING:
 UNDECLARED = frozenset({"rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "head_dim"})
 CODE = ("auto_map", "custom_pipelines")  # fields of a config.json that name code in its directory
 POSITIONS = ("max_position_embeddings", "max_seq_len")  # fields that say how many tokens a sequence may have
-# Numbers that transformers accepts, and with which it computes NaN, or fails in a forward pass: patterns of fields'
-# names, at any depth, with what each must be; the first row that matches counts.
-SIZES = (
-    r"^((vocab|hidden|intermediate)_size|num_(hidden_layers|attention_heads|key_value_heads|experts_per_tok)|head_dim)$"
-)
-ROTARY = r"rope_theta$|^rope_local_base_freq$|^rotary_emb_base$|^((low|high)_freq_)?factor$"
-CAPS = r"^(attn|final)_logit_softcapping$|(^|_)soft_?cap$"
-FACTORS = r"_multiplier$|^logits?_scal(e|ing)$|^routed_scaling_factor$|^query_pre_attn_scalar$"
-NUMBERS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    (SIZES, "wanted a finite number, at least 1", lambda value: value >= 1),
-    (r"drop(out)?(_p|_prob)?$|layerdrop$", "wanted a number from 0 to 1", lambda value: 0 <= value <= 1),
-    (
-        r"(^|_)(eps|epsilon)($|_)|initializer_range$|init_std$",
-        "wanted a finite number, at least 0",
-        lambda value: value >= 0,
-    ),
-    (r"partial_rotary_factor$|^rotary_pct$", "wanted a number above 0, at most 1", lambda value: 0 < value <= 1),
-    (f"{ROTARY}|{CAPS}|{FACTORS}", "wanted a finite number above 0", lambda value: value > 0),
-    (r"", "wanted a finite number", lambda value: True),
-)
 
 
 def hf_config(model: ModelConfig) -> PreTrainedConfig:
@@ -69,9 +46,6 @@ def hf_config(model: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             "no model: set model.path to a Hugging Face directory, or model.config to the fields of a config"
         )
-    where = f"model.path={model.path!r}: config.json: " if model.path else "model.config."
-    require_numbers(config.to_dict(), where)
-    _require_counts(config, where)
     if quantized := getattr(config, "quantization_config", None):
         method = quantized.get("quant_method", "?") if isinstance(quantized, Mapping) else "?"
         raise ModelError(
@@ -130,32 +104,6 @@ def context_length(config: PreTrainedConfig) -> int | None:
     """Maximum tokens of a sequence by the model's own config; None if it sets no limit."""
     text = config.get_text_config()
     return next((size for name in POSITIONS if (size := getattr(text, name, None)) is not None), None)
-
-
-def require_numbers(fields: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError for a number that is not finite, or not what NUMBERS says of it."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            require_numbers(value, f"{where}{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            wanted, holds = next((wanted, holds) for names, wanted, holds in NUMBERS if re.search(names, str(name)))
-            if not (abs(value) < math.inf and holds(value)):
-                raise ModelError(f"{where}{name}={short_repr(value)}, {wanted}")
-
-
-def _require_counts(config: PreTrainedConfig, where: str) -> None:
-    """Raise ModelError for heads that cannot share keys and values, or more experts for a token than there are, which
-    fail in a forward pass."""
-    text = config.get_text_config()
-    chosen, experts = getattr(text, "num_experts_per_tok", None), experts_of(text.to_dict())
-    if isinstance(chosen, int) and 0 < experts < chosen:
-        raise ModelError(f"{where}num_experts_per_tok={chosen}, wanted at most {experts}, the number of experts")
-    try:
-        heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    except RuntimeError:  # transformers' own, for models whose layers differ in these
-        return
-    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
-        raise ModelError(f"{where}num_key_value_heads={shared} does not divide num_attention_heads={heads}")
 
 
 def _forget_pad(config: PreTrainedConfig) -> None:

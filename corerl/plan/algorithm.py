@@ -50,7 +50,7 @@ class AlgorithmPlan:
     def snapshots(self, role: str) -> dict[str, str]:
         """The earlier weights of a role that passes ask for, with the setting that wants them."""
         settings, name = self.settings, f"algorithm.name = {self.settings.name!r}"
-        wanted = {each.weights: name for each in self.passes if each.weights and each.role == role}
+        wanted = {each.snapshot: name for each in self.passes if each.snapshot and each.role == role}
         if settings.kl_coef and REFERENCE in wanted:
             wanted[REFERENCE] = f"algorithm.kl_coef = {settings.kl_coef} (its reference is a snapshot)"
         return wanted
@@ -112,10 +112,10 @@ def _construct(loaded: Loaded, options: Any) -> Algorithm:
             raise PluginBroken(
                 f"algorithm {loaded}: forwards() names the role {each.role!r}; its spec has {', '.join(roles)}"
             )
-        if each.weights and (each.role != ACTOR or each.weights != REFERENCE):
+        if each.snapshot and (each.role != ACTOR or each.snapshot != REFERENCE):
             raise PluginBroken(
                 f"algorithm {loaded}: forwards() passes the samples through the {each.role} under the weights "
-                f"{each.weights!r}; there are those of the {REFERENCE}, of the {ACTOR}"
+                f"{each.snapshot!r}; there are those of the {REFERENCE}, of the {ACTOR}"
             )
     return algorithm
 
@@ -214,7 +214,7 @@ def _passes(config: Config, algorithm: Algorithm) -> list[ForwardPass]:
     if common.kl_coef:
         logprobs = {"ref_logprobs": Output.LOGPROBS}
         passes.append(
-            ForwardPass(role=ACTOR, columns=logprobs, weights=REFERENCE)
+            ForwardPass(role=ACTOR, columns=logprobs, snapshot=REFERENCE)
             if config.roles.reference is None
             else ForwardPass(role=REFERENCE, columns=logprobs)
         )

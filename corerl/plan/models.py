@@ -21,7 +21,7 @@ from corerl.errors import CheckpointError, ModelError
 from corerl.kinds import experts_of
 from corerl.messages import listed
 from corerl.models.attention import carries_state
-from corerl.models.build import NOISE, VALUE_HEAD_WEIGHT, architecture_of, stored_buffers
+from corerl.models.build import VALUE_HEAD_WEIGHT, stored_buffers
 from corerl.models.config import class_name, context_length, hf_config, reads_pictures
 from corerl.models.files import kept_files, meta_model, model_files, shapes_of_tower
 from corerl.models.layouts import Layout, choose_layout, position_limit, unread_parameters
@@ -36,13 +36,8 @@ from corerl.plan.resolve import Plugins
 from corerl.plugin.spec import ACTOR
 from corerl.weights.adapters import is_adapter
 
-# Coefficients of terms of transformers' loss, if the code of the model's class reads them -> whether CoreRL has it too,
-# which transformers adds only with output_router_logits.
-TERMS = dict.fromkeys(("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight"), True)
-TERMS |= dict.fromkeys(("router_z_loss_coef", "z_loss_coefficient"), False)
 # Fields that count layers of a checkpoint which predict tokens after the next one, and which transformers never builds.
 FURTHER = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-OTHER_HEADS = {"classifier_dropout", "summary_first_dropout"}  # which no language model reads
 GIB = 2**30
 FLOATS = ("F64", "F32", "BF16", "F16")  # as safetensors names them
 SHOWN = 8  # names in one line
@@ -395,11 +390,14 @@ def against_replay(config: Config, hf: PreTrainedConfig) -> Iterator[str]:
 
 
 def notices_of(model: RoleModel) -> Iterator[str]:
-    """Lines about a trained model: fields of its config that change what transformers trains, and not a run; weights
-    without adapters, and adapters that other classes lack."""
-    if model.trained and not model.critic:
-        where = f"{model.source}: config.json: " if model.settings.path else f"{model.source}: "
-        yield from (where + line for line in _unread_fields(model))
+    """Lines about a trained model: layers of its checkpoint that are left out, weights without adapters, and adapters
+    that other classes lack."""
+    if model.trained and not model.critic and model.settings.path and not reads_pictures(model.hf):
+        # Of a model that reads pictures an export has them unchanged: see `untrained`.
+        fields = {**model.hf.to_dict(), **model.hf.get_text_config().to_dict()}
+        for name in (name for name in FURTHER if fields.get(name)):
+            line = f"{model.source}: config.json: {name}={fields[name]}: layers that predict further tokens are neither"
+            yield f"{line} trained nor exported"
     if model.trained and model.lora is not None:
         yield from without_adapters(model)
         if reads_pictures(model.hf):
@@ -407,30 +405,6 @@ def notices_of(model: RoleModel) -> Iterator[str]:
                 f"{model.lora_table}: adapters are named for the modules of {class_name(model.hf)}, the class of the "
                 "checkpoint; load them onto a model of AutoModelForImageTextToText"
             )
-
-
-def _unread_fields(model: RoleModel) -> Iterator[str]:
-    config = model.hf.get_text_config()
-    text = config.to_dict()
-    fields = {**model.hf.to_dict(), **text, **(text.get("ffn_config") or {})}  # the last is DBRX's
-    numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and value}
-    read = inspect.getsource(architecture_of(model.hf))
-    for name in (name for name in TERMS if name in numbers and f".{name}" in read):
-        advice = ", which has no such term"
-        if TERMS[name]:
-            if model.train.aux_loss_coef or not fields.get("output_router_logits"):
-                continue
-            advice = f"; set {model.train_table}.aux_loss_coef={numbers[name]:g} to have it"
-        yield f"{name}={numbers[name]:g} changes transformers' loss, not CoreRL's{advice}"
-    # Of the text decoder: nothing else runs.
-    noise = {name for name in numbers if name in text and any(word in name for word in NOISE)} - OTHER_HEADS
-    # Those who train a type with noise by default seldom know of it.
-    usual = type(config)().to_dict() if noise else {}
-    if given := [f"{name}={numbers[name]:g}" for name in sorted(noise) if numbers[name] != usual.get(name)]:
-        yield f"{', '.join(given)}: trained without this noise here, so that log-probs are the engine's"
-    if model.settings.path and not reads_pictures(model.hf):  # else an export has them unchanged: see `untrained`
-        further = "layers that predict further tokens are neither trained nor exported"
-        yield from (f"{name}={numbers[name]}: {further}" for name in FURTHER if name in numbers)
 
 
 def without_adapters(model: RoleModel) -> Iterator[str]:

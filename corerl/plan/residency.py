@@ -11,7 +11,7 @@ from attrs import field, frozen
 from corerl.config.schema import ClusterConfig, Config
 from corerl.errors import ConfigError
 from corerl.kinds import ALL_KINDS, MemoryKind
-from corerl.plugin.hooks import STATE
+from corerl.plugin.hooks import TRAINING_STATE
 from corerl.plugin.spec import ACTOR
 
 AMPERE = (8, 0)  # the first compute capability with bfloat16
@@ -69,7 +69,7 @@ def residency_plan(
         TRAIN: Stage(),  # only for roles with devices of their own
         **{train_stage(role): Stage(ranks={role: ALL_KINDS}) for role in trained},
         UPDATE: Stage(engines=EngineMemory.WEIGHTS, ranks={ACTOR: frozenset({MemoryKind.PARAM})}),
-        **{save_stage(role): Stage(engines=None, ranks={role: STATE}) for role in trained},
+        **{save_stage(role): Stage(engines=None, ranks={role: TRAINING_STATE}) for role in trained},
         SAMPLE: Stage(engines=EngineMemory.ALL),
         REST: Stage(),
     }

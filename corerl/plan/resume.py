@@ -59,7 +59,7 @@ def find_start(config: Config, prompts: PromptSource, *, starting: bool, damaged
     data: list[str] = []
     problems = Problems()
     with problems.stage("checkpoint.resume"):
-        resume, faults = resume_from(config, run_dir, starting=starting, damaged=damaged)
+        resume, faults = checkpoint_to_resume(config, run_dir, starting=starting, damaged=damaged)
         state = read_state(resume) if resume else {}
         if state and config.run.mode != "eval":
             require_same_source(state, config, str(resume))
@@ -119,7 +119,7 @@ def resumed_run(config: Config, run_dir: Path) -> Path | None:
     return named if resume == "auto" or (resume != "never" and os.path.isdir(checkpoints_dir(named))) else None
 
 
-def resume_from(
+def checkpoint_to_resume(
     config: Config, run_dir: Path, *, starting: bool, damaged: Faults = NO_FAULTS
 ) -> tuple[Path | None, Faults]:
     """The checkpoint to resume from, if any, and the newer ones that are skipped for it, each with its fault; `damaged`

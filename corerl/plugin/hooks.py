@@ -173,7 +173,7 @@ class Hooks(Protocol):
 
 
 DRIVER_HOOKS = ("plan_ready", "between_steps", "ranks_failed", "observe")  # of extensions on the driver alone
-STATE = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})  # what training goes on from
+TRAINING_STATE = frozenset({MemoryKind.PARAM, MemoryKind.MASTER, MemoryKind.OPTIMIZER})  # what training goes on from
 
 
 @frozen(kw_only=True)
@@ -194,7 +194,7 @@ VERBS: Mapping[str, Verb] = {
     "optimizer_step": Verb(result=StepResult, needs=ALL_KINDS, trained=True, modifying=True),
     "forward": Verb(result=ForwardResult, needs=PARAMS),
     "update_weights": Verb(result=UpdateResult, needs=PARAMS, trained=True),
-    "save": Verb(result=SaveResult, needs=STATE, trained=True),
+    "save": Verb(result=SaveResult, needs=TRAINING_STATE, trained=True),
     "sleep": Verb(result=SleepResult, capability=Capability.SLEEP),
     "wake_up": Verb(result=WakeResult, capability=Capability.SLEEP),
     "train": Verb(),  # both halves of a step

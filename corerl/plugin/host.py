@@ -66,7 +66,7 @@ def refused_if_frozen(verb: str, where: str) -> str:
     return f"{verb} on {where} was refused: the role is frozen, and only passes samples; call forward"
 
 
-class BackendBase:
+class HostedBackend:
     """The base class that the host requires of a backend; `corerl.backend.Backend` extends it."""
 
     declared: Mapping[Capability, Support] = {}  # the spec's capabilities; set by the host
@@ -83,8 +83,8 @@ class BackendBase:
             )
 
     @contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        """Run the block with the snapshot `weights` in place of the model's weights; "" changes nothing."""
+    def using(self, snapshot: str) -> Iterator[None]:
+        """Run the block with `snapshot` in place of the model's weights; "" changes nothing."""
         yield
 
     def explained(self, hook: str, error: BaseException) -> str:
@@ -137,7 +137,7 @@ class PluginHost:
     ) -> None:
         label = f"backend:{name}"
         require_instance(label, backend)
-        if not isinstance(backend, BackendBase):
+        if not isinstance(backend, HostedBackend):
             raise ContractError(
                 f"{label} is a {type(backend).__name__}, which does not extend corerl.backend.Backend; subclass it"
             )
@@ -204,13 +204,13 @@ class PluginHost:
             self._has_gradients = self._complete = False
             return result
 
-    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], weights: str) -> ForwardResult:
-        """Under the snapshot `weights`; "" means the current weights."""
-        with self.entering("forward"), self.backend.using(weights):
+    def forward(self, batch: PackedBatch, outputs: tuple[Output, ...], snapshot: str) -> ForwardResult:
+        """Under `snapshot`; "" means the current weights."""
+        with self.entering("forward"), self.backend.using(snapshot):
             return self._checked("forward", batch=batch, outputs=outputs)
 
-    def update_weights(self, sender: Any, version: int, adapters: bool = False, weights: str = "") -> UpdateResult:
-        """Send the snapshot `weights`; "" means the current weights. Raises WeightUpdateError, before any byte moves,
+    def update_weights(self, sender: Any, version: int, adapters: bool = False, snapshot: str = "") -> UpdateResult:
+        """Send `snapshot`; "" means the current weights. Raises WeightUpdateError, before any byte moves,
         if `version` is not above all earlier ones. An attempted version counts as used: two streams must never share
         one."""
         with self.entering("update_weights"):
@@ -220,7 +220,7 @@ class PluginHost:
                     "versions must strictly increase"
                 )
             self._next_version = version + 1
-            with self.backend.using(weights):
+            with self.backend.using(snapshot):
                 return self._checked("update_weights", sender=sender, version=version, adapters=adapters)
 
     def save(self, path: str, step: Step, background: bool) -> SaveResult:

@@ -161,7 +161,8 @@ class TrainGroup:
     ) -> Future[InitResult]:
         """End the ranks, whatever they do, and start others in their place, which load what `save` wrote into the
         directory `resume`, or the model if it is empty (None: as these did); by another plan and in other slots if
-        these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0."""
+        these are given. Without `moments` the weights alone are loaded, and a new optimizer begins at step 0.
+        `layouts` are known once the result is read."""
         self.processes.kill()
         self.plan = plan or self.plan
         if resume is not None:
@@ -317,10 +318,10 @@ class TrainGroup:
         outputs: Output | Sequence[Output],
         *,
         shared: SharedBatch | None = None,
-        weights: str = "",
+        snapshot: str = "",
         replay: bool = False,
     ) -> Future[dict[Output, Array]]:
-        """Pass the samples through the model without gradients, under the snapshot `weights` ("": the weights as they
+        """Pass the samples through the model without gradients, under `snapshot` ("": the weights as they
         are); returns columns [N, ...] aligned with their tokens. `shared` is `corerl.share(samples)` if other calls
         read them too. With `replay`, tokens are routed through the experts in the column `routed_experts`."""
         plan = plan_forward(samples, self.layouts[0], tokens_per_micro_batch=self.plan.train.tokens_per_micro_batch)
@@ -330,7 +331,7 @@ class TrainGroup:
             self._require_targets("forward", samples)
             columns.append(TARGETS)
         given = SharedBatch(samples) if shared is None else shared
-        pending = self._start_reading("forward", given, columns, plan, wanted, weights, replay)
+        pending = self._start_reading("forward", given, columns, plan, wanted, snapshot, replay)
         return self._add(pending, partial(scatter, outputs=wanted, batch=samples, role=self.role))
 
     # ---- weights ----------------------------------------------------------------------------------------------------
@@ -350,16 +351,16 @@ class TrainGroup:
         return evolve(address, host=host, port=port, listen_fd=listen_fd)
 
     def update_weights(
-        self, address: Address, version: int, *, verify: bool = False, adapters: bool = False, weights: str = ""
+        self, address: Address, version: int, *, verify: bool = False, adapters: bool = False, snapshot: str = ""
     ) -> Future[UpdateResult]:
-        """Send the weights, or the snapshot `weights`, to the receivers at `address` as `version`, which must be above
+        """Send the weights, or `snapshot`, to the receivers at `address` as `version`, which must be above
         every earlier one. In the
         result, bytes are of all ranks and seconds of the slowest; an engine that did not get every bucket has an entry
         in `engines`, and after that the next update needs another `rendezvous`; with `verify`, `sums` has the bit sums
         of each sent tensor (`corerl.weights.bit_sums`). With `adapters`, these alone are sent, to engines that hold all
         other weights (`weights.lora = "adapter"`)."""
         self._require_trained("update_weights")
-        return self._add(self._start("update_weights", address, version, verify, adapters, weights), updated)
+        return self._add(self._start("update_weights", address, version, verify, adapters, snapshot), updated)
 
     def engine_failed(self, address: Address, engine: str, reason: str) -> None:
         """During an update at `address`, let its senders wait no more for this engine, which has died or refused it."""
@@ -460,7 +461,7 @@ class TrainGroup:
             read[node].add(dp_rank)
         rows = {node: plan.rows(dp_ranks) if len(read) > 1 else None for node, dp_ranks in read.items()}
         pieces = {node: shared.piece(rows[node], columns) for node in read}
-        shares = {(node, dp_rank): plan.share(dp_rank, rows[node]) for node, dp_rank in places}
+        shares = {(node, dp_rank): plan.share_of(dp_rank, rows[node]) for node, dp_rank in places}
         arguments = [(pieces[place[0]], shares[place], *args) for place in places]
         return self.processes.start_each(method, arguments, at=at)
 
@@ -495,8 +496,7 @@ def _processes(plan: RolePlan, slots: Sequence[Slot], watching: Watching | None)
 
 @frozen
 class Snapshot:
-    """Weights kept by name in the ranks' host memory, for use in `TrainGroup.forward(weights=...)`, and to send them to
-    engines."""
+    """Weights kept by name in the ranks' host memory, for `TrainGroup.forward(snapshot=...)` and to send to engines."""
 
     group: TrainGroup
     name: str

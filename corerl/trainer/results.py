@@ -151,15 +151,15 @@ def scatter(
     columns: dict[Output, Array] = {}
     times, all_lengths = np.zeros(len(batch), dtype=np.int64), batch.lengths
     for result in results:
-        if not len(result.samples):  # not an output rank, or it only got fillers
+        if not len(result.rows):  # not an output rank, or it only got fillers
             continue
-        if result.samples.min() < 0 or result.samples.max() >= len(batch):
+        if result.rows.min() < 0 or result.rows.max() >= len(batch):
             raise ContractError(f"{role}: {verb} returned samples outside its batch of {len(batch)}")
-        np.add.at(times, result.samples, 1)
-        if not np.array_equal(np.diff(result.offsets), all_lengths[result.samples]):
+        np.add.at(times, result.rows, 1)
+        if not np.array_equal(np.diff(result.offsets), all_lengths[result.rows]):
             raise ContractError(f"{role}: {verb} returned samples whose lengths differ from the batch")
         # Sample by sample: an index for every token would take more memory than the columns, and longer.
-        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.samples.tolist()]
+        into = [slice(*batch.offsets[sample : sample + 2].tolist()) for sample in result.rows.tolist()]
         parts = [slice(*bounds) for bounds in pairwise(result.offsets.tolist())]
         for output in outputs:
             values = result.outputs.get(output)

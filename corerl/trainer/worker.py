@@ -193,20 +193,20 @@ class Worker:
         samples: SampleBatch,
         share: StepShare,
         outputs: tuple[Output, ...],
-        weights: str = "",
+        snapshot: str = "",
         replay: bool = False,
     ) -> ForwardResult:
         if replay or Output.ROUTED_EXPERTS in outputs:
             self._require_replay("forward")
         columns = [*samples.columns.keys() & {TARGETS}, *([Output.ROUTED_EXPERTS.value] if replay else [])]
         with self._timed(self._pack(samples, share, columns=columns), rest="results") as batch:
-            return self.host.forward(batch=batch, outputs=outputs, weights=weights)
+            return self.host.forward(batch=batch, outputs=outputs, snapshot=snapshot)
 
     def manifest(self, adapters: bool = False) -> Manifest:
         return self.backend.stream(adapters=adapters).sent
 
     def update_weights(
-        self, address: Address, version: int, verify: bool = False, adapters: bool = False, weights: str = ""
+        self, address: Address, version: int, verify: bool = False, adapters: bool = False, snapshot: str = ""
     ) -> UpdateResult:
         """With `verify`, the result has the sums of what this rank sent, or only rank 0's if all send the same."""
         self.backend.require(
@@ -219,7 +219,7 @@ class Worker:
             lost = self._lost.setdefault(address.token, {})
             self.sender = open_sender(address, rank=self.context.rank, lost=lost)
         sending = GuardedSender(self.sender, verify=verify)
-        result = self.host.update_weights(sender=sending, version=version, adapters=adapters, weights=weights)
+        result = self.host.update_weights(sender=sending, version=version, adapters=adapters, snapshot=snapshot)
         return evolve(result, sums=sending.sums)
 
     def engine_failed(self, token: str, engine: str, reason: str) -> None:

@@ -15,7 +15,7 @@ from corerl.data.rows import OPTIONS
 from corerl.models.build import NOISE
 from corerl.models.lora import HARMLESS, READ
 from corerl.models.tokenizer import SHAPING
-from corerl.plan.models import FURTHER, TERMS
+from corerl.plan.models import FURTHER
 
 
 class Rule(NamedTuple):
@@ -29,11 +29,10 @@ ARCHITECTURE = frozenset((Path(__file__).parent / "model_fields.txt").read_text(
 MODEL = (
     Rule(
         "|".join(NOISE),
-        "noted",
-        "trained without this noise, so that log-probs are the engine's; said of a value that differs from its type's",
+        "ignored",
+        "trained without this noise, so that log-probs are the engine's",
     ),
-    Rule(f"^({'|'.join(TERMS)})$", "noted", "a term of transformers' loss: only `train.aux_loss_coef` adds one"),
-    Rule("loss", "ignored", "a run has losses of its own"),
+    Rule("loss", "ignored", "a run has losses of its own: only `train.aux_loss_coef` balances experts"),
     Rule(f"^({'|'.join(FURTHER)})$", "noted", "layers that predict further tokens are neither trained nor exported"),
     Rule("initializer|init_std$|init_scheme$|variance_scale$", "used", "for weights that start random"),
     Rule(
@@ -46,7 +45,7 @@ MODEL = (
         "ignored",
         "CoreRL asks for what it needs at each call",
     ),
-    Rule("^output_router_logits$", "used", "asks for the balancing term of transformers' loss, which is noted"),
+    Rule("^output_router_logits$", "ignored", "as the terms of transformers' loss that it asks for"),
     Rule("label|classifier|^summary_|^problem_type$", "ignored", "of heads that are not a causal language model's"),
     Rule(
         "^forced_|^decoder_start_|^begin_suppress|^suppress_|^encoder_no_repeat",

@@ -29,7 +29,7 @@ def micro_batch(samples: list[int], lengths: list[int], *, multiple: int) -> Mic
         positions=np.concatenate([np.arange(size) for size in padded]),
         cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
         lengths=np.array(lengths),
-        samples=np.array(samples),
+        rows=np.array(samples),
         columns={"weights": np.array(tokens, dtype=np.float32) / 8, "experts": np.stack([tokens, tokens], axis=1)},
     )
 
@@ -56,9 +56,9 @@ def test_outputs_come_back_without_padding_and_fillers_in_the_order_given(extra:
     for micro in parts:
         collector.add(micro, {output: values.to(device) for output, values in outputs(micro, extra=extra).items()})
     result = collector.finish(WANTED)
-    assert result.samples.tolist() == [2, 0, 5]
+    assert result.rows.tolist() == [2, 0, 5]
     assert result.offsets.tolist() == [0, 3, 5, 9]
-    assert result.outputs[Output.LOGPROBS].tolist() == tokens_of(result.samples, [3, 2, 4])
+    assert result.outputs[Output.LOGPROBS].tolist() == tokens_of(result.rows, [3, 2, 4])
     assert result.outputs[Output.ENTROPY].tolist() == [3.0] * 9
     assert all(result.outputs[output].dtype == np.float32 for output in WANTED)
 
@@ -94,10 +94,10 @@ def test_every_sample_that_is_packed_comes_back_once_with_its_own_tokens() -> No
         scales=np.zeros(12, dtype=np.float32),
     )
     collector = OutputCollector()
-    for micro in pack(batch, plan.share(0), sequence_multiple=4).micro_batches:
+    for micro in pack(batch, plan.share_of(0), sequence_multiple=4).micro_batches:
         collector.add(micro, {Output.LOGPROBS: to_device(micro, CPU).tokens})
     result = collector.finish((Output.LOGPROBS,))
-    assert result.samples.tolist() == order.tolist()
+    assert result.rows.tolist() == order.tolist()
     came = np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1])
     for sample, tokens in zip(order, came, strict=True):
         assert tokens.tolist() == batch.tokens[offsets[sample] : offsets[sample + 1]].tolist()

@@ -13,7 +13,7 @@ from attrs import evolve
 from torch import Tensor
 
 from corerl.algorithms.losses import LossInputs, LossResult, TensorMetric
-from corerl.backend.passes import SAVED, StepLosses, forward_outputs
+from corerl.backend.passes import PREFIXES_SAVED, StepLosses, forward_outputs
 from corerl.models.routing import Routers
 from corerl.ops.packing import PackedSequences
 from corerl.types import LossSpec, Metric, MicroBatch, Output, PackedBatch
@@ -71,7 +71,7 @@ def test_a_steps_losses_come_one_by_one_and_add_up(lazily: bool) -> None:
     assert result.tokens == 10
     mean = result.metrics["mean"]
     assert (mean.value, mean.weight) == (sum(4.0 * float(micro.tokens.sum()) for micro in micros) / 10, 10)
-    assert result.outputs is not None and result.outputs.samples.tolist() == [0, 1, 2]
+    assert result.outputs is not None and result.outputs.rows.tolist() == [0, 1, 2]
     assert result.outputs.outputs[Output.ENTROPY].tolist() == OF_EACH_TOKEN
 
 
@@ -122,7 +122,7 @@ def test_chosen_experts_are_an_output() -> None:
 def test_outputs_are_those_of_the_samples_without_gradient() -> None:
     batch = PackedBatch(micro_batches=[FIRST, SECOND], count=2, temperature=0.5)
     result = forward_outputs(Slope(), batch, (Output.ENTROPY,), device=CPU)
-    assert result.samples.tolist() == [0, 1, 2]
+    assert result.rows.tolist() == [0, 1, 2]
     assert result.offsets.tolist() == [0, 3, 5, 9]
     assert result.outputs.keys() == {Output.ENTROPY}
     assert result.outputs[Output.ENTROPY].tolist() == OF_EACH_TOKEN
@@ -145,7 +145,7 @@ def test_tokens_in_common_pass_once_for_all_sequences() -> None:
     assert passed[1] == [7, 8, 9, 6, 0, 1, 2, 3]
     result = losses.result()
     assert result.tokens == len(FIRST.tokens) + 4
-    assert result.metrics[SAVED] == Metric(1.0, 5.0)
+    assert result.metrics[PREFIXES_SAVED] == Metric(1.0, 5.0)
     every = [(each.columns["weights"] * each.tokens).sum() / 0.5 for each in (FIRST, alike)]
     assert float(model.slope.grad) == pytest.approx(sum(every))  # type: ignore[arg-type]  # there is one
     assert result.outputs is not None

@@ -38,7 +38,7 @@ def plan() -> StepPlan:
 
 
 def test_sequences_are_packed_with_positions_of_their_own() -> None:
-    packed = pack(three_samples(), plan().share(0), sequence_multiple=1)
+    packed = pack(three_samples(), plan().share_of(0), sequence_multiple=1)
     first, _ = packed.micro_batches
     assert packed.count == 2
     assert packed.temperature == 0.7
@@ -46,7 +46,7 @@ def test_sequences_are_packed_with_positions_of_their_own() -> None:
     assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert first.cu_seqlens.tolist() == [0, 4, 7]
     assert first.lengths.tolist() == [4, 3]
-    assert first.samples.tolist() == [2, 0]
+    assert first.rows.tolist() == [2, 0]
     assert first.columns["advantages"].tolist() == pytest.approx([3.1, 3.2, 3.3, 3.4, 1.1, 1.2, 1.3])
     assert first.columns["experts"][:, 1].tolist() == [131, 132, 133, 134, 111, 112, 113]
     assert first.columns["weights"].tolist() == [0.0, 0.0, 0.125, 0.125, 0.0, 0.25, 0.25]
@@ -54,7 +54,7 @@ def test_sequences_are_packed_with_positions_of_their_own() -> None:
 
 
 def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
-    first, _ = pack(three_samples(), plan().share(0), sequence_multiple=4).micro_batches
+    first, _ = pack(three_samples(), plan().share_of(0), sequence_multiple=4).micro_batches
     assert first.tokens.tolist() == [31, 32, 33, 34, 11, 12, 13, 0]
     assert first.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
     assert first.cu_seqlens.tolist() == [0, 4, 8]
@@ -65,10 +65,10 @@ def test_padding_has_token_zero_and_zeros_in_every_column() -> None:
 
 
 def test_only_requested_columns_travel_with_the_weights() -> None:
-    first, _ = pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("advantages",)).micro_batches
+    first, _ = pack(three_samples(), plan().share_of(0), sequence_multiple=1, columns=("advantages",)).micro_batches
     assert set(first.columns) == {"advantages", "weights"}
     with pytest.raises(ValueError, match="the rollout batch has no column 'values'; it has: advantages, experts"):
-        pack(three_samples(), plan().share(0), sequence_multiple=1, columns=("values",))
+        pack(three_samples(), plan().share_of(0), sequence_multiple=1, columns=("values",))
 
 
 def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
@@ -78,7 +78,7 @@ def test_a_packed_batch_has_the_tokens_of_the_whole_step() -> None:
     (step,) = plan_steps(samples, layout, seed=0, **usual)
     part, _ = plan_part(samples, layout, **usual)
     for planned, tokens in ((step, len(samples.tokens)), (part, 0)):
-        packed = [pack(samples, planned.share(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
+        packed = [pack(samples, planned.share_of(dp_rank), sequence_multiple=4) for dp_rank in (0, 1)]
         assert [batch.step_tokens for batch in packed] == [tokens, tokens]
 
 
@@ -106,12 +106,12 @@ def test_a_picture_goes_to_few_ranks_that_stay_even(groups: int, dp_size: int, m
     assert np.array_equal(found.members, np.arange(len(batch)))
 
     def fullest(plan: StepPlan) -> int:
-        shares = [plan.share(dp_rank) for dp_rank in range(dp_size)]
+        shares = [plan.share_of(dp_rank) for dp_rank in range(dp_size)]
         real = [np.repeat(~share.filler, np.diff(share.offsets)) for share in shares]
         return max(int(batch.lengths[share.rows[own]].sum()) for share, own in zip(shares, real, strict=True))
 
     assert fullest(found) <= 1.05 * fullest(single)
-    encoded = [len(pack(batch, found.share(rank), sequence_multiple=1).pictures) for rank in range(dp_size)]
+    encoded = [len(pack(batch, found.share_of(rank), sequence_multiple=1).pictures) for rank in range(dp_size)]
     assert groups <= sum(encoded) <= most
 
 
@@ -124,11 +124,11 @@ def test_each_rank_gets_the_pictures_that_its_rows_show(seed: int) -> None:
     usual: Any = {"tokens_per_micro_batch": 16, "aggregation": "token-mean", "max_tokens": 9, "seed": 0}
     (step,) = plan_steps(batch.with_row_columns(group=groups), layout, **usual)
     for rank in range(2):
-        packed = pack(batch, step.share(rank), sequence_multiple=4, columns=["advantages"])
+        packed = pack(batch, step.share_of(rank), sequence_multiple=4, columns=["advantages"])
         shown = set()
         for micro in packed.micro_batches:
             column = micro.columns.get("picture", np.zeros(len(micro.tokens), np.int32))
-            for sample, begin, end in zip(micro.samples, micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True):
+            for sample, begin, end in zip(micro.rows, micro.cu_seqlens[:-1], micro.cu_seqlens[1:], strict=True):
                 found = [
                     (int(token), packed.pictures[int(number)].id if number else "")
                     for token, number in zip(micro.tokens[begin:end], column[begin:end], strict=True)

@@ -48,11 +48,11 @@ def test_every_row_is_packed_once_within_the_budget(dp_size: int) -> None:
     )
     assert plan.members.tolist() == list(range(len(batch)))
     for dp_rank in range(dp_size):
-        for micro in pack(batch, plan.share(dp_rank), sequence_multiple=1).micro_batches:
+        for micro in pack(batch, plan.share_of(dp_rank), sequence_multiple=1).micro_batches:
             assert micro.shared is not None
             assert len(micro.tokens) - micro.shared.sum() <= budget
-            if micro.samples[0] >= 0:
-                assert len(micro.tokens) - micro.shared.sum() == nodes(batch, micro.samples)
+            if micro.rows[0] >= 0:
+                assert len(micro.tokens) - micro.shared.sum() == nodes(batch, micro.rows)
 
 
 def test_one_group_is_cut_for_two_ranks() -> None:
@@ -65,6 +65,6 @@ def test_one_group_is_cut_for_two_ranks() -> None:
 def test_few_tokens_in_common_are_not_shared() -> None:
     batch = rows([7, *range(100, 150)], [7, *range(200, 250)])
     (micro,) = pack(
-        batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share(0), sequence_multiple=1
+        batch, plan_forward(batch, layout(), tokens_per_micro_batch=200).share_of(0), sequence_multiple=1
     ).micro_batches
     assert micro.shared is not None and micro.shared.tolist() == [0, 0]

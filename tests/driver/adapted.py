@@ -46,7 +46,7 @@ class Rank:
 def column_of(result: ForwardResult, samples: SampleBatch, output: Output = Output.LOGPROBS) -> FloatArray:
     """What a worker has computed, in the order of the samples' tokens."""
     found: FloatArray = np.zeros(samples.offsets[-1], np.float32)
-    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+    for row, start, stop in zip(result.rows, result.offsets, result.offsets[1:], strict=False):
         found[samples.offsets[row] : samples.offsets[row + 1]] = result.outputs[output][start:stop]
     return found
 

@@ -100,9 +100,9 @@ class Group:
         return Future(self, self.ready, lambda: self.slept)
 
     def update_weights(
-        self, address: Any, version: int, *, verify: bool, adapters: bool, weights: str
+        self, address: Any, version: int, *, verify: bool, adapters: bool, snapshot: str
     ) -> Future[UpdateResult]:
-        assert not weights  # of a run
+        assert not snapshot  # of a run
         self.verified.append(verify)
         self.log.append(f"send {version}" + (" of adapters" if adapters else ""))
         return Future(self, self.ready, self._updated)
@@ -166,10 +166,10 @@ class Group:
             raise self.failure
 
     def forward(
-        self, samples: SampleBatch, outputs: tuple[Output, ...], *, shared: Any, weights: str, replay: bool
+        self, samples: SampleBatch, outputs: tuple[Output, ...], *, shared: Any, snapshot: str, replay: bool
     ) -> Future[dict[Output, Any]]:
-        self.passes.append((outputs, weights, replay))
-        value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if weights == REFERENCE else -1.0}[outputs[0]]
+        self.passes.append((outputs, snapshot, replay))
+        value = {Output.VALUES: 0.5, Output.LOGPROBS: -2.0 if snapshot == REFERENCE else -1.0}[outputs[0]]
         columns: dict[Output, Any] = {output: np.full(len(samples.tokens), value, np.float32) for output in outputs}
         return Future(self, self.ready, lambda: columns | ({EXPERTS: CHOSEN} if EXPERTS in outputs else {}))
 

@@ -350,7 +350,7 @@ def test_earlier_versions_are_sampled_as_the_group_computes_them() -> None:
             assert set(found.versions) == {version}
             mask = (samples := answered(request, found)).columns["loss_mask"]
             named = f"of {version % 3}"
-            own = group.forward(samples, Output.LOGPROBS, weights=named).result()[Output.LOGPROBS]
+            own = group.forward(samples, Output.LOGPROBS, snapshot=named).result()[Output.LOGPROBS]
             np.testing.assert_allclose(samples.columns["rollout_logprobs"][mask], own[mask], atol=1e-5)
             return found.tokens.tobytes() + found.logprobs.tobytes()
 
@@ -364,7 +364,7 @@ def test_earlier_versions_are_sampled_as_the_group_computes_them() -> None:
 
         # What engines hold no more is refused, and sent again from the ranks' copy; the ranks' own weights stay.
         before = group.forward(answered(request, engines.generate(request)), Output.LOGPROBS).result()
-        assert engines.push(weights="of 0") == 3 and engines.held == (1, 2, 3)
+        assert engines.push(snapshot="of 0") == 3 and engines.held == (1, 2, 3)
         with pytest.raises(VersionGone, match="no engine holds weights version 0 any more, but 1, 2, 3"):
             engines.begin(evolve(request, version=0)).result(60.0)
         assert sampled(3) == first[0] and sampled(1) == first[1]

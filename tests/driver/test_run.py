@@ -168,13 +168,13 @@ def test_the_reported_learning_rate_is_the_last_one_used(make_run: Callable[...,
     result = TrainResult(applied=True, metrics={"loss": Metric(1.0, 1.0)}, grad_norm=1.0, tokens=5)
     trained_on = TrainBatch(samples=batch(), metrics={"correction/mean": 0.75})
     run.actor.next_optimizer_step = 30
-    run.report(scored(), trained_on, {"actor": [result] * 6})
+    run.step_done(scored(), trained_on, {"actor": [result] * 6})
     (event,) = ears.steps
     assert event.step == 4
     assert (event.metrics["train/lr"], event.metrics["time/rollout"]) == (0.0, 1.0)
     assert event.metrics["correction/mean"] == 0.75
     run.actor.next_optimizer_step = 1
-    run.report(scored(), trained_on, {"actor": [result]})
+    run.step_done(scored(), trained_on, {"actor": [result]})
     assert ears.steps[1].metrics["train/lr"] == 1.0
 
 
@@ -245,7 +245,7 @@ def test_a_frozen_role_takes_no_step(make_run: Callable[..., Run]) -> None:
     assert list(run.optimize(trained_on)) == ["actor"]
     assert teacher.passes == [((Output.LOGPROBS,), "", False)] and teacher.log == []
     for _ in range(3):
-        run.report(evolve(scored(), rewards=np.array([0.25, 0.25], np.float32)), None, {})
+        run.step_done(evolve(scored(), rewards=np.array([0.25, 0.25], np.float32)), None, {})
     assert told(ears) == []
 
 
@@ -326,10 +326,10 @@ def test_dead_engines_are_replaced_where_no_update_is_due(make_run: Callable[...
     run = make_run(make_config(), actor=actor, engines=make_engines(make_config(), actor, fleet))
     run.push_weights()
     fleet.log.clear()
-    run.ensure_serving()
+    run.replace_dead_engines()
     assert fleet.log == []
     fleet.dead = True
-    run.ensure_serving()
+    run.replace_dead_engines()
     assert fleet.log == ["replace engine-1: WorkerDied: its process died", "receive 1"]
 
 
@@ -344,11 +344,11 @@ def test_each_verb_of_a_step_finds_its_memory_resident(make_run: Callable[..., R
     )
     residency.enter(SAMPLE)
     both.log.clear()
-    with run.using_ranks():
-        trained_on = run.prepare(scored())
-        run.optimize(trained_on)
-        run.push_weights()
-        run.save()
+    trained_on = run.prepare(scored())
+    run.optimize(trained_on)
+    run.push_weights()
+    run.save()
+    run.sleep_ranks()
     assert both.log == [
         "sleep",  # the engines
         "wake param",

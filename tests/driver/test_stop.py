@@ -18,7 +18,8 @@ def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-    assert told == [f"{number.name}: stopping after this step; repeat to stop at once, without saving"]
+    what = "stopping after this step, or the next that can be resumed"
+    assert told == [f"{number.name}: {what}; repeat to stop at once, without saving"]
 
 
 def test_a_signal_waits_for_no_observers_lock() -> None:

@@ -14,7 +14,7 @@ from corerl.config.schema import ModelConfig
 from corerl.models.build import build_on_meta, materialize
 from corerl.models.config import hf_config
 from corerl.models.files import ModelFiles
-from corerl.models.names import dtensor_boxes, hf_boxes, local_chunks
+from corerl.models.names import hf_boxes, local_chunks
 from corerl.weights.chunks import fill
 from corerl_testing.models import KINDS, write_tiny_model
 
@@ -39,8 +39,8 @@ def load() -> Callable[[Path, str], PreTrainedModel]:
         source, boxes = ModelFiles(directory, config), hf_boxes(model)
         tensors = {name: nn.Parameter(torch.full(p.shape, torch.nan)) for name, p in model.named_parameters()}
         for name, tensor in tensors.items():
-            for offsets, sizes, view in dtensor_boxes(tensor):
-                fill(local_chunks(boxes[name], offsets, sizes, view), source, what=str(directory))
+            whole = local_chunks(boxes[name], (0,) * tensor.dim(), tensor.shape, tensor.detach())
+            fill(whole, source, what=str(directory))
         materialize(model, tensors)
         return model
 

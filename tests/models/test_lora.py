@@ -188,7 +188,7 @@ def found(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         setup = Setup(backend="plain", model=str(tiny_models[kind])).packed_by(10**6)
         with running(setup) as worker:
             (micro,) = packed_for_training(worker, setup, samples).micro_batches
-        of_row = {int(row): place for place, row in enumerate(micro.samples)}
+        of_row = {int(row): place for place, row in enumerate(micro.rows)}
         spans = [slice(*micro.cu_seqlens[[of_row[row], of_row[row] + 1]]) for row in range(len(of_row))]
         factors = micro.columns["weights"] * micro.columns["advantages"]
         columns = {"tokens": micro.tokens, "factors": factors, "old": micro.columns["old_logprobs"]}
@@ -234,7 +234,7 @@ def test_a_run_that_goes_on_from_adapters_of_peft_begins_with_its_log_probs_and_
         backend.forward_backward(batch, RATIO, (), True)
         gradients = {f"{PREFIX}{name}": param.grad for name, param in backend.trained.items()}
         loaded = {each.name: each.view.clone() for each in backend.local_state(StateKey.MASTER)}
-    for row, start, stop in zip(result.samples, result.offsets, result.offsets[1:], strict=False):
+    for row, start, stop in zip(result.rows, result.offsets, result.offsets[1:], strict=False):
         found, wanted = result.outputs[Output.LOGPROBS][start + 1 : stop], case.logprobs[row].numpy()
         assert np.abs(wanted).min() > 1
         assert np.abs(found - wanted).max() < LOGPROBS.absolute

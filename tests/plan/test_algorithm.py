@@ -125,7 +125,7 @@ def test_each_role_is_trained_on_its_own_loss() -> None:
 def test_a_step_has_the_passes_whose_columns_it_reads() -> None:
     def passes(config: Config) -> list[tuple[Any, ...]]:
         found = planned(resolve_tables(config)).passes
-        return [(each.role, dict(each.columns), each.weights, each.replay) for each in found]
+        return [(each.role, dict(each.columns), each.snapshot, each.replay) for each in found]
 
     assert passes(GRPO) == []
     values = ("critic", {"values": Output.VALUES}, "", False)
@@ -182,7 +182,7 @@ def test_a_spec_that_no_run_could_follow_is_refused(
         ),
         (
             "forwards",
-            lambda self: [ForwardPass(role="actor", columns={}, weights="oldest")],
+            lambda self: [ForwardPass(role="actor", columns={}, snapshot="oldest")],
             "under the weights 'oldest'; there are those of the reference, of the actor",
         ),
         ("__init__", lambda self, options: 1 / 0, "FromFiles raised ZeroDivisionError: division by zero"),
@@ -243,7 +243,7 @@ def test_a_reference_role_is_passed_through_as_itself() -> None:
     def reference_of(config: Config) -> tuple[str, str]:
         settled = settle_algorithm(evolve(config, algorithm=AlgorithmConfig(kl_coef=0.1)))
         (each,) = (each for each in planned(resolve_tables(settled)).passes if "ref_logprobs" in each.columns)
-        return each.role, each.weights
+        return each.role, each.snapshot
 
     assert reference_of(apart) == ("reference", "")
     assert reference_of(GRPO) == ("actor", "reference")

@@ -67,40 +67,14 @@ def lines(config: Config, hf: PreTrainedConfig) -> list[str]:
     return list(notices_of(model_of(config, hf)))
 
 
-def router_loss(model_type: str, **fields: Any) -> PreTrainedConfig:
-    return smallest_config(model_type, output_router_logits=True, **fields)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "name", "fields"),
-    [
-        ("qwen3_moe", "router_aux_loss_coef", {"router_aux_loss_coef": 0.125}),
-        ("dbrx", "moe_loss_weight", {"ffn_config": {"moe_loss_weight": 0.125}}),
-    ],
-)
-def test_a_coefficient_that_only_transformers_reads_is_said(
-    config: Config, model_type: str, name: str, fields: dict[str, Any]
-) -> None:
-    hf = router_loss(model_type, **fields)
-    line = (
-        f"model.config: {name}=0.125 changes transformers' loss, not CoreRL's; set train.aux_loss_coef=0.125 to have it"
-    )
-    assert lines(config, hf) == [line]
-    assert lines(balancing(config), hf) == []
-    others = [evolve(model_of(config, hf), **{name: value}) for name, value in (("trained", False), ("critic", True))]
-    assert [list(notices_of(other)) for other in others] == [[], []]
-
-
-def test_other_terms_noise_and_further_layers_are_said(config: Config) -> None:
-    (line,) = lines(config, smallest_config("bamba", z_loss_coefficient=0.5))
-    assert line.startswith("model.config: z_loss_coefficient=0.5 changes transformers' loss, not CoreRL's, which has")
-    (line,) = lines(config, smallest_config("mixtral", router_jitter_noise=0.25))
-    assert line.startswith("model.config: router_jitter_noise=0.25: trained without this noise here")
+def test_layers_of_a_checkpoint_that_are_not_trained_are_said(config: Config) -> None:
     hf = smallest_config("glm4_moe", num_nextn_predict_layers=1)
     assert lines(config, hf) == []  # from random weights nobody misses any
     stored = evolve(config, model=evolve(config.model, path="models/glm", config={}))
     (line,) = lines(stored, hf)
     assert line.startswith("model.path: config.json: num_nextn_predict_layers=1: layers that predict further tokens")
+    others = [evolve(model_of(stored, hf), **{name: value}) for name, value in (("trained", False), ("critic", True))]
+    assert [list(notices_of(other)) for other in others] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -160,10 +134,9 @@ def test_experts_without_adapters_are_said_with_their_share(config: Config) -> N
 
 
 def test_a_group_alone_is_told_the_same(config: Config) -> None:
-    fields = {**tiny_fields("qwen3-moe"), "output_router_logits": True}
-    asked = evolve(config, model=evolve(config.model, config=fields), lora=LoraConfig())
+    asked = evolve(config, model=evolve(config.model, config=tiny_fields("qwen3-moe")), lora=LoraConfig())
     notices = plan_group(asked, "actor", resume="").notices
-    assert sum("changes transformers' loss" in line or "get none" in line for line in notices) == 2
+    assert sum("get none" in line for line in notices) == 1
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

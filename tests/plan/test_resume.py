@@ -20,7 +20,7 @@ from corerl.driver.export import export
 from corerl.errors import CheckpointError, ConfigError, NothingLeft, UserError
 from corerl.plan.make import make_plan
 from corerl.plan.plan import Plan
-from corerl.plan.resume import changed_settings, require_writable, resume_data, resume_from
+from corerl.plan.resume import changed_settings, checkpoint_to_resume, require_writable, resume_data
 from tests.data.files import load, write
 from tests.driver.saved import config_in, make_config, make_model, save
 from tests.in_process import execute_here, small
@@ -31,49 +31,52 @@ def test_which_checkpoint_a_run_goes_on_from(tmp_path: Path) -> None:
     model = make_model(config, seed=1)
     run, empty = tmp_path / "run", tmp_path / "empty"
     older, newest = (save(run, config, model, step=step) for step in (2, 4))
-    assert resume_from(config_in(empty), empty, starting=True) == (None, {})
-    assert resume_from(config_in(empty, "auto"), empty, starting=True) == (None, {})
-    assert resume_from(config_in(run, "auto"), run, starting=True) == (newest, {})
-    assert resume_from(config_in(empty, str(older)), empty, starting=True) == (older, {})
-    assert resume_from(config_in(empty, str(run)), empty, starting=True) == (newest, {})  # of another run
-    assert resume_from(config_in(run, str(run)), run, starting=True) == (newest, {})
-    assert resume_from(config_in(run, str(newest)), run, starting=True) == (newest, {})
+    assert checkpoint_to_resume(config_in(empty), empty, starting=True) == (None, {})
+    assert checkpoint_to_resume(config_in(empty, "auto"), empty, starting=True) == (None, {})
+    assert checkpoint_to_resume(config_in(run, "auto"), run, starting=True) == (newest, {})
+    assert checkpoint_to_resume(config_in(empty, str(older)), empty, starting=True) == (older, {})
+    assert checkpoint_to_resume(config_in(empty, str(run)), empty, starting=True) == (newest, {})  # of another run
+    assert checkpoint_to_resume(config_in(run, str(run)), run, starting=True) == (newest, {})
+    assert checkpoint_to_resume(config_in(run, str(newest)), run, starting=True) == (newest, {})
     for resume in ("never", str(older)):
         with pytest.raises(ConfigError, match=r"already holds a run \(step-00000004\)"):
-            resume_from(config_in(run, resume), run, starting=True)
-    assert resume_from(config_in(run), run, starting=False) == (None, {})
+            checkpoint_to_resume(config_in(run, resume), run, starting=True)
+    assert checkpoint_to_resume(config_in(run), run, starting=False) == (None, {})
 
 
 def test_a_resumed_run_tells_which_checkpoints_it_passes_over(tmp_path: Path) -> None:
     config = make_config()
     older, newest = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4))
     (newest / "actor/rank-00001.json").unlink()
-    resume, skipped = resume_from(config_in(tmp_path, "auto"), tmp_path, starting=True)
+    resume, skipped = checkpoint_to_resume(config_in(tmp_path, "auto"), tmp_path, starting=True)
     assert resume == older and skipped.keys() == {newest}
     assert skipped[newest].startswith(f"{newest}/actor/rank-00001.json is missing")
-    assert resume_from(config_in(tmp_path, str(older)), tmp_path, starting=False) == (older, {})  # chosen by hand
+    assert checkpoint_to_resume(config_in(tmp_path, str(older)), tmp_path, starting=False) == (
+        older,
+        {},
+    )  # chosen by hand
     elsewhere = tmp_path / "elsewhere"
-    assert resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True) == (older, skipped)
+    assert checkpoint_to_resume(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True) == (older, skipped)
     (line,) = make_plan(config_in(tmp_path, "auto")).start.lost
     found = "checkpoint.resume: skipping step-00000004, the run falls back to an older checkpoint: "
     assert line.startswith(f"{found}{newest}/actor/rank-00001.json is missing")
     shutil.rmtree(older)
     with pytest.raises(ConfigError) as caught:
-        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
+        checkpoint_to_resume(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
     assert caught.value.message == (
         f"checkpoint.resume: {tmp_path} is a run without an intact checkpoint: {newest}/actor/rank-00001.json is "
         "missing; the checkpoint is damaged; set the path of another run or checkpoint"
     )
     shutil.rmtree(newest)
     with pytest.raises(ConfigError, match="^checkpoint.resume: .* is a run without a complete checkpoint; set the"):
-        resume_from(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
+        checkpoint_to_resume(config_in(elsewhere, str(tmp_path)), elsewhere, starting=True)
 
 
 def test_checkpoints_that_ranks_found_damaged_are_skipped(tmp_path: Path) -> None:
     config = make_config()
     first, second, third = (save(tmp_path, config, make_model(config, seed=1), step=step) for step in (2, 4, 6))
     auto, damaged = config_in(tmp_path, "auto"), {third: "a rank said so", second: "and so"}
-    assert resume_from(auto, tmp_path, starting=True) == (third, {})
+    assert checkpoint_to_resume(auto, tmp_path, starting=True) == (third, {})
     assert make_plan(auto, {third: "a rank said so"}).start.resume == second
     plan = make_plan(auto, damaged)
     assert (plan.start.resume, plan.first_step) == (first, 2)
@@ -95,12 +98,12 @@ def test_a_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path: Path, re
     (only / "actor/rank-00001.json").unlink()
     chosen = config_in(tmp_path / "run", str(elsewhere) if resume == "elsewhere" else resume)
     with pytest.raises(ConfigError) as caught:
-        resume_from(chosen, tmp_path / "run", starting=True)
+        checkpoint_to_resume(chosen, tmp_path / "run", starting=True)
     if resume == "auto":  # a check refuses what the run would
         with pytest.raises(ConfigError, match="none of its checkpoints can be resumed"):
-            resume_from(chosen, tmp_path / "run", starting=False)
+            checkpoint_to_resume(chosen, tmp_path / "run", starting=False)
     else:
-        begun, _ = resume_from(chosen, tmp_path / "run", starting=False)
+        begun, _ = checkpoint_to_resume(chosen, tmp_path / "run", starting=False)
         assert begun == (elsewhere if resume == "elsewhere" else None)
     line = f"run.dir: {tmp_path}/run already holds a run, but none of its checkpoints can be resumed: "
     assert caught.value.message.startswith(f"{line}{only}/actor/rank-00001.json is missing")

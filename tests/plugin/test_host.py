@@ -24,7 +24,7 @@ from corerl.errors import (
 )
 from corerl.plugin.capabilities import Capability, not_implemented
 from corerl.plugin.hooks import Context
-from corerl.plugin.host import BackendBase, PluginHost, State
+from corerl.plugin.host import HostedBackend, PluginHost, State
 from corerl.types import (
     AdamSettings,
     ForwardResult,
@@ -63,7 +63,7 @@ STEPPED = StepResult(applied=True, grad_norm=1.5)
 EVERY = frozenset(MemoryKind)
 
 
-class Fake(BackendBase):
+class Fake(HostedBackend):
     """Keeps a list of what it was asked; raises `errors[hook]` where there is one."""
 
     def __init__(self, version: int = 0, **errors: BaseException) -> None:
@@ -93,7 +93,7 @@ class Fake(BackendBase):
 
     def forward(self, batch: PackedBatch, outputs: tuple[Output, ...]) -> ForwardResult:
         self.note("forward", outputs)
-        return ForwardResult(samples=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
+        return ForwardResult(rows=np.zeros(0, np.int64), offsets=np.zeros(1, np.int64), outputs={})
 
     def update_weights(self, sender: Any, version: int) -> UpdateResult:
         self.note("update_weights", version)
@@ -266,7 +266,7 @@ def test_an_empty_batch_does_not_reach_the_backend() -> None:
         found = host.forward_backward(NOTHING, LOSS, outputs, True)
         assert (found.metrics, found.tokens, found.outputs is None) == ({}, 0, not outputs)
         if found.outputs is not None:
-            assert (len(found.outputs.samples), list(found.outputs.offsets)) == (0, [0])
+            assert (len(found.outputs.rows), list(found.outputs.offsets)) == (0, [0])
             assert {output: len(values) for output, values in found.outputs.outputs.items()} == dict.fromkeys(
                 outputs, 0
             )
@@ -285,7 +285,7 @@ def test_an_empty_batch_does_not_reach_the_backend() -> None:
 def test_a_rank_without_outputs_keeps_only_extensions_metrics(output_rank: bool) -> None:
     own, measured = {"loss": Metric(3.0, 4.0)}, {"longest": Metric(7.0)}
     given = ForwardResult(
-        samples=np.array([2]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: np.array([0.0, -1.0], np.float32)}
+        rows=np.array([2]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: np.array([0.0, -1.0], np.float32)}
     )
 
     class Shares(Fake):
@@ -311,7 +311,7 @@ def test_a_rank_without_outputs_keeps_only_extensions_metrics(output_rank: bool)
     assert found.tokens == (8 if output_rank else 0)
     for passed in (found.outputs, host.forward(BATCH, (Output.LOGPROBS,), "")):
         assert passed is not None
-        assert passed.samples.tolist() == ([2] if output_rank else [])
+        assert passed.rows.tolist() == ([2] if output_rank else [])
         assert passed.outputs[Output.LOGPROBS].tolist() == ([0.0, -1.0] if output_rank else [])
 
 
@@ -557,7 +557,7 @@ def test_a_frozen_role_only_computes_forward() -> None:
             WrongState, match=f"^{verb} on actor rank 1 was refused: the role is frozen, and only passes"
         ):
             call()
-    host.forward(batch=BATCH, outputs=(), weights="")
+    host.forward(batch=BATCH, outputs=(), snapshot="")
     assert ([hook for hook, *_ in fake.calls], host.state) == (["init", "forward"], State.READY)
 
 

@@ -25,7 +25,7 @@ def result_of(batch: SampleBatch, *samples: int) -> ForwardResult:
     lengths = batch.lengths[list(samples)]
     parts = [batch.tokens[batch.offsets[sample] : batch.offsets[sample + 1]] for sample in samples]
     return ForwardResult(
-        samples=np.array(samples, dtype=np.int64),
+        rows=np.array(samples, dtype=np.int64),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         outputs={Output.LOGPROBS: np.concatenate([np.zeros(0), *parts]).astype(np.float32)},
     )

@@ -70,7 +70,7 @@ LOSS = LossSpec(name="clipped")
 STEP = Step(optimizer_step=2, rollout_step=1, lr=0.25)
 ADDRESS = Address(transport="disk", engines=("engine-0",), path="nowhere")
 ALONE = {"backend": {"name": "plain"}, "model": {"config": DATA["model"]["config"]}, "cluster": {"device": "cpu"}}
-NOTHING = ForwardResult(samples=np.array([], np.int64), offsets=np.array([0]), outputs={})
+NOTHING = ForwardResult(rows=np.array([], np.int64), offsets=np.array([0]), outputs={})
 
 
 class Answers:
@@ -273,8 +273,8 @@ def test_logprobs_of_targets_come_back_in_their_shape() -> None:
     batch = evolve(targets_of([[0, 9], [1, 8], [2, 3]]), offsets=np.array([0, 1, 3]), row_columns={})
     scored = -batch.columns["targets"].astype(np.float32)
     ranks = [
-        ForwardResult(samples=np.array([1]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: scored[1:]}),
-        ForwardResult(samples=np.array([0]), offsets=np.array([0, 1]), outputs={Output.LOGPROBS: scored[:1]}),
+        ForwardResult(rows=np.array([1]), offsets=np.array([0, 2]), outputs={Output.LOGPROBS: scored[1:]}),
+        ForwardResult(rows=np.array([0]), offsets=np.array([0, 1]), outputs={Output.LOGPROBS: scored[:1]}),
     ]
     group, processes = group_with(forward=ranks)
     found = scoring(group).forward(batch, Output.LOGPROBS).result()[Output.LOGPROBS]
@@ -324,7 +324,7 @@ def test_gradients_are_summed_and_outputs_are_columns() -> None:
     assert found.outputs[Output.LOGPROBS].tolist() == np.where(passed, batch.tokens, 0).tolist()
     ((verb, *given),) = processes.calls
     assert verb == "forward_backward" and [each[2:] for each in given] == [(LOSS, LOGPROBS, False)] * 2
-    assert [read_by(each) for each in given] == [read_by((batch, PART.share(rank))) for rank in range(2)]
+    assert [read_by(each) for each in given] == [read_by((batch, PART.share_of(rank))) for rank in range(2)]
 
     group, processes = group_with(forward_backward=[evolve(each, outputs=None) for each in results])
     assert group.forward_backward(batch, PART, LOSS, last=True).result().outputs == {}
@@ -412,7 +412,7 @@ def read_by(given: tuple[Any, ...]) -> list[tuple[list[int], list[int], list[flo
     """What a rank makes of its arguments: the samples, tokens and weights of each micro-batch."""
     samples, share_of_plan, *_ = given
     return [
-        (micro.samples.tolist(), micro.tokens.tolist(), micro.columns["weights"].tolist())
+        (micro.rows.tolist(), micro.tokens.tolist(), micro.columns["weights"].tolist())
         for micro in pack(samples, share_of_plan, sequence_multiple=2).micro_batches
     ]
 
@@ -430,7 +430,7 @@ def test_a_node_gets_the_samples_of_its_dp_ranks(layouts: list[ParallelLayout], 
     group.train(both, plan, LOSS, STEP).result()
     (_, *first), (_, *second) = processes.calls
     for at, node, given, again in zip(layouts, nodes, first, second, strict=True):
-        assert read_by(given) == read_by((batch, plan.share(at.dp_rank)))
+        assert read_by(given) == read_by((batch, plan.share_of(at.dp_rank)))
         assert again[0] is given[0]  # put once
         beside = {other.dp_rank for other, where in zip(layouts, nodes, strict=True) if where == node}
         wanted = range(8) if len(set(nodes)) == 1 else plan.rows(beside).tolist()

@@ -92,6 +92,6 @@ def test_a_missing_or_short_output_is_an_error(outputs: dict[Output, FloatArray]
 
 
 def test_a_sample_that_was_never_given_is_an_error() -> None:
-    result = evolve(result_of(batch_of(3, 2), 0, 1), samples=np.array([0, 7]))
+    result = evolve(result_of(batch_of(3, 2), 0, 1), rows=np.array([0, 7]))
     with pytest.raises(ContractError, match=r"^actor: forward returned samples outside its batch of 2$"):
         scatter([result], LOGPROBS, batch_of(3, 2), role="actor")

@@ -116,16 +116,16 @@ def training_share(batch: SampleBatch) -> StepShare:
         max_tokens=32,
         seed=0,
     )
-    return plan.share(0)
+    return plan.share_of(0)
 
 
-def logprobs(worker: Worker, batch: SampleBatch, weights: str = "") -> FloatArray:
+def logprobs(worker: Worker, batch: SampleBatch, snapshot: str = "") -> FloatArray:
     """[N] in the batch's order."""
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
-    result = worker.forward(batch, plan.share(0), (Output.LOGPROBS,), weights)
+    result = worker.forward(batch, plan.share_of(0), (Output.LOGPROBS,), snapshot)
     column = np.zeros(len(batch.tokens), dtype=np.float32)
     for sample, values in zip(
-        result.samples, np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1]), strict=True
+        result.rows, np.split(result.outputs[Output.LOGPROBS], result.offsets[1:-1]), strict=True
     ):
         column[batch.offsets[sample] : batch.offsets[sample + 1]] = values
     return column
@@ -147,8 +147,8 @@ def test_a_backend_without_replay_refuses_experts(config: Config) -> None:
     told = batch.with_columns(routed_experts=np.zeros((len(batch.tokens), 1, 1), np.int16))
     plan = plan_forward(batch, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=48)
     for verb in (
-        lambda: worker.forward(batch, plan.share(0), (Output.ROUTED_EXPERTS,)),
-        lambda: worker.forward(told, plan.share(0), (Output.LOGPROBS,), replay=True),
+        lambda: worker.forward(batch, plan.share_of(0), (Output.ROUTED_EXPERTS,)),
+        lambda: worker.forward(told, plan.share_of(0), (Output.LOGPROBS,), replay=True),
         lambda: train(worker, told),
         lambda: worker.forward_backward(told, training_share(told), LOSS, (), False),
     ):

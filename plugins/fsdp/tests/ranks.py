@@ -103,7 +103,7 @@ def after_a_pass(setup: Setup, raises: bool) -> tuple[Array, int]:
         policy = worker.backend.policy  # type: ignore[attr-defined]
         hook = policy.model.get_decoder().layers[-1].register_forward_pre_hook(fail) if raises else None
         with pytest.raises(HookFailed, match="ZeroDivisionError") if hook else nullcontext():
-            forward(worker, setup, samples_at(1), weights="before")
+            forward(worker, setup, samples_at(1), snapshot="before")
         if hook:
             hook.remove()
         found = forward(worker, setup, samples_at(1)).outputs[Output.LOGPROBS]

@@ -74,8 +74,8 @@ class DropsOut(PlainBackend):
 
 class KeepsNoSnapshot(PlainBackend):
     @contextlib.contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        with super().using("" if weights == "reference" else weights):
+    def using(self, snapshot: str) -> Iterator[None]:
+        with super().using("" if snapshot == "reference" else snapshot):
             yield
 
 

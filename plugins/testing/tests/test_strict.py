@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[Callable[[Caller], object], str]] = {
         r"micro-batch \d is malformed: weights are not 0 in",
     ),
     "weights in a filler": (
-        trains(lambda micro: evolve(micro, samples=np.full_like(micro.samples, -1))),
+        trains(lambda micro: evolve(micro, rows=np.full_like(micro.rows, -1))),
         r"micro-batch \d is malformed: weights are not 0 in",
     ),
     "an output that the model has not": (

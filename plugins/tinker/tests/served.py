@@ -195,9 +195,9 @@ def counting_pushes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The copies that engines are sent, "" for the weights as they are."""
     sent, push = list[str](), Engines.push
 
-    def noted(self: Engines, *, weights: str, forget: int | None) -> int:
-        sent.append(weights)
-        return push(self, weights=weights, forget=forget)
+    def noted(self: Engines, *, snapshot: str, forget: int | None) -> int:
+        sent.append(snapshot)
+        return push(self, snapshot=snapshot, forget=forget)
 
     monkeypatch.setattr(Engines, "push", noted)
     return sent

@@ -92,7 +92,7 @@ def test_logprobs_of_mixed_rows_equal_each_sequence_alone(family: str, layout: s
         positions=positions,
         cu_seqlens=bounds,
         lengths=np.diff(bounds),
-        samples=np.arange(3),
+        rows=np.arange(3),
         columns={PICTURE: np.concatenate([column for _, column in rows]).astype(np.int32)},
     )
     features = policy.tower.encode(dict(enumerate(pictures, start=1)), CPU)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from corerl.models import HFBox, dtensor_boxes, local_chunks
+from corerl.models import HFBox, local_chunks
 from corerl.weights import Chunk
+from corerl_fsdp.boxes import dtensor_boxes
 
 
 def shard_chunks(

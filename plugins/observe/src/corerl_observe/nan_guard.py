@@ -89,7 +89,7 @@ class NanGuard:
         found = [
             f"output {output}: {text}"
             for output, values in result.outputs.items()
-            if (text := _first(values, result.samples, result.offsets))
+            if (text := _first(values, result.rows, result.offsets))
         ]
         self._tell("forward", found)
         if found and self._options.action == "raise":
@@ -143,7 +143,7 @@ def in_columns(batch: PackedBatch) -> list[str]:
     found: dict[str, str] = {}
     for micro in micro_batches:
         for name, column in micro.columns.items():
-            if name not in found and (text := _first(column, micro.samples, micro.cu_seqlens)):
+            if name not in found and (text := _first(column, micro.rows, micro.cu_seqlens)):
                 found[name] = f"column {name}: {text}"
     return list(found.values())
 

@@ -161,10 +161,10 @@ def _overlap(key: str, name: str, seen: Array) -> str:
 
 def in_order(results: Sequence[ForwardResult], samples: SampleBatch, output: Output) -> FloatArray:
     """[N, ...] output in the batch's order; each sample must come from exactly one rank."""
-    shape = next(result.outputs[output].shape[1:] for result in results if len(result.samples))
+    shape = next(result.outputs[output].shape[1:] for result in results if len(result.rows))
     column = np.full((len(samples.tokens), *shape), np.nan, np.float32)
     for result in results:
-        for index, sample in enumerate(result.samples):
+        for index, sample in enumerate(result.rows):
             start, end = samples.offsets[sample : sample + 2]
             values = result.outputs[output][result.offsets[index] : result.offsets[index + 1]]
             require(len(values) == end - start, f"sample {sample} has {len(values)} {output}, expected {end - start}")

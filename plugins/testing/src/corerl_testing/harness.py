@@ -289,7 +289,7 @@ def packed_for_training(worker: Worker, setup: Setup, samples: SampleBatch) -> P
         max_tokens=32,
         seed=0,
     )
-    return pack(samples, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
+    return pack(samples, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
 
 
 def train(
@@ -323,19 +323,19 @@ def parts_of_step(
             max_tokens=32,
             unit=unit,
         )
-        batches.append(pack(part, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple))
+        batches.append(pack(part, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple))
         denominator += count
     return batches, denominator
 
 
 def forward(
-    worker: Worker, setup: Setup, samples: SampleBatch, *, weights: str = "", outputs: tuple[Output, ...] = ()
+    worker: Worker, setup: Setup, samples: SampleBatch, *, snapshot: str = "", outputs: tuple[Output, ...] = ()
 ) -> ForwardResult:
     """`outputs` of this rank's share of the samples; by default log-probs and entropy, or a critic's values."""
     layout = padded_layout(worker, setup)
     plan = plan_forward(samples, layout, tokens_per_micro_batch=setup.train.tokens_per_micro_batch)
-    batch = pack(samples, plan.share(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
-    return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, weights=weights)
+    batch = pack(samples, plan.share_of(layout.dp_rank), sequence_multiple=layout.sequence_multiple)
+    return worker.host.forward(batch=batch, outputs=outputs or setup.loss.outputs, snapshot=snapshot)
 
 
 def error_of(call: Callable[[], object]) -> str:

@@ -122,7 +122,7 @@ class Samplers:
     def _push(self, copy: str, forget: int | None) -> int:
         """Raises Refused where engines have failed for good, and ranks have not: only sampling has come to its end."""
         try:
-            return self._engines.push(weights=copy, forget=forget)
+            return self._engines.push(snapshot=copy, forget=forget)
         except CorerlError as error:
             if self._engines.group.processes.ended:
                 raise
@@ -294,7 +294,7 @@ class Samplers:
         mask = np.ones(offsets[-1], np.bool_)
         mask[offsets[:-1]] = False
         samples = SampleBatch(tokens=np.concatenate(rows), offsets=offsets, columns={"loss_mask": mask})
-        found = self._engines.group.forward(samples, Output.LOGPROBS, weights=copy).result()[Output.LOGPROBS]
+        found = self._engines.group.forward(samples, Output.LOGPROBS, snapshot=copy).result()[Output.LOGPROBS]
         return np.split(np.where(mask, found, np.nan).astype(np.float32), offsets[1:-1])
 
 

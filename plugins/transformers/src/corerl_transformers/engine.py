@@ -213,7 +213,7 @@ class TransformersEngine(Engine):
                 positions=positions,
                 cu_seqlens=request.offsets,
                 lengths=np.diff(request.offsets),
-                samples=np.arange(len(request)),
+                rows=np.arange(len(request)),
                 columns={PICTURE: request.picture},
             )
             seen = tower.seen(micro, self._features(tower, request.pictures, encoded), self._device)

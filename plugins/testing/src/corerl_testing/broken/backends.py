@@ -149,9 +149,9 @@ class SamplesBackwards(PlainBackend):
 
 class LosesWeightsInSwap(PlainBackend):
     @contextlib.contextmanager
-    def using(self, weights: str) -> Iterator[None]:
+    def using(self, snapshot: str) -> Iterator[None]:
         own = {name: param.detach().clone() for name, param in self.params.items()}
-        with super().using(weights):
+        with super().using(snapshot):
             others = {name: param.detach().clone() for name, param in self.params.items()}
         self._put(others)
         yield
@@ -165,8 +165,8 @@ class LosesWeightsInSwap(PlainBackend):
 
 class KeepsSnapshot(PlainBackend):
     @contextlib.contextmanager
-    def using(self, weights: str) -> Iterator[None]:
-        with super().using(weights):
+    def using(self, snapshot: str) -> Iterator[None]:
+        with super().using(snapshot):
             used = {name: param.detach().clone() for name, param in self.params.items()}
             yield
         with torch.no_grad():

@@ -26,7 +26,7 @@ from corerl.backend import (
     set_adam_step,
 )
 from corerl.backend.experts import ExpertLoad
-from corerl.backend.passes import SAVED
+from corerl.backend.passes import PREFIXES_SAVED
 from corerl.config import RoleConfig
 from corerl.errors import Unsupported
 from corerl.models import (
@@ -139,7 +139,7 @@ class PlainBackend(Backend):
             passed = len(micro.tokens) - (0 if micro.shared is None else int(micro.shared.sum()))
             tokens += passed
             if micro.shared is not None:
-                saved = merge_metrics((saved, {SAVED: Metric(len(micro.tokens) - passed, len(micro.tokens))}))
+                saved = merge_metrics((saved, {PREFIXES_SAVED: Metric(len(micro.tokens) - passed, len(micro.tokens))}))
         found = collector.finish(outputs) if outputs else None
         reported = {**metrics.finish(), **experts.metrics(), **saved}
         return GradientResult(metrics=reported, tokens=tokens, outputs=found)

@@ -172,8 +172,8 @@ def _flaw(micro: MicroBatch) -> str:
     padded, tokens = np.diff(micro.cu_seqlens), len(micro.tokens)
     if micro.cu_seqlens[0] != 0 or micro.cu_seqlens[-1] != tokens:
         return f"cu_seqlens go from {micro.cu_seqlens[0]} to {micro.cu_seqlens[-1]}, expected 0 to {tokens}"
-    if not len(micro.lengths) == len(micro.samples) == len(padded):
-        return f"{len(micro.lengths)} lengths and {len(micro.samples)} samples for {len(padded)} sequences"
+    if not len(micro.lengths) == len(micro.rows) == len(padded):
+        return f"{len(micro.lengths)} lengths and {len(micro.rows)} rows for {len(padded)} sequences"
     if (micro.lengths < 1).any() or (micro.lengths > padded).any():
         return f"lengths {micro.lengths.tolist()} do not fit into {padded.tolist()}"
     positions = np.arange(tokens) - np.repeat(micro.cu_seqlens[:-1], padded)
@@ -190,14 +190,14 @@ def _flaw(micro: MicroBatch) -> str:
         if len(column) != tokens:
             return f"column {name!r} has {len(column)} entries for {tokens} tokens"
     if "weights" in micro.columns:
-        of_no_sample = (positions >= np.repeat(micro.lengths, padded)) | (np.repeat(micro.samples, padded) < 0)
+        of_no_sample = (positions >= np.repeat(micro.lengths, padded)) | (np.repeat(micro.rows, padded) < 0)
         if micro.columns["weights"][of_no_sample | (positions == 0)].any():
             return "weights are not 0 in padding, in a filler, or on a first token, which nothing predicts"
     return ""
 
 
 def _arrays(micro: MicroBatch) -> dict[str, Array]:
-    own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "samples")}
+    own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "rows")}
     return {**own, **micro.columns, **({} if micro.shared is None else {"shared": micro.shared})}
 
 

@@ -91,7 +91,7 @@ def pass_through(worker: Worker, call: int) -> None:
     """Forward passes under the weights and under a snapshot, and a weight update: none touches gradients."""
     setup = Setup(backend="", model="")
     forward(worker, setup, samples_at(5))
-    forward(worker, setup, samples_at(5), weights="start")
+    forward(worker, setup, samples_at(5), snapshot="start")
     worker.host.update_weights(InProcessSender(lambda bucket: None), version=worker.backend.weights_version + 1)
 
 

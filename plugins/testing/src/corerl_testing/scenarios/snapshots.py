@@ -54,20 +54,22 @@ def use_snapshots(setup: Setup, samples: SampleBatch, other: str) -> Snapshotted
         for number in range(3):
             train(worker, setup, number)
         before = state_of(worker)
-        kept = forward(worker, setup, samples, weights="reference")
+        kept = forward(worker, setup, samples, snapshot="reference")
         worker.load_snapshot("start", "")
         worker.load_snapshot("other", other)
-        started_from = forward(worker, setup, samples, weights="start")
-        of_other = forward(worker, setup, samples, weights="other")
-        worker.host.update_weights(InProcessSender(keep), 1, weights="other")
+        started_from = forward(worker, setup, samples, snapshot="start")
+        of_other = forward(worker, setup, samples, snapshot="other")
+        worker.host.update_weights(InProcessSender(keep), 1, snapshot="other")
         failed = ""
         if worker.context.world_size == 1:  # other ranks would wait in mid-pass for one that has left it
             batch = failing(packed_for_training(worker, setup, samples), Fault("no such batch"))
-            failed = error_of(lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, weights="reference"))
+            failed = error_of(
+                lambda: worker.host.forward(batch=batch, outputs=setup.loss.outputs, snapshot="reference")
+            )
         after = state_of(worker)
         current = forward(worker, setup, samples)
         worker.drop_snapshot("reference")
-        dropped = error_of(lambda: forward(worker, setup, samples, weights="reference"))
+        dropped = error_of(lambda: forward(worker, setup, samples, snapshot="reference"))
         return Snapshotted(
             first=first,
             kept=kept,

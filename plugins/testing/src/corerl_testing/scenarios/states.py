@@ -49,7 +49,7 @@ def refusals(setup: Setup, lacks: Sequence[Capability], directory: str) -> dict[
     out; some of these are tested with `start_refused`."""
     samples = make_samples(0)
     plan = plan_forward(samples, ParallelLayout.data_parallel(rank=0, world_size=1), tokens_per_micro_batch=32)
-    share = plan.share(0)
+    share = plan.share_of(0)
     with_experts = samples.with_columns(**{EXPERTS: np.zeros((len(samples.tokens), 1, 1), np.int16)})
     with running(setup) as worker:
 
@@ -111,7 +111,7 @@ def go_through_states(setup: Setup, directory: str) -> States:
 
     def verbs() -> dict[str, str]:
         return {
-            "forward": error_of(lambda: worker.host.forward(batch=None, outputs=(), weights="")),  # type: ignore[arg-type]
+            "forward": error_of(lambda: worker.host.forward(batch=None, outputs=(), snapshot="")),  # type: ignore[arg-type]
             "forward_backward": error_of(lambda: worker.train_on(batch=None, loss=LOSS, step=step_at(0))),  # type: ignore[arg-type]
             "update_weights": error_of(lambda: worker.host.update_weights(sender=None, version=1)),
             "save": error_of(lambda: worker.save(directory, step_at(0), False)),
@@ -147,7 +147,7 @@ def raise_in_forward(setup: Setup) -> Raised:
     with running(setup) as worker:
         train(worker, setup, 0)
         batch = failing(packed_for_training(worker, setup, samples_at(1)), Fault("no such batch"))
-        found = _raised(lambda: worker.host.forward(batch=batch, outputs=LOSS.outputs, weights=""))
+        found = _raised(lambda: worker.host.forward(batch=batch, outputs=LOSS.outputs, snapshot=""))
         return evolve(found, result=train(worker, setup, 1))
 
 

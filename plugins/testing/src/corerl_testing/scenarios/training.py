@@ -270,7 +270,7 @@ def train_on_garbage(setup: Setup, samples: SampleBatch, *, seed: int = 0) -> Tr
         for micro in batch.micro_batches:
             padding = np.ones(len(micro.tokens), dtype=np.bool_)
             for sequence, (start, length) in enumerate(zip(micro.cu_seqlens[:-1], micro.lengths, strict=True)):
-                padding[start : start + length] = micro.samples[sequence] < 0
+                padding[start : start + length] = micro.rows[sequence] < 0
             tokens = np.where(padding, rng.integers(3, 97, len(padding)), micro.tokens)
             columns = {
                 name: column
@@ -314,7 +314,7 @@ def changed_in_batches(setup: Setup) -> list[str]:
         before = copy.deepcopy(micro_batches)
         batch = evolve(batch, micro_batches=micro_batches)
         worker.train_on(batch=batch, loss=LOSS, step=step_at(0))
-        worker.host.forward(batch=batch, outputs=LOSS.outputs, weights="")
+        worker.host.forward(batch=batch, outputs=LOSS.outputs, snapshot="")
         if len(list(batch.micro_batches)) != len(before):
             return ["the list of micro-batches"]
         return [
@@ -326,5 +326,5 @@ def changed_in_batches(setup: Setup) -> list[str]:
 
 
 def _arrays(micro: MicroBatch) -> dict[str, Array]:
-    own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "samples")}
+    own = {name: getattr(micro, name) for name in ("tokens", "positions", "cu_seqlens", "lengths", "rows")}
     return {**own, **micro.columns}

@@ -23,7 +23,7 @@ from corerl.messages import one_line
 from corerl.plugin import BackendSpec, Capability, Kind, Problem, Resources, load_implementation
 from corerl.plugin.capabilities import check_capabilities
 from corerl.plugin.contract import backend_methods
-from corerl.plugin.host import BackendBase
+from corerl.plugin.host import HostedBackend
 from corerl.plugin.registry import Loaded
 from corerl_testing.marks import check
 from corerl_testing.require import require, require_equal
@@ -75,7 +75,7 @@ def test_unknown_options_and_wrong_types_are_refused(loaded: Loaded) -> None:
 def test_every_hook_is_implemented_with_its_own_arguments(loaded: Loaded) -> None:
     cls = load_implementation(Kind.BACKENDS, loaded)
     require(
-        isinstance(cls, type) and issubclass(cls, BackendBase),
+        isinstance(cls, type) and issubclass(cls, HostedBackend),
         f"{loaded.spec.implementation} is {cls!r}, expected a class that extends corerl.backend.Backend",
     )
     backend_methods(f"backend:{loaded.name}", cls())
