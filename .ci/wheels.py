@@ -69,7 +69,7 @@ def main(task: str, dist: str) -> int:
         if not found:
             print("all: the process that looked has ended", file=sys.stderr)
             return 1
-        needed = {
+        needed: dict[str, set[str]] = {
             name: {canonicalize_name(each) for each in looked["needs"]} for name, looked in found["examples"].items()
         }
         wrong = problems("all", sites, found, needed)
