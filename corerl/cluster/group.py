@@ -329,5 +329,5 @@ class RemoteObject:
         return result.value
 
     def kill(self) -> None:
-        """End the process at once. Idempotent."""
+        """End the process, which may answer a call that reaches it before Ray does. Idempotent."""
         ray.kill(self._actor, no_restart=True)

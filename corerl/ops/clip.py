@@ -70,10 +70,13 @@ def clip_grads(params: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
 @torch.no_grad()
 def scale_grads(params: Iterable[Tensor], factor: float | Tensor) -> None:
     """Multiply this rank's gradients in place."""
+    grads: dict[torch.device, list[Tensor]] = {}  # a device's in one call
     for param in params:
         if param.grad is not None:
             own = _local(param.grad)
-            own.mul_(factor.to(own.device) if isinstance(factor, Tensor) else factor)
+            grads.setdefault(own.device, []).append(own)
+    for device, of_device in grads.items():
+        torch._foreach_mul_(of_device, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

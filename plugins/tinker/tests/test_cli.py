@@ -96,7 +96,7 @@ def test_config_check_says_what_serve_would() -> None:
     for override, said in (
         ("serve.port=many", r"serve.port: expected integer, got string 'many' \(override serve.port\)"),
         ("model.tokenizer=''", "model.tokenizer is empty, and there is no model.path; set it"),
-        ("model.config.head_dim=0", "head_dim"),
+        ("model.config.num_key_value_heads=3", "num_key_value_heads"),
         ("algorithm.aggregation=sequence-mean", "algorithm.aggregation: the losses of this server are plain sums"),
         ('serve.teachers={a="b"}', r"serve.teachers: with a table \[lora\], ranks hold"),
     ):
