@@ -75,6 +75,13 @@ def test_ranks_on_two_nodes_meet_and_free_their_bundles(address: str) -> None:
             time.sleep(0.1)
 
 
+def ask_until_it_is_gone(killed: RemoteObject) -> None:
+    """A busy node ends a process a moment after it is told to."""
+    deadline = time.monotonic() + paced(20.0)
+    while time.monotonic() < deadline:
+        killed.ask("notes")
+
+
 def test_an_object_on_a_node_is_called_in_order_and_aside(address: str) -> None:
     with ray_session(address=address, cpus=1.0):
         known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -98,10 +105,8 @@ def test_an_object_on_a_node_is_called_in_order_and_aside(address: str) -> None:
             one.ask("refuse", 0)
         one.kill()
         one.kill()
-        deadline = time.monotonic() + paced(20.0)
         with pytest.raises(WorkerDied, match=rf"^{re.escape(next(iter(living_nodes().values())))}: its process died "):
-            while time.monotonic() < deadline:  # a busy node ends it a moment later
-                one.ask("notes")
+            ask_until_it_is_gone(one)
         assert other.ask("notes") == []
         other.kill()
 
