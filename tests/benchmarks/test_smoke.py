@@ -29,6 +29,7 @@ SMALL = [
     "pictures --tiny --rounds 1",
     "pictures_memory --prompts 4 --size 320x240 --steps 1",
     "pictures_sglang qwen3_vl gemma3 --tiny",
+    "prefix_attention --tiny --rounds 1",
     "scale --tokens 1e5 --ranks 8 --rounds 1",
     "sleep --tiny --rounds 1",
     "steady --tiny --steps 6",
