@@ -48,7 +48,7 @@ PY
 short) compare short --steps 4 "${@:4}" ;;
 ragged) compare ragged --steps 2 "${@:4}" ;;
 long) compare long --steps 1 "${@:4}" ;;
-# verl's Triton kernel for log-probs reads illegal memory with this shape.
+# verl's Triton kernel for log-probs ended with an illegal memory access with this shape: see results/h200-peers.md.
 lora) compare lora-8b --steps 3 --fused torch "${@:4}" ;;
 lora-adapters) compare lora-8b-adapters --steps 3 --fused torch "${@:4}" ;;
 table) python3 -m benchmarks.peers.verl --keep "$keep" --side none --warm 1 | tee "$out/table.md" ;;

@@ -34,6 +34,11 @@ MOVED: Mapping[tuple[int, int], Mapping[str, str]] = {
         "corerl.backend.passes:StepLosses": (
             "corerl.backend: StepLosses(model, batch, loss, outputs, ...), whose result() has its metrics and tokens"
         ),
+        "corerl.models:dtensor_boxes": "corerl_fsdp, in whose module `boxes` it is",
+        "`samples` of `MicroBatch` and `ForwardResult`": "their `rows`",
+        "`weights`, a snapshot's name, of `ForwardPass`, `TrainGroup.forward` and `TrainGroup.update_weights`": (
+            "their `snapshot`"
+        ),
         "corerl.models.policy:CausalPolicy": "corerl.models: make_policy(config, ...), which builds its model",
         "corerl.config.structuring:attempt": "corerl.config: try_structure",
         "corerl.plugin.context": "corerl.plugin: Context",
