@@ -136,12 +136,14 @@ class Watched(Process):
         *settings: str,
         directory: Path,
         config: Path = QUICKSTART,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """In `directory`, which must not have held a run; `settings` as on the command line."""
         self.directory = directory / "run"
         own = [f"run.dir={self.directory}", "extensions=[{name='jsonl'},{name='console'}]"]
         self.command = " ".join(["corerl train", os.path.relpath(config, ROOT), *settings])
-        super().__init__([sys.executable, "-c", MAIN, "train", str(config), *own, *settings], directory=directory)
+        command = [sys.executable, "-c", MAIN, "train", str(config), *own, *settings]
+        super().__init__(command, directory=directory, environment=environment)
 
     def lines(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl so far."""

@@ -5,10 +5,12 @@ python -m benchmarks.peers.verl --case lora-8b lora-8b-adapters --keep kept --ou
 python -m benchmarks.peers.verl --case ragged --side corerl --tiny                          # CoreRL alone, on a CPU
 python -m benchmarks.peers.verl --case short --overrides                                    # what verl is given
 
-Each side runs as its user starts it, `corerl train` and `python -m verl.trainer.main_ppo`, one after the other. A step
-samples 64 rows with SGLang, scores them, takes one optimizer step and sends the weights to the engine; its seconds are
-those that each side reports (`time/step`, `timing_s/step`), without the first steps. Sides and steps differ in how many
-tokens were sampled, so that what is compared are seconds by response token. README.md lists what is equal.
+Each side runs as its user starts it, `corerl train` and `python -m verl.trainer.main_ppo`. Both start at the same
+time and wait with their first samples until all are there: then each has a turn of its own, in which the other does
+nothing, CoreRL the first. A step samples 64 rows with SGLang, scores them, takes one optimizer step and sends the
+weights to the engine; its seconds are those that each side reports (`time/step`, `timing_s/step`), without the first
+steps. Sides and steps differ in how many tokens were sampled, so that what is compared are seconds by response token.
+README.md lists what is equal.
 
 With `--keep DIRECTORY` checkpoints, steps and logs are kept, and the steps of a side that are there are not made again.
 """
@@ -18,24 +20,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from attrs import evolve
 
 from benchmarks.peers import work
 from benchmarks.peers.work import CASES, Case
 from benchmarks.report import Comparison, Number, Report, arguments, finish, joined
-from benchmarks.runs import LARGE, SERVER, Process, Watched, say_steps, sglang, value
+from benchmarks.runs import LARGE, SERVER, Process, Watched, sglang, value
 
 SIDES = ("corerl", "verl")
 Steps = Sequence[Mapping[str, float]]
 PROMPTS, SAMPLES = 8, 8  # of a step; samples are of each prompt
 POLL_SECONDS = 0.2
-LOG = "log"  # what a side printed
 # Metrics of a step that both sides have: seconds, but for the first, which are tokens of a sample.
 NAMES = {
     "length": ("rollout/response_length", "response_length/mean"),
@@ -44,9 +48,20 @@ NAMES = {
     "training": ("time/train", "timing_s/update_actor"),
     "update": ("time/update_weights", "timing_s/update_weights"),
 }
-# What the engine's server is started with on both sides. A graph for as many rows as a step has, and no more.
-OPTIONS = {**SERVER, "cuda_graph_max_bs_decode": PROMPTS * SAMPLES}
+KEPT_OF_A_LOG = 6000  # characters of a side that failed
 PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "peft", "tensordict")
+
+
+def server_options(case: Case) -> dict[str, Any]:
+    """What the engine's server is started with on both sides: a graph for as many rows as a step has, and no more, and
+    a cache for all their tokens and a quarter more, whatever the memory that the other side left."""
+    rows = PROMPTS * SAMPLES
+    cached = rows * (case.new + work.LONGEST) * 5 // 4
+    return {
+        **SERVER,
+        "cuda_graph_max_bs_decode": rows,
+        "max_total_tokens": cached,
+    }
 
 
 def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
@@ -54,8 +69,10 @@ def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data
     common = [
         *("backend.name=fsdp", "roles.actor.ranks=1", "rollout.replicas=1", "algorithm.name=grpo", *LARGE),
         *(f"model.path={checkpoint}", f"data.source={data}", "data.held_out=0"),
-        *("reward.name=benchmarks.peers.work:reward", f"rollout.max_tokens={case.new}"),
-        *(f"rollout.prompts={PROMPTS}", f"rollout.samples={SAMPLES}", f"run.steps={args.warm + args.steps}"),
+        # A sample's reward may wait for the turn.
+        *("reward.name=benchmarks.peers.work:reward", f"reward.timeout={args.deadline * len(SIDES)}"),
+        f"rollout.max_tokens={case.new}",
+        *(f"rollout.prompts={PROMPTS}", f"rollout.samples={SAMPLES}", f"run.steps={case.warm + case.steps}"),
         *("train.mini_batches=1", "train.optimizer.lr=1e-6", f"train.tokens_per_micro_batch={case.micro_batch}"),
         *("eval.every=0", "checkpoint.every=0", "checkpoint.export=false"),
     ]
@@ -66,7 +83,7 @@ def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data
         # The engine transformers merges adapters.
         kept = [each for each in common if not each.startswith("weights.lora")]
         return [*kept, "cluster.device=cpu", "rollout.engine=transformers", "cluster.offload=always"]
-    engine = sglang(memory=case.memory, attention_backend=args.attention, server=OPTIONS)
+    engine = sglang(memory=case.memory, attention_backend=args.attention, server=server_options(case))
     return [*common, "cluster.device=cuda", "train.precision=bfloat16", *engine, *args.set]
 
 
@@ -76,7 +93,7 @@ def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data:
     work_of = [
         *(f"data.train_files=[{data}]", f"data.val_files=[{data}]", f"data.train_batch_size={PROMPTS}"),
         *(f"data.max_prompt_length={work.LONGEST}", f"data.max_response_length={case.new}"),
-        *("data.dataloader_num_workers=0", f"trainer.total_training_steps={args.warm + args.steps}"),
+        *("data.dataloader_num_workers=0", f"trainer.total_training_steps={case.warm + case.steps}"),
         *("trainer.total_epochs=1000", "trainer.val_before_train=false", "trainer.test_freq=-1"),
         *("trainer.save_freq=-1", "trainer.resume_mode=disable", "trainer.logger=[console,file]"),
         *("trainer.nnodes=1", "trainer.n_gpus_per_node=1"),
@@ -93,7 +110,7 @@ def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data:
         f"{model}.external_lib=benchmarks.peers.attention",
         f"+{model}.override_config.attn_implementation={work.ATTENTION}",
         # Without flash-attn's cross entropy verl would loop over tokens. Its kernels make no logits at all.
-        *(f"{model}.use_fused_kernels=true", f"{model}.fused_kernel_options.impl_backend={args.fused}"),
+        *(f"{model}.use_fused_kernels=true", f"{model}.fused_kernel_options.impl_backend={case.fused}"),
         *(f"{actor}.strategy=fsdp2", f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_mini_batch_size={PROMPTS}"),
         *(f"{actor}.ppo_max_token_len_per_gpu={case.micro_batch}", f"{actor}.loss_agg_mode=token-mean"),
         *(f"{actor}.optim.lr=1e-6", f"{actor}.optim.betas=[0.9,0.95]", f"{actor}.optim.weight_decay=0.0"),
@@ -106,7 +123,7 @@ def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data:
         *(f"{rollout}.gpu_memory_utilization={case.memory}", f"{rollout}.agent.num_workers=4"),
         *(
             f"+{rollout}.engine_kwargs.sglang.{name}={value(each)}"
-            for name, each in {"attention_backend": args.attention, **OPTIONS}.items()
+            for name, each in {"attention_backend": args.attention, **server_options(case)}.items()
         ),
     ]
     if case.lora:
@@ -118,39 +135,99 @@ def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data:
     return [*work_of, *trained, *sampled, *args.verl_set]
 
 
-def corerl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Steps:
-    data, _ = data_of(case, args, directory)
-    config = directory / "run.toml"
-    config.write_text("")
-    with Watched(*corerl_settings(case, args, checkpoint, data), directory=directory / "ours", config=config) as run:
-        ended = run.wait(args.deadline)
-        (directory / LOG).write_text(ended.output)
-        if ended.status != 0:
-            say_steps(ended, well=False)
-        return [*ended.steps]
+class Side:
+    """One side's run, which waits for its turn in the reward of its first samples."""
 
+    def __init__(self, case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path):
+        self.directory = directory
+        self.wanted: int = case.warm + case.steps
+        self.turn = directory / "turn"
+        self.turn.mkdir()
+        data = data_of(case, args, directory)
+        self.run = self.start(case, args, checkpoint, data, {work.TURN: str(self.turn)})
 
-def verl_steps(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Steps:
-    _, data = data_of(case, args, directory)
-    metrics = directory / "metrics.jsonl"
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data)]
-    environment = {
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        "HF_HOME": str(directory / "cache"),
-        "HYDRA_FULL_ERROR": "1",
-        **dict(each.split("=", 1) for each in args.verl_environment),
-    }
-    with Process([*command, f"hydra.run.dir={directory}"], directory=directory, environment=environment) as run:
-        while run.process.poll() is None and run.now() < args.deadline:
-            # Killed with its last step: its engine's processes outlive it otherwise.
-            if len(read_verl(metrics)) >= args.warm + args.steps:
-                break
+    def start(
+        self,
+        case: Case,
+        args: argparse.Namespace,
+        checkpoint: Path,
+        data: tuple[Path, Path],
+        environment: Mapping[str, str],
+    ) -> Process:
+        raise NotImplementedError
+
+    def read(self) -> Steps:
+        """The metrics of each step so far, with the side's own names."""
+        raise NotImplementedError
+
+    def wait(self, deadline: float, done: Callable[[], bool]) -> bool:
+        """Whether `done` within `deadline` seconds and before the run ended."""
+        until = time.monotonic() + deadline
+        while not done() and self.run.process.poll() is None and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        steps = read_verl(metrics)
-        (directory / LOG).write_text(run.output())
-        if len(steps) < args.warm + args.steps:
-            print(f"verl made {len(steps)} steps in {run.now():.0f} s:\n{run.output()[-6000:]}", flush=True)
-        return steps
+        return done()
+
+    def arrive(self, deadline: float) -> None:
+        self.wait(deadline, (self.turn / work.ARRIVED).exists)
+
+    def take_turn(self, deadline: float) -> Steps:
+        """All steps that it made. The caller kills the run: engines' processes may outlive it."""
+        (self.turn / work.GO).touch()
+        well = self.wait(deadline, lambda: len(self.read()) >= self.wanted)
+        if not well:
+            print(
+                f"{type(self).__name__} made {len(self.read())} steps of {self.wanted}:\n"
+                f"{self.run.output()[-KEPT_OF_A_LOG:]}",
+                flush=True,
+            )
+        return self.read()
+
+
+class CoreRL(Side):
+    def start(
+        self,
+        case: Case,
+        args: argparse.Namespace,
+        checkpoint: Path,
+        data: tuple[Path, Path],
+        environment: Mapping[str, str],
+    ) -> Process:
+        config = self.directory / "run.toml"
+        config.write_text("")
+        settings = corerl_settings(case, args, checkpoint, data[0])
+        self.watched = Watched(*settings, directory=self.directory / "ours", config=config, environment=environment)
+        return self.watched
+
+    def read(self) -> Steps:
+        return [line for line in self.watched.lines() if NAMES["step"][0] in line]
+
+
+class Verl(Side):
+    def start(
+        self,
+        case: Case,
+        args: argparse.Namespace,
+        checkpoint: Path,
+        data: tuple[Path, Path],
+        environment: Mapping[str, str],
+    ) -> Process:
+        self.metrics = self.directory / "metrics.jsonl"
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data[1])]
+        environment = {
+            **environment,
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            "HF_HOME": str(self.directory / "cache"),
+            "HYDRA_FULL_ERROR": "1",
+            **dict(each.split("=", 1) for each in args.verl_environment),
+        }
+        command.append(f"hydra.run.dir={self.directory}")
+        return Process(command, directory=self.directory, environment=environment)
+
+    def read(self) -> Steps:
+        return read_verl(self.metrics)
+
+
+MAKERS: Mapping[str, type[Side]] = {"corerl": CoreRL, "verl": Verl}
 
 
 def read_verl(metrics: Path) -> list[dict[str, float]]:
@@ -163,7 +240,7 @@ def data_of(case: Case, args: argparse.Namespace, directory: Path) -> tuple[Path
     """Files of prompts, enough for each step to have its own."""
     vocabulary = work.fields_of(case, tiny=args.tiny)["vocab_size"]
     longest = work.SHORTEST if args.tiny else work.LONGEST
-    texts = work.prompts(PROMPTS * (args.warm + args.steps), vocabulary=vocabulary, longest=longest)
+    texts = work.prompts(PROMPTS * (case.warm + case.steps), vocabulary=vocabulary, longest=longest)
     return work.write_prompts(directory, texts)
 
 
@@ -178,9 +255,9 @@ def by_token(steps: Steps) -> list[float]:
     return [step["step"] / (step["length"] * PROMPTS * SAMPLES) for step in steps]
 
 
-def report(name: str, case: Case, steps: Mapping[str, Steps], warm: int) -> Report:
+def report(name: str, case: Case, steps: Mapping[str, Steps]) -> Report:
     """Of one case; a side of which nothing is known is left out. `steps` with the names in NAMES."""
-    counted = {side: each[warm:] for side, each in steps.items() if len(each) > warm}
+    counted = {side: each[case.warm :] for side, each in steps.items() if len(each) > case.warm}
     comparisons, numbers = [], []
     if len(counted) == len(SIDES):
         ours, other = (by_token(counted[side]) for side in SIDES)
@@ -212,7 +289,7 @@ def report(name: str, case: Case, steps: Mapping[str, Steps], warm: int) -> Repo
         size=sizes,
         comparisons=comparisons,
         numbers=numbers,
-        note=f"Without the first {warm} steps. Seconds by token are of 1,000 tokens of responses.",
+        note=f"Without the first steps ({name}: {case.warm}). Seconds by token are of 1,000 tokens of responses.",
         versions=versions(),
     )
 
@@ -227,42 +304,39 @@ def versions() -> dict[str, str]:
     return found
 
 
-def make(
-    name: str, case: Case, args: argparse.Namespace, keep: Path, checkpoint: Path
-) -> tuple[dict[str, Steps], bool]:
-    """The steps of each side with the names in NAMES, and whether all were made."""
-    makers: dict[str, Callable[[Case, argparse.Namespace, Path, Path], Steps]] = {
-        "corerl": corerl_steps,
-        "verl": verl_steps,
-    }
-    steps: dict[str, Steps] = {}
-    whole = True
-    for side in SIDES:
-        file = keep / f"{name}-{side}.json"
-        if not file.exists() and args.side in (side, "both"):
-            with tempfile.TemporaryDirectory(prefix=f"{side}-") as directory:
-                made = [common(side, step) for step in makers[side](case, args, checkpoint, Path(directory))]
-                shutil.copy(Path(directory) / LOG, keep / f"{name}-{side}.log")
-            for number, step in enumerate(made):
+def make(name: str, case: Case, args: argparse.Namespace, keep: Path, checkpoint: Path) -> dict[str, Steps]:
+    """The steps of each side with the names in NAMES; those that are kept are read."""
+    files = {side: keep / f"{name}-{side}.json" for side in SIDES}
+    missing = [side for side in SIDES if args.side in (side, "both") and not files[side].exists()]
+    steps = {side: json.loads(file.read_text()) for side, file in files.items() if file.exists()}
+    with ExitStack() as stack:
+        sides, ends = {}, {}
+        for side in missing:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{side}-")))
+            sides[side] = MAKERS[side](case, args, checkpoint, directory)
+            ends[side] = stack.enter_context(ExitStack())
+            ends[side].enter_context(sides[side].run)
+        for side in missing:
+            sides[side].arrive(args.deadline)
+            print(f"{name}, {side}: waits for its turn after {sides[side].run.now():.0f} s", flush=True)
+        for side in missing:
+            steps[side] = [common(side, step) for step in sides[side].take_turn(args.deadline)]
+            (keep / f"{name}-{side}.log").write_text(sides[side].run.output())
+            ends[side].close()
+            for number, step in enumerate(steps[side]):
                 print(f"{name}, {side}, step {number}: {step}", flush=True)
-            if len(made) >= args.warm + args.steps:
-                file.write_text(json.dumps(made))
-            else:
-                whole = False
-            steps[side] = made
-        elif file.exists():
-            steps[side] = json.loads(file.read_text())
-    return steps, whole
+            if len(steps[side]) >= case.warm + case.steps:
+                files[side].write_text(json.dumps(steps[side]))
+    return steps
 
 
 def main() -> int:
-    command = arguments(__doc__, deadline=420.0, settings="more settings of the runs")
+    command = arguments(__doc__, deadline=420.0, settings="more settings of CoreRL's run")
     command.add_argument("--case", nargs="+", choices=CASES, default=list(CASES))
     command.add_argument("--side", choices=(*SIDES, "both", "none"), default="both", help="none: of kept steps alone")
-    command.add_argument("--steps", type=int, default=3, help="that count")
-    command.add_argument("--warm", type=int, default=2, help="steps before them")
+    command.add_argument("--steps", type=int, help="that count, in place of the case's")
+    command.add_argument("--warm", type=int, help="steps before them, in place of the case's")
     command.add_argument("--attention", default="triton", help="SGLang's attention backend, on both sides")
-    command.add_argument("--fused", choices=("triton", "torch"), default="triton", help="verl's kernels for log-probs")
     command.add_argument("--verl-set", nargs="*", default=[], help="more overrides of verl's configuration")
     command.add_argument(
         "--verl-environment", nargs="*", default=[], metavar="NAME=VALUE", help="environment variables of verl's side"
@@ -277,7 +351,8 @@ def main() -> int:
         keep = args.keep or Path(temporary)
         keep.mkdir(parents=True, exist_ok=True)
         for name in args.case:
-            case = work.tiny_case(CASES[name]) if args.tiny else CASES[name]
+            given = {key: each for key in ("warm", "steps") if (each := getattr(args, key)) is not None}
+            case = evolve(work.tiny_case(CASES[name]) if args.tiny else CASES[name], **given)
             checkpoint = keep.resolve() / f"{case.shape}-{case.ends_every}{'-tiny' * args.tiny}"
             if args.overrides:
                 print("\n".join(verl_overrides(case, args, checkpoint, data_of(case, args, keep.resolve())[1])))
@@ -285,9 +360,9 @@ def main() -> int:
             if args.side != "none":
                 fields = work.fields_of(case, tiny=args.tiny)
                 work.write_checkpoint(checkpoint, fields, device="cpu" if args.tiny else "cuda")
-            steps, made = make(name, case, args, keep, checkpoint)
-            whole = whole and made
-            reports.append(report(name, case, steps, args.warm))
+            steps = make(name, case, args, keep, checkpoint)
+            whole = whole and all(len(each) >= case.warm + case.steps for each in steps.values())
+            reports.append(report(name, case, steps))
             if args.output:  # after each case: a later one may run out of time
                 finish(joined("peers.verl", reports), args.output)
     if reports and not args.output:

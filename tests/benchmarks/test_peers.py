@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import runs
-from benchmarks.peers import work
-from benchmarks.peers.verl import common, read_verl, report, verl_steps
+from benchmarks.peers import verl, work
+from benchmarks.peers.verl import common, read_verl, report
 from benchmarks.peers.work import CASES
 
 # A line of verl 0.9.1's logger `file`, most metrics left out.
@@ -37,41 +37,58 @@ def test_steps_of_verl_are_read_from_its_file_logger(tmp_path: Path) -> None:
     assert common("verl", step) == {"length": 250.0, "step": 1.6, "sampling": 0.9, "training": 0.5, "update": 0.1}
 
 
+# In place of verl's: samples, has them scored, and notes when it works.
 TRAINER = """
 import json, os, sys, time
+from benchmarks.peers import verl, work
 total = int(next(word for word in sys.argv if word.startswith("trainer.total_training_steps")).split("=")[1])
+work.compute_score("words", "w10", "")
+noted = open(os.environ["NOTES"], "a", buffering=1)
+noted.write("begins\\n")
 with open(os.environ["VERL_FILE_LOGGER_PATH"], "w") as sink:
     for step in range(total):
-        sink.write(json.dumps({"step": step, "data": {"timing_s/step": 1.0 + step}}) + "\\n")
+        time.sleep(0.3)
+        if step == total - 1:
+            noted.write("ends\\n")
+        sink.write(json.dumps({"data": {"timing_s/step": 1.0 + step, "response_length/mean": 9.0}}) + "\\n")
+        sink.flush()
 print("trained", flush=True)
 time.sleep(600)  # as engines that outlive it
 """
 
 
 @pytest.mark.processes
-def test_a_trainer_is_ended_with_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_side_has_a_turn_of_its_own_and_is_ended_with_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "site" / "verl" / "trainer"
     package.mkdir(parents=True)
     (package / "main_ppo.py").write_text(TRAINER)
     path = os.pathsep.join([str(tmp_path / "site"), runs.ENVIRONMENT["PYTHONPATH"]])
     monkeypatch.setitem(runs.ENVIRONMENT, "PYTHONPATH", path)
-    words = {"tiny": True, "warm": 1, "steps": 2, "deadline": 60.0, "attention": "triton", "fused": "triton"}
+    monkeypatch.setitem(runs.ENVIRONMENT, "NOTES", str(tmp_path / "notes"))
+    monkeypatch.setattr(verl, "MAKERS", {"corerl": verl.Verl, "verl": verl.Verl})
+    monkeypatch.setattr(verl, "common", lambda side, step: common("verl", step))
+    words = {"side": "both", "tiny": True, "deadline": 60.0, "attention": "triton"}
     args = argparse.Namespace(**words, verl_set=[], verl_environment=["NAME=value"])
-    (tmp_path / "work").mkdir()
-    steps = verl_steps(CASES["short"], args, tmp_path / "checkpoint", tmp_path / "work")
-    assert [step["timing_s/step"] for step in steps] == [1.0, 2.0, 3.0]
-    assert "trained" in (tmp_path / "work" / "log").read_text()
+    made = verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint")
+    assert (tmp_path / "notes").read_text().split() == ["begins", "ends"] * 2
+    for side in ("corerl", "verl"):
+        assert [step["step"] for step in made[side]] == [1.0, 2.0, 3.0]
+        assert "trained" in (tmp_path / f"ragged-{side}.log").read_text()
+    args.side = "none"
+    assert verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint") == made  # which were kept
 
 
 def test_sides_are_compared_at_equal_tokens() -> None:
     ours = [{"length": 9.0, "step": 99.0}, {"length": 100.0, "step": 1.0}, {"length": 100.0, "step": 2.0}]
     other = [{"length": 9.0, "step": 99.0}, {"length": 200.0, "step": 3.0}, {"length": 100.0, "step": 4.0}]
-    found = report("ragged", CASES["ragged"], {"corerl": ours, "verl": other}, warm=1)
+    found = report("ragged", CASES["ragged"], {"corerl": ours, "verl": other})
     assert found.comparisons[0].ratios == pytest.approx([100 / 150, 0.5])
     ratio, sampled = found.numbers[:2]
     assert ratio.values == pytest.approx([1.5, 2.0])
     assert sampled.values == pytest.approx([64 * 100 / 1.0, 64 * 100 / 2.0])
-    alone = report("ragged", CASES["ragged"], {"corerl": ours, "verl": []}, warm=1)
+    alone = report("ragged", CASES["ragged"], {"corerl": ours, "verl": []})
     assert not alone.comparisons and len(alone.numbers) == 3
 
 
