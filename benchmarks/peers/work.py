@@ -40,9 +40,7 @@ class Case:
     memory: float = 0.5  # the engine's share of the GPU, for weights and KV cache
     warm: int = 1  # steps that do not count: kernels are compiled, graphs are captured
     steps: int = 2  # that count
-    fused: str = (
-        "triton"  # verl's kernels for log-probs; its Triton ones failed with the 8B shape: results/h200-peers.md
-    )
+    fused: str = "triton"  # verl's kernels for log-probs
     target: float = 1.2  # tokens a second of CoreRL over those of the peer
 
 
@@ -69,6 +67,9 @@ def fields_of(case: Case, *, tiny: bool) -> dict[str, Any]:
         fields = tiny_shape(fields)
     step = case.ends_every if not tiny else min(case.ends_every, 10)
     ends = [END, *range(step, fields["vocab_size"], step)] if step else END
+    # verl's fused kernels read the head's weights as they are, and FSDP2 shards a head of its own apart: 0.9.1 ends
+    # with "mixed torch.Tensor and DTensor", with its Triton kernel in an illegal memory access.
+    fields["tie_word_embeddings"] = True
     return {**fields, "eos_token_id": ends, "bos_token_id": BEGIN, "pad_token_id": PAD}
 
 
