@@ -24,18 +24,16 @@ SMALL = [
     "engine_throughput 0.6b --tiny",
     "episodes --size 64 --concurrency 32 --rounds 1 --tokens 80",
     "grpo_step 0.6b --tiny",
+    "grpo_step sources --tiny --steps 2",
+    "grpo_step steady --tiny --steps 6",
     "memory fsdp --tiny",
     "peers.verl --tiny --side corerl --case ragged lora-8b-adapters --steps 2 --warm 1",
     "scale --tokens 1e5 --ranks 8 --rounds 1",
-    "sleep --tiny --rounds 1",
-    "steady --tiny --steps 6",
-    "streamed --tiny",
     "tinker --tiny --steps 3 --new 16",
     "train_step fsdp-cpu fsdp-cpu-4m --tiny --rounds 1",
-    "train_step fsdp fsdp-0.6b megatron deepspeed-8b gemma3 caps --tiny --rounds 1 --turns 1 --sleep --update",
-    "weight_update collective-cpu delta-cpu --tiny --rounds 1",
-    "weight_update 0.6b 8b-adapters --tiny --rounds 1",
-    "weight_update 0.6b 8b-collective --tiny --rounds 1 --engine sglang",
+    "train_step fsdp fsdp-0.6b megatron deepspeed-8b smollm2 sleep --tiny --rounds 1 --turns 1 --sleep",
+    "weight_update collective-cpu 0.6b 8b-collective --tiny --rounds 1",
+    "weight_update 0.6b --tiny --rounds 1 --engine sglang",
 ]
 
 
