@@ -91,19 +91,18 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def serve_bare(pipe: Connection) -> None:
-    """With more than one of `parts`, it holds its part of each tensor's first axis."""
-    manifest, address, index, parts, gpu = pipe.recv()
+    """Orders: a version; "load" of ready buckets; "sums" of the bits that it holds, by tensor."""
+    manifest, address, index, gpu = pipe.recv()
     if address.device == "cuda":
         torch.cuda.set_device(gpu)
     device, dtype = torch.device(address.device), getattr(torch, manifest.dtype)
-    own = {name: part_of(torch.empty(shape, device="meta"), index, parts) for name, shape in manifest.shapes.items()}
-    weights = {name: torch.zeros(each.shape, dtype=dtype, device=device) for name, each in own.items()}
+    weights = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in manifest.shapes.items()}
     receiver = open_receiver(address, index=index)
 
     @torch.no_grad()
     def load(bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():
-            weights[name].copy_(part_of(tensor, index, parts))
+            weights[name].copy_(tensor)
 
     def receive(version: int) -> str:
         for bucket, flat in receiver.buckets(manifest, version):
@@ -124,13 +123,6 @@ def serve_bare(pipe: Connection) -> None:
 
     answer(pipe, {"load": load_ready, "sums": lambda: bit_sums(weights)}, receive)
     receiver.close()
-
-
-def part_of(tensor: torch.Tensor, index: int, parts: int) -> torch.Tensor:
-    """What one of `parts` processes holds: its share of the first axis; all, where that cannot be split evenly."""
-    if parts == 1 or tensor.ndim < 2 or tensor.shape[0] % parts:
-        return tensor
-    return tensor.chunk(parts)[index]
 
 
 def serve_broadcast(pipe: Connection) -> None:

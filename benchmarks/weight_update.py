@@ -2,8 +2,8 @@
 
 python -m benchmarks.weight_update collective-cpu                           # on two CPU cores
 python -m benchmarks.weight_update 0.6b 8b                                  # one GPU; also with --backend megatron
-python -m benchmarks.weight_update 8b --bucket-mib 256 --engine sglang      # the engine is SGLang
-python -m benchmarks.weight_update 8b --ranks 4                             # an engine on each GPU; or --split
+python -m benchmarks.weight_update 8b --bucket-mib 256 --engine sglang      # the engine is SGLang; also --split
+python -m benchmarks.weight_update 8b --ranks 4                             # an engine on each GPU
 python -m benchmarks.weight_update 8b-collective                            # two ranks to engines on two other GPUs
 python -m benchmarks.weight_update 0.6b --tiny                              # on a CPU: does it run?
 
@@ -61,7 +61,7 @@ class Case:
     backend: str = "fsdp"
     ranks: int = 1
     engines: int = 0  # on ranks' devices, or on devices of their own; 0: as many as ranks
-    split: bool = False  # one engine over all ranks' devices, each holding its part
+    split: bool = False  # one SGLang over all ranks' devices
     device: str = "cuda"
     dtype: str = "bfloat16"
     bucket_mib: float = 1024.0
@@ -108,11 +108,10 @@ class Engine:
 
     def __init__(self, case: Case, manifest: Manifest, address: Address) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        self._case = case
         self.peers: list[Peer] = []  # CoreRL's engine, then SGLang alone
         if case.engine == BARE and rank < (case.engines or world):
             gpu = rank + case.apart * world
-            self.peers.append(Peer("bare", manifest, address, rank, world if case.split else 1, gpu))
+            self.peers.append(Peer("bare", manifest, address, rank, gpu))
         elif case.engine == SGLANG and not (case.split and rank > 0):
             replica = Replica(
                 fields={**case.fields, "max_position_embeddings": 4096, "pad_token_id": 0},
@@ -140,8 +139,8 @@ class Engine:
         return max((float(peer.ask("load")) for peer in self.peers[-1:]), default=0.0)
 
     def verified(self, sent: Mapping[str, int]) -> str:
-        """How CoreRL's engine differs from what was `sent`; "" if it does not, or holds parts."""
-        if not self.peers or (self._case.split and self._case.engine == BARE):
+        """How CoreRL's engine differs from what was `sent`; "" if it does not."""
+        if not self.peers:
             return ""
         try:
             held = self.peers[0].ask("sums") or {}
@@ -346,8 +345,10 @@ def main() -> None:
         case = evolve(case, device="cpu", fields=tiny_shape(case.fields)) if args.tiny else case
         if case.engine not in (BARE, SGLANG):
             command.error(f"--engine: got {case.engine!r}, wanted {BARE} or {SGLANG}")
-        if case.apart and (case.split or case.engine == SGLANG):
-            command.error(f"{name}: its engines are bare, one for each rank; leave --split and --engine sglang out")
+        if case.apart and case.engine == SGLANG:
+            command.error(f"{name}: its engines are bare; leave --engine sglang out")
+        if case.split and case.engine == BARE:
+            command.error("--split: bare engines are one for each rank; add --engine sglang")
         reports.append(in_ranks("benchmarks.weight_update:measure", case, args.rounds, work=case.work, limit=LIMIT))
         tell("weight_update", reports, args.output)
     if any(HELD_OTHERS in report.note for report in reports):
