@@ -7,7 +7,8 @@ A `Peer` is one of them. It is given what it needs, answers "there", and then an
     corerl     SGLang's engine with the server that it starts, as in a run
     alone      `sglang.Engine`, which is passed flattened buckets that are already on its GPUs, in the same order:
                `update_weights_from_tensor(..., load_format="flattened_bucket")`. Its call does not wait for the copies
-               on the device; CoreRL's does. Both have the same server arguments. It generates, too.
+               on the device; CoreRL's does. Both have the same server arguments.
+    generating `sglang.Engine`, which answers requests
 
 On a CPU a stand-in replaces SGLang on both sides.
 """

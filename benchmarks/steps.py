@@ -73,7 +73,7 @@ class Work:
     what: str
     fields: Mapping[str, Any]  # of the model's config
     backend: str = "fsdp"
-    loop: str = "plugin"  # or a bare loop
+    loop: str = "plugin"  # or a bare loop: "bare", and of FSDP's those in `bare.PASSES`
     options: Mapping[str, Any] = field(factory=dict)  # the backend's, or the bare loop's
     ranks: int = 1
     precision: str = "bfloat16"

@@ -15,8 +15,8 @@ many bytes to pinned memory and back; the case `sleep` has 50 GB of them, and ne
 The file is written again after each start, so that a command which is cut off leaves what it found; a side that fails
 is reported, and the next one is measured. `--tiny` runs any case on a CPU, to see that it works.
 
-Host memory of the 4B shape (`deepspeed-offload`), in bytes per parameter: with stage 2, 18 pinned, that is 72 GB, and 4
-more until there are moments; with stage 3 20.3, that is 81 GB. Either fits into 128 GiB once, not twice.
+Host memory of the 4B shape (`deepspeed-offload`), in bytes per parameter: 18 pinned, that is 72 GB, and 4 more until
+there are moments. That fits into 128 GiB once, not twice.
 """
 
 from __future__ import annotations
