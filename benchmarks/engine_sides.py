@@ -7,17 +7,16 @@ A `Peer` is one of them. It is given what it needs, answers "there", and then an
     corerl     SGLang's engine with the server that it starts, as in a run
     alone      `sglang.Engine`, which is passed flattened buckets that are already on its GPUs, in the same order:
                `update_weights_from_tensor(..., load_format="flattened_bucket")`. Its call does not wait for the copies
-               on the device; CoreRL's does. Both have the same server arguments. It generates, too.
+               on the device; CoreRL's does. Both have the same server arguments.
+    generating `sglang.Engine`, which answers requests
 
 On a CPU a stand-in replaces SGLang on both sides.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -26,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,8 @@ from attrs import frozen
 
 from benchmarks.runs import SERVER
 from benchmarks.steps import QuickWeights, synchronize
-from corerl.config.schema import LoraConfig, ModelConfig
+from corerl.config.schema import ModelConfig
 from corerl.engines.base import EngineContext
-from corerl.models import peft_config
 from corerl.models.config import hf_config
 from corerl.plugin.transports import open_receiver
 from corerl.weights.checksums import bit_sums
@@ -95,19 +92,18 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def serve_bare(pipe: Connection) -> None:
-    """With more than one of `parts`, it holds its part of each tensor's first axis."""
-    manifest, address, index, parts, gpu = pipe.recv()
+    """Orders: a version; "load" of ready buckets; "sums" of the bits that it holds, by tensor."""
+    manifest, address, index, gpu = pipe.recv()
     if address.device == "cuda":
         torch.cuda.set_device(gpu)
     device, dtype = torch.device(address.device), getattr(torch, manifest.dtype)
-    own = {name: part_of(torch.empty(shape, device="meta"), index, parts) for name, shape in manifest.shapes.items()}
-    weights = {name: torch.zeros(each.shape, dtype=dtype, device=device) for name, each in own.items()}
+    weights = {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in manifest.shapes.items()}
     receiver = open_receiver(address, index=index)
 
     @torch.no_grad()
     def load(bucket: Bucket, flat: torch.Tensor) -> None:
         for name, tensor in bucket.views(flat).items():
-            weights[name].copy_(part_of(tensor, index, parts))
+            weights[name].copy_(tensor)
 
     def receive(version: int) -> str:
         for bucket, flat in receiver.buckets(manifest, version):
@@ -128,13 +124,6 @@ def serve_bare(pipe: Connection) -> None:
 
     answer(pipe, {"load": load_ready, "sums": lambda: bit_sums(weights)}, receive)
     receiver.close()
-
-
-def part_of(tensor: torch.Tensor, index: int, parts: int) -> torch.Tensor:
-    """What one of `parts` processes holds: its share of the first axis; all, where that cannot be split evenly."""
-    if parts == 1 or tensor.ndim < 2 or tensor.shape[0] % parts:
-        return tensor
-    return tensor.chunk(parts)[index]
 
 
 def serve_broadcast(pipe: Connection) -> None:
@@ -176,7 +165,6 @@ class Replica:
     gpus: int  # that it is split over
     devices: tuple[str, ...]  # their numbers; empty takes the first that its process sees
     tiny: bool  # on a CPU, with a stand-in
-    lora: LoraConfig | None = None  # adapters that arrive apart from the weights
 
     @property
     def options(self) -> Any:
@@ -194,14 +182,9 @@ class Replica:
 
     @property
     def context(self) -> EngineContext:
+        name, device = f"engine-{self.index}", "cpu" if self.tiny else "cuda"
         return EngineContext(
-            name=f"engine-{self.index}",
-            index=self.index,
-            device="cpu" if self.tiny else "cuda",
-            precision="bfloat16",
-            bundles=self.gpus,
-            devices=self.devices,
-            lora=self.lora,
+            name=name, index=self.index, device=device, precision="bfloat16", bundles=self.gpus, devices=self.devices
         )
 
     @property
@@ -211,46 +194,14 @@ class Replica:
 
 
 def serve_corerl(pipe: Connection) -> None:
-    """Orders: a version, with whether only adapters come; "sums" of the bits that it holds, by tensor; "load", its
-    server's own load of ready adapters."""
-    from corerl_sglang.adapters import modules_of
+    """Orders: a version; "sums" of the bits that it holds, by tensor."""
     from corerl_sglang.start import start_engine
 
-    replica, manifest, adapters, address = pipe.recv()
+    replica, manifest, address = pipe.recv()
     engine = start_engine(ModelConfig(config=dict(replica.fields)), replica.options, replica.context)
-    loaded = 0
-
-    def load() -> float:
-        """SGLang takes a name once, so each load has its own; the earlier one is unloaded outside of the time."""
-        nonlocal loaded
-        loaded += 1
-        device = torch.device("cpu" if replica.tiny else "cuda")
-        tensors = {name: tensor for bucket in filled(adapters, device) for name, tensor in bucket.items()}
-        ready, form = (tensors, {}) if replica.tiny else (flattened(tensors), {"load_format": "flattened_bucket"})
-        body = {
-            "lora_name": f"own-{loaded}",
-            "config_dict": peft_config(replica.lora, base="", targets=modules_of(tensors)),
-        }
-        synchronize(device)
-
-        def call() -> None:
-            # A pickle of handles; on a CPU, where these would be file descriptors, of the bytes themselves.
-            pickled = pickle.dumps(ready) if replica.tiny else bytes(ForkingPickler.dumps(ready))
-            payload = base64.b64encode(pickled).decode()
-            engine._server.post(
-                "/load_lora_adapter_from_tensors", {**body, "serialized_named_tensors": [payload], **form}
-            )
-
-        took = timed(call)
-        engine._server.post("/unload_lora_adapter", {"lora_name": body["lora_name"]})
-        return took
-
     try:
-        answer(
-            pipe,
-            {"sums": lambda: engine.weight_sums(manifest.dtype), "load": load},
-            lambda order: engine.receive(adapters if order[1] else manifest, order[0], address).error,
-        )
+        orders = {"sums": lambda: engine.weight_sums(manifest.dtype)}
+        answer(pipe, orders, lambda version: engine.receive(manifest, version, address).error)
     finally:
         engine.close()
 
@@ -280,74 +231,56 @@ def filled(manifest: Manifest, device: torch.device) -> Iterator[dict[str, torch
         yield tensors
 
 
-def flattened(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """What SGLang is passed for them."""
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    bucket = FlattenedTensorBucket(named_tensors=list(tensors.items()))
-    return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-
-
-class Alone:
-    """SGLang's own engine, and buckets on each of its GPUs."""
-
-    def __init__(self, replica: Replica, manifest: Manifest, directory: Path) -> None:
-        import sglang
-        from sglang.srt.utils import MultiprocessingSerializer
-
-        self._serialize = MultiprocessingSerializer.serialize
-        arguments = arguments_of(replica.options, replica.context, replica.fields, directory)
-        self._engine: Any = sglang.Engine(**arguments, log_level="error")
-        self._ready: list[list[dict[str, Any]]] = []  # by bucket, by tensor-parallel rank
-        for tensors in filled(manifest, torch.device("cuda", 0)):
-            ready = flattened(tensors)
-            flat = ready["flattened_tensor"]
-            self._ready.append([{**ready, "flattened_tensor": flat.to(f"cuda:{rank}")} for rank in range(replica.gpus)])
-        torch.cuda.empty_cache()  # what was needed to make them belongs to the others
-        for rank in range(replica.gpus):
-            torch.cuda.synchronize(rank)
-
-    def load(self) -> None:
-        for number, ranks in enumerate(self._ready):
-            # Serialized each time: the result is a handle, and whoever opens it gives it back.
-            handed = [self._serialize(each) for each in ranks]
-            last = number == len(self._ready) - 1
-            done, message = self._engine.update_weights_from_tensor(
-                handed, load_format="flattened_bucket", flush_cache=last
-            )
-            if not done:
-                raise RuntimeError(f"SGLang did not load bucket {number}: {message}")
-
-    def close(self) -> None:
-        self._engine.shutdown()
-
-
-class StandIn:
-    """The stand-in's own load, of one rank with the whole model, where there is no SGLang."""
-
-    def __init__(self, replica: Replica, manifest: Manifest, directory: Path) -> None:
-        from plugins.sglang.tests.stand_in import Server
-
-        arguments = arguments_of(replica.options, replica.context, replica.fields, directory)
-        (self._rank,) = Server({**arguments, "tp_size": 1}).ranks
-        self._ready = list(filled(manifest, torch.device("cpu")))
-
-    def load(self) -> None:
-        with torch.inference_mode():
-            for tensors in self._ready:
-                self._rank.load_weights(tensors.items())
-
-    def close(self) -> None:
-        pass  # it is this process
-
-
 def serve_alone(pipe: Connection) -> None:
     """Orders: "load"."""
     replica, manifest = pipe.recv()
     with tempfile.TemporaryDirectory(prefix="update-") as directory:
-        side = (StandIn if replica.tiny else Alone)(replica, manifest, Path(directory))
-        answer(pipe, {"load": lambda: timed(side.load)})
-        side.close()
+        arguments = arguments_of(replica.options, replica.context, replica.fields, Path(directory))
+        load = (loading_stand_in if replica.tiny else loading)(arguments, replica.gpus, manifest)
+        answer(pipe, {"load": lambda: timed(load)})
+
+
+def loading(arguments: Mapping[str, Any], gpus: int, manifest: Manifest) -> Callable[[], None]:
+    """SGLang's own engine, with buckets on each of its GPUs."""
+    import sglang
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    engine: Any = sglang.Engine(**arguments, log_level="error")
+    every: list[list[dict[str, Any]]] = []  # by bucket, by tensor-parallel rank
+    for tensors in filled(manifest, torch.device("cuda", 0)):
+        bucket = FlattenedTensorBucket(named_tensors=list(tensors.items()))
+        flat, metadata = bucket.get_flattened_tensor(), bucket.get_metadata()
+        every.append([{"flattened_tensor": flat.to(f"cuda:{rank}"), "metadata": metadata} for rank in range(gpus)])
+    torch.cuda.empty_cache()  # what was needed to make them belongs to the others
+    for rank in range(gpus):
+        torch.cuda.synchronize(rank)
+
+    def load() -> None:
+        for number, ranks in enumerate(every):
+            # Serialized each time: the result is a handle, and whoever opens it gives it back.
+            handed = [MultiprocessingSerializer.serialize(each) for each in ranks]
+            last = number == len(every) - 1
+            done, message = engine.update_weights_from_tensor(handed, load_format="flattened_bucket", flush_cache=last)
+            if not done:
+                raise RuntimeError(f"SGLang did not load bucket {number}: {message}")
+
+    return load
+
+
+def loading_stand_in(arguments: Mapping[str, Any], gpus: int, manifest: Manifest) -> Callable[[], None]:
+    """The stand-in's own load, of one rank with the whole model, where there is no SGLang."""
+    from plugins.sglang.tests.stand_in import Server
+
+    (rank,) = Server({**arguments, "tp_size": 1}).ranks
+    every = list(filled(manifest, torch.device("cpu")))
+
+    @torch.inference_mode()
+    def load() -> None:
+        for tensors in every:
+            rank.load_weights(tensors.items())
+
+    return load
 
 
 def serve_generating(pipe: Connection) -> None:

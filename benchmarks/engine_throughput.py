@@ -18,16 +18,15 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_sides import STAND_IN, Peer, arguments_of
 from benchmarks.report import Comparison, Number, Report, arguments, finish, in_turns
-from benchmarks.runs import SERVER
+from benchmarks.runs import LARGE, QUICKSTART, sglang, shape_settings
 from benchmarks.shapes import SHAPES
+from corerl.config.load import load_config
 from corerl.config.schema import Config
 from corerl.config.structuring import structure
 from corerl.data.prompts import Prompt
@@ -41,8 +40,8 @@ TARGET = 1 / 0.97
 # Rounds that do not count. After the first one prompts are in the caches; rows still begin in batches of other sizes
 # each time, for which a side may compile or load another kernel.
 WARM_UP = 5
-CHARACTERS = "0123456789>s"  # of the run's own prompts, which are not asked
-TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+DIGITS = "0123456789"
+TINY = {"prompt": 7, "rounds": 2, "requests": 2, "rows": 6, "new": 4}
 
 
 def as_offline(request: GenerateRequest) -> dict[str, Any]:
@@ -56,28 +55,22 @@ def as_offline(request: GenerateRequest) -> dict[str, Any]:
     }
 
 
-def config_of(fields: Mapping[str, Any], args: argparse.Namespace, run_dir: str) -> Config:
+def config_of(args: argparse.Namespace, directory: Path) -> Config:
     """A run that samples and does not train."""
-    options: dict[str, Any] = {"requests": args.requests, "memory": args.memory}
+    common = [
+        *(f"run.dir={directory / 'run'}", "run.steps=0", "roles.actor.ranks=1", "rollout.replicas=1", "extensions=[]"),
+        "checkpoint.background=false",
+    ]
     if args.tiny:
-        options |= {"launcher": STAND_IN}
-    else:
-        server = {**SERVER, "cuda_graph_max_bs_decode": args.rows}
-        options |= {"attention_backend": os.environ.get("ATTENTION", "triton"), "server": server}
-    tables = {
-        "run": {"dir": run_dir, "steps": 0},
-        "cluster": {"device": "cpu" if args.tiny else "cuda"},
-        "backend": {"name": "fsdp"},
-        "roles": {"actor": {"ranks": 1}},
-        "model": {"tokenizer": f"characters:{CHARACTERS}", "config": dict(fields)},
-        "train": {"precision": "float32" if args.tiny else "bfloat16"},
-        "rollout": {"engine": "sglang"},
-        "engines": {"sglang": options},
-        "checkpoint": {"background": False},
-        "extensions": [],
-    }
-    config: Config = structure(tables, Config, path="")
-    return config
+        engine = sglang(launcher=STAND_IN, requests=args.requests)
+        return load_config(QUICKSTART, [*common, "cluster.device=cpu", "train.precision=float32", *engine])
+    engine = sglang(
+        requests=args.requests,
+        memory=args.memory,
+        attention_backend=os.environ.get("ATTENTION", "triton"),
+        server={"cuda_graph_max_bs_decode": args.rows},
+    )
+    return load_config(QUICKSTART, [*common, *LARGE, *shape_settings(args.shape, micro_batch=16384), *engine])
 
 
 def other_side(config: Config, directory: Path, args: argparse.Namespace) -> Peer:
@@ -90,17 +83,12 @@ def other_side(config: Config, directory: Path, args: argparse.Namespace) -> Pee
 
 
 def measure(args: argparse.Namespace) -> Report:
-    fields = {**SHAPES[args.shape], "max_position_embeddings": 4096, "pad_token_id": 0, **(TINY if args.tiny else {})}
-    rows, new = (6, 4) if args.tiny else (args.rows, args.new)
-    prompts = [
-        Prompt(
-            index=row, text="".join(CHARACTERS[(row + place * place) % 10] for place in range(args.prompt)), answer=""
-        )
-        for row in range(rows)
-    ]
+    rows, new = args.rows, args.new
+    texts = ["".join(DIGITS[(row + place * place) % 10] for place in range(args.prompt)) for row in range(rows)]
+    prompts = [Prompt(index=row, text=text, answer="") for row, text in enumerate(texts)]
     params = SamplingParams(temperature=1.0, max_tokens=new)
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
-        config = config_of(fields, args, f"{directory}/run")
+        config = config_of(args, Path(directory))
         with launch(partial(make_plan, config)) as run:
             assert isinstance(run.sampling.sampler, PromptSampler) and run.engines is not None
             sampler, fleet = run.sampling.sampler, run.engines.fleet
@@ -108,23 +96,16 @@ def measure(args: argparse.Namespace) -> Report:
             run.sleep_ranks()
             other = other_side(config, Path(directory), args)
             tokens: set[int] = set()
-            stages: dict[str, list[float]] = {"prompts encoded": [], "engines asked": [], "laid out, decoded": []}
             step = 0
 
             def ours(_: int) -> float:
                 nonlocal step
                 step += 1
-                times = [time.perf_counter()]  # around what `Sampler.sample` does
-                request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
-                times.append(time.perf_counter())
-                generation = fleet.loop.run(fleet.generate(request))
-                times.append(time.perf_counter())
-                rollout = sampler.rollout(prompts, request, generation)
-                times.append(time.perf_counter())
-                for taken, (start, end) in zip(stages.values(), pairwise(times), strict=True):
-                    taken.append(end - start)
+                began = time.perf_counter()
+                rollout = fleet.loop.run(sampler.sample(prompts, rollout_step=step, samples=1, params=params))
+                took = time.perf_counter() - began
                 tokens.add(int(rollout.batch.row_columns["response_length"].sum()))
-                return times[-1] - times[0]
+                return took
 
             def theirs(_: int) -> float:
                 request = sampler.request(prompts, rollout_step=step, samples=1, params=params)
@@ -133,8 +114,6 @@ def measure(args: argparse.Namespace) -> Report:
                 return float(took)
 
             in_turns(args.warm, ours, theirs)
-            for taken in stages.values():
-                taken.clear()
             took, others = in_turns(args.rounds, ours, theirs)
             other.close()
     if tokens != {rows * new}:
@@ -157,7 +136,6 @@ def measure(args: argparse.Namespace) -> Report:
         numbers=[
             Number(what="CoreRL", values=[rows * new / each for each in took], unit="tokens/s"),
             Number(what="the other", values=[rows * new / each for each in others], unit="tokens/s"),
-            *(Number(what=f"of CoreRL's: {what}", values=values, unit="s") for what, values in stages.items()),
         ],
         note="The prompts are the same in each round, and both sides have processed them before the first one.",
     )
@@ -176,7 +154,7 @@ def main() -> None:
     )
     args = command.parse_args()
     if args.tiny:
-        args = argparse.Namespace(**{**vars(args), "prompt": 7, "rounds": 2, "requests": 2})
+        args = argparse.Namespace(**{**vars(args), **TINY})
     finish(measure(args), args.output)
 
 

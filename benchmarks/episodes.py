@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -117,24 +117,15 @@ class Side:
         self.digest = ""
         self._engine, self._loop = Engine(tokens), EventLoop("rollout")
         self._params = SamplingParams(max_tokens=TURNS * (tokens + 4), stop_tokens=(END,))
-        self._sampler = EpisodeSampler(
-            EpisodesConfig(
-                function="benchmarks.episodes:play",
-                options={"stream": stream},
-                workers=1,
-                concurrency=self._concurrency,
-                timeout=120.0,
-            ),
-            SamplerContext(
-                tokenizer=TOKENIZER,
-                generate=self._engine.generate,
-                loop=self._loop,
-                seed=0,
-                params=self._params,
-                calls=CALLS,
-            ),
+        at_once, function = self._concurrency, "benchmarks.episodes:play"
+        config = EpisodesConfig(
+            function=function, options={"stream": stream}, workers=1, concurrency=at_once, timeout=120.0
         )
-
+        generate = self._engine.generate
+        context = SamplerContext(
+            tokenizer=TOKENIZER, generate=generate, loop=self._loop, seed=0, params=self._params, calls=CALLS
+        )
+        self._sampler = EpisodeSampler(config, context)
         self._loop.run(self._batch(step=-1, count=SAMPLES))  # starts the worker
 
     def __call__(self, _: int = 0) -> float:
@@ -198,15 +189,14 @@ def measure(*, rounds: int, size: int, concurrency: int, tokens: int) -> Report:
     for name, side, took in (("streamed", streamed, seconds), ("whole", whole, others)):
         quarter = max(1, len(side.memory) // 4)
         grown = side.memory[-1] - side.memory[quarter - 1]
-        numbers += [
-            Number(what=f"{name}: requests", values=[side.requests / each for each in took], unit="a second"),
-            Number(
-                what=f"{name}: the driver's CPU", values=[1e3 * each / side.requests for each in side.cpu], unit="ms"
-            ),
-            Number(what=f"{name}: the event loop's longest wait", values=side.waits, unit="s"),
-            Number(what=f"{name}: memory at the end", values=[side.memory[-1]], unit="MiB"),
-            Number(what=f"{name}: what it grew by in the last three quarters", values=[grown], unit="MiB"),
-        ]
+        rows: Mapping[tuple[str, str], Sequence[float]] = {
+            ("requests", "a second"): [side.requests / each for each in took],
+            ("the driver's CPU", "ms"): [1e3 * each / side.requests for each in side.cpu],
+            ("the event loop's longest wait", "s"): side.waits,
+            ("memory at the end", "MiB"): side.memory[-1:],
+            ("what it grew by in the last three quarters", "MiB"): [grown],
+        }
+        numbers += [Number(what=f"{name}: {what}", values=each, unit=unit) for (what, unit), each in rows.items()]
     return Report(
         name="episodes",
         size=f"{size} episodes of {TURNS} turns, {concurrency} at a time, answers of {tokens} tokens",

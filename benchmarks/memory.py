@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,8 @@ import torch.distributed as dist
 from attrs import evolve
 from transformers import AutoConfig
 
+from benchmarks import shapes
 from benchmarks.report import arguments
-from benchmarks.shapes import (
-    BLOOM_1B1,
-    GEMMA3_1B,
-    GPT_OSS_SLICE,
-    QWEN3_5_SLICE,
-    QWEN3_8B,
-    QWEN3_30B_A3B,
-    QWEN3_600M,
-    SLICE,
-)
 from benchmarks.steps import (
     GIB,
     Plugin,
@@ -59,19 +50,20 @@ from corerl_forecast.footprint import RoleMemory, role_memory
 STEPS = 3  # the first one makes the moments
 LIMIT = 240.0  # seconds for a case
 ALLOWED = 0.5  # GiB asleep, besides the context
-EXPERTS = {**QWEN3_30B_A3B, "num_hidden_layers": 4}
+EXPERTS = {**shapes.QWEN3_30B_A3B, "num_hidden_layers": 4}
 EAGER = {"compile": False}
+ON_HOST = {"stage": 2, "offload": "optimizer"}
 
 
 def case(what: str, fields: Mapping[str, Any], backend: str = "fsdp", **more: Any) -> Work:
     return Work(what=what, fields=fields, backend=backend, **{"options": EAGER if backend == "fsdp" else {}, **more})
 
 
-SLICED = case("8 layers of the 8B shape", SLICE)
-COMPILED = case("8 layers of the 8B shape, compiled", SLICE, options={"compile": True})
-STAGE_2 = case("8 layers of the 8B shape, stage 2", SLICE, "deepspeed", options={"stage": 2})
-STAGE_3 = case("8 layers of the 8B shape, stage 3", SLICE, "deepspeed", options={"stage": 3})
-MEGATRON = case("8 layers of the 8B shape", SLICE, "megatron")
+SLICED = case("8 layers of the 8B shape", shapes.SLICE)
+COMPILED = case("8 layers of the 8B shape, compiled", shapes.SLICE, options={"compile": True})
+STAGE_2 = case("8 layers of the 8B shape, stage 2", shapes.SLICE, "deepspeed", options={"stage": 2})
+STAGE_3 = case("8 layers of the 8B shape, stage 3", shapes.SLICE, "deepspeed", options={"stage": 3})
+MEGATRON = case("8 layers of the 8B shape", shapes.SLICE, "megatron")
 WHOLE = evolve(SLICED, what="8 layers of the 8B shape, whole", layout="whole")
 
 
@@ -79,35 +71,32 @@ def recomputed(work: Work) -> Work:
     return evolve(work, what=f"{work.what}, layers recomputed", recompute="full")
 
 
-LONG = case("the 0.6B shape, sequences of 32k", QWEN3_600M, sequence=32768, tokens=32768)
+LONG = case("the 0.6B shape, sequences of 32k", shapes.QWEN3_600M, sequence=32768, tokens=32768)
 CASES: Mapping[str, Work] = {
     "fsdp": SLICED,
     "fsdp-compiled": COMPILED,
     "fsdp-single": evolve(COMPILED, what=f"{COMPILED.what}, one micro-batch", tokens=16384, micro_batches=1),
     "fsdp-recompute": recomputed(SLICED),
-    "fsdp-0.6b": case("the 0.6B shape, sequences of 512", QWEN3_600M, sequence=512),
+    "fsdp-0.6b": case("the 0.6B shape, sequences of 512", shapes.QWEN3_600M, sequence=512),
     "fsdp-long": recomputed(LONG),
-    "fsdp-gemma3": case("Gemma 3 1B", GEMMA3_1B),
-    "fsdp-qwen3.5": case("8 layers of Qwen3.5 0.8B", QWEN3_5_SLICE),
-    "fsdp-gpt-oss": case("8 layers of GPT-OSS, 8 experts", GPT_OSS_SLICE, tokens=4096),
+    "fsdp-gemma3": case("Gemma 3 1B", shapes.GEMMA3_1B),
+    "fsdp-qwen3.5": case("8 layers of Qwen3.5 0.8B", shapes.QWEN3_5_SLICE),
+    "fsdp-gpt-oss": case("8 layers of GPT-OSS, 8 experts", shapes.GPT_OSS_SLICE, tokens=4096),
     "fsdp-whole": WHOLE,
     "fsdp-whole-recompute": recomputed(WHOLE),
-    "fsdp-bloom": case("BLOOM 1B1, whole", BLOOM_1B1, layout="whole"),
+    "fsdp-bloom": case("BLOOM 1B1, whole", shapes.BLOOM_1B1, layout="whole"),
     "fsdp-experts": case("4 layers of the 30B-A3B shape", EXPERTS),
     "fsdp-offload": evolve(
         SLICED, what=f"{SLICED.what}, optimizer on the host", options={**EAGER, "offload": "optimizer"}
     ),
-    "fsdp-2": recomputed(case("8B shape", QWEN3_8B, ranks=2)),
-    "deepspeed-1": case("0.6B shape, stage 1", QWEN3_600M, "deepspeed", options={"stage": 1}),
+    "fsdp-2": recomputed(case("8B shape", shapes.QWEN3_8B, ranks=2)),
+    "deepspeed-1": case("0.6B shape, stage 1", shapes.QWEN3_600M, "deepspeed", options={"stage": 1}),
     "deepspeed-2": STAGE_2,
     "deepspeed-whole": evolve(STAGE_2, what=f"{STAGE_2.what}, whole", layout="whole"),
     "deepspeed-3": STAGE_3,
     "deepspeed-3-recompute": recomputed(STAGE_3),
     "deepspeed-offload": case(
-        "the 0.6B shape, stage 2, optimizer on the host",
-        QWEN3_600M,
-        "deepspeed",
-        options={"stage": 2, "offload": "optimizer"},
+        "the 0.6B shape, stage 2, optimizer on the host", shapes.QWEN3_600M, "deepspeed", options=ON_HOST
     ),
     "megatron": MEGATRON,
     "megatron-recompute": recomputed(MEGATRON),
@@ -115,18 +104,6 @@ CASES: Mapping[str, Work] = {
         evolve(MEGATRON, what=f"{SLICED.what}, plain torch", options={"transformer": "torch"})
     ),
     "megatron-experts": case("4 layers of the 30B-A3B shape", EXPERTS, "megatron"),
-}
-
-
-COLUMNS = {  # of the printed table, in GiB
-    "step: predicted": "predicted",
-    "measured": "measured",
-    "forward: predicted": "predicted_forward",
-    "measured ": "measured_forward",
-    "asleep": "asleep",
-    "again": "asleep_again",
-    "of that in torch": "kept_by_torch",
-    "the context": "context",
 }
 
 
@@ -216,14 +193,6 @@ def row_of(name: str, measured: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    lines = [["", "tokens", *COLUMNS], ["---"] * (2 + len(COLUMNS))]
-    for row in rows:
-        gib = (f"{row[column] / GIB:.2f}" for column in COLUMNS.values())
-        lines.append([f"{row['backend']}: {row['what']}", str(row["tokens"]), *gib])
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines), flush=True)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all of one rank)")
@@ -243,12 +212,11 @@ def main() -> None:
             print(failures[-1], flush=True)
             continue
         rows.append(row_of(name, measured))
-        print(rows[-1], flush=True)
+        print(name, {each: f"{rows[-1][each] / GIB:.2f} GiB" for each in ("predicted", "predicted_forward", *measured)})
         if args.output:
             found = {"versions": versions, "rows": rows, "failures": failures}
             Path(args.output).parent.mkdir(parents=True, exist_ok=True)
             Path(args.output).write_text(json.dumps(found, indent=1))
-    print_table(rows)
     most = {row["name"]: max(row["asleep"], row["asleep_again"]) / GIB for row in rows}
     failures += [f"{name} holds {gib:.2f} GiB asleep, allowed {ALLOWED}" for name, gib in most.items() if gib > ALLOWED]
     if failures:

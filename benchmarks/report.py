@@ -13,11 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from attrs import asdict, field, frozen
+from attrs import AttrsInstance, asdict, evolve, field, fields, frozen
 
 DIFFERENT = "THE FIRST GRADIENTS DIFFER: the two sides do not do the same work, so the ratio is meaningless."
 ROOT = Path(__file__).resolve().parent.parent
+C = TypeVar("C", bound=AttrsInstance)  # a benchmark's class of cases
 
 
 @frozen(kw_only=True)
@@ -130,6 +132,21 @@ def arguments(
     return command
 
 
+def changed(case: C, command: argparse.ArgumentParser, args: argparse.Namespace) -> C:
+    """The case with what the command line says of the fields that `add_fields` has added."""
+    given = {name: value for name in command.get_default("fields") if (value := getattr(args, name)) is not None}
+    return evolve(case, **given)  # type: ignore[misc]  # of a type variable
+
+
+def add_fields(command: argparse.ArgumentParser, case: type[Any], *names: str) -> None:
+    """An option for each of these fields of a case, of the type of its default."""
+    for name in names:
+        kind = type(getattr(fields(case), name).default)
+        how: dict[str, Any] = {"action": "store_true", "default": None} if kind is bool else {"type": kind}
+        command.add_argument(f"--{name.replace('_', '-')}", help="in place of the case's", **how)
+    command.set_defaults(fields=names)
+
+
 def finish(report: Report, output: str | None) -> None:
     """Write it as JSON, with what it was measured on, or print its table."""
     if output:
@@ -137,6 +154,13 @@ def finish(report: Report, output: str | None) -> None:
         Path(output).write_text(json.dumps({"facts": facts, **asdict(report)}))
     else:
         print(table([report]))
+
+
+def tell(name: str, reports: Sequence[Report], output: str | None) -> None:
+    """Print the newest of a program's reports, and write all: a command that is cut off leaves what it found."""
+    print(f"{reports[-1].size}\n\n{table(reports[-1:])}\n\n{reports[-1].note}\n", flush=True)
+    if output:
+        finish(joined(name, reports), output)
 
 
 def joined(name: str, reports: Sequence[Report]) -> Report:

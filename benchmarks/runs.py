@@ -19,7 +19,7 @@ from typing import Any, Self
 from attrs import frozen
 
 from benchmarks.report import ROOT
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, SIZES
 
 # What every process of a run is given: no more threads than it has work for, no network, one interface.
 ENVIRONMENT = {
@@ -35,10 +35,12 @@ QUICKSTART = ROOT / "examples" / "quickstart.toml"
 MAIN = "import sys; from corerl.cli.main import main; sys.exit(main())"
 # The quickstart's shards and sums of gradients are for its small model.
 LARGE = ("backends.fsdp.shard_size=0", "backends.fsdp.sync=every")
-FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "tie_word_embeddings"),
+# The quickstart's model in a size that SGLang's kernels take; in half precision.
+SMALL_SHAPE = (
+    *("model.config.hidden_size=256", "model.config.intermediate_size=512", "model.config.head_dim=64"),
+    "model.config.max_position_embeddings=2048",
 )
+FIELDS = (*SIZES, "tie_word_embeddings")
 TIMES = re.compile("time/|idle/")
 # What makes SGLang's server start sooner, and what works without its own kernels for attention.
 SERVER = {
@@ -74,7 +76,12 @@ class Process:
     """A program. Use it as a context: whatever is left of it is killed at the end."""
 
     def __init__(
-        self, command: Sequence[str], *, directory: Path, environment: Mapping[str, str] = MappingProxyType({})
+        self,
+        command: Sequence[str],
+        *,
+        directory: Path,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        cwd: Path | None = None,
     ):
         """Its output goes to a file in `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -84,6 +91,7 @@ class Process:
         with self._output.open("wb") as sink:
             self.process = subprocess.Popen(
                 command,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

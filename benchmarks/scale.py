@@ -18,21 +18,19 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import ray
-from attrs import define, field, frozen
+from attrs import define, field
 
 from benchmarks.report import arguments, finish_page
-from corerl.algorithms.base import Estimate
 from corerl.cluster.heartbeat import Pending
 from corerl.cluster.runtime import ray_session
 from corerl.config.schema import BackendChoice, Config, TrainConfig
-from corerl.data.packing import pack
 from corerl.data.prompts import Prompt
 from corerl.driver.advantages import compute_advantages
 from corerl.driver.metrics import recomputed_mismatch, rollout_metrics, staleness_metrics
@@ -43,12 +41,11 @@ from corerl.plan.algorithm import plan_algorithm
 from corerl.plan.resolve import plugins_of, resolve_tables
 from corerl.plan.roles import plan_role
 from corerl.plugin.spec import NoOptions
-from corerl.rollout.sampler import PromptSampler, Rollout, SamplerContext, assemble
+from corerl.rollout.sampler import PromptSampler, SamplerContext, assemble
 from corerl.rollout.scored import ScoredRollout
 from corerl.rollout.source import Policies
 from corerl.trainer.group import TrainGroup, share
 from corerl.types import (
-    Array,
     ForwardResult,
     Metric,
     Output,
@@ -59,7 +56,6 @@ from corerl.types import (
     offsets_of,
 )
 
-T = TypeVar("T")
 Row: TypeAlias = dict[str, float]  # by column
 
 GROUP = 8  # samples of a prompt
@@ -78,8 +74,9 @@ ALGORITHM = plan_algorithm(CONFIG, plugins_of(CONFIG))
 METRICS = {f"metric_{number}": Metric(1.0) for number in range(8)}  # as many as a step of the clipped loss returns
 
 
-def arrays_of(batch: SampleBatch) -> list[Array]:
-    return [batch.tokens, batch.offsets, *batch.columns.values(), *batch.row_columns.values()]
+def nbytes(batch: SampleBatch) -> int:
+    arrays = (batch.tokens, batch.offsets, *batch.columns.values(), *batch.row_columns.values())
+    return sum(array.nbytes for array in arrays)
 
 
 def status(name: str) -> int:
@@ -93,17 +90,12 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-@frozen
-class Clock:
-    """Seconds by part, in the order in which they were first measured."""
-
-    seconds: dict[str, float] = field(factory=dict)
-
-    def time(self, part: str, work: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        result = work()
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
-        return result
+@contextmanager
+def timed(row: Row, part: str) -> Iterator[None]:
+    """Adds the block's seconds to a part."""
+    began = time.perf_counter()
+    yield
+    row[f"{part}, s"] = row.get(f"{part}, s", 0.0) + time.perf_counter() - began
 
 
 # ---- the batch -------------------------------------------------------------------------------------------------------
@@ -138,32 +130,27 @@ def make_batch(tokens: int) -> tuple[SampleBatch, Row]:
     tokenizer, loop = character_tokenizer("abcdefghijklmnopqrstuvwxyz"), EventLoop("benchmark")
     context = SamplerContext(tokenizer=tokenizer, generate=_nobody, loop=loop, seed=0, params=request.params)
     sampler = PromptSampler(NoOptions(), context)
-    clock = Clock()
+    row: Row = {"tokens": 0.0}
     gc.collect()
     forget_peak()
-    clock.time("batch", partial(assemble, request, generation))
+    with timed(row, "batch"):
+        assemble(request, generation)
     peak = status("VmHWM")
     gc.collect()
-    began = time.perf_counter()
-    rollout = sampler.rollout(prompts, request, generation)
-    clock.seconds["texts"] = max(time.perf_counter() - began - clock.seconds["batch"], 0.0)
+    with timed(row, "texts"):
+        rollout = sampler.rollout(prompts, request, generation)
+    row["texts, s"] = max(row["texts, s"] - row["batch, s"], 0.0)  # which it makes too
     del request, generation
     rewards = np.random.default_rng(1).integers(0, 2, len(rollout.batch)).astype(np.float32)
-    columns = rollout.batch.columns
-    samples = rollout.batch.with_columns(old_logprobs=columns["rollout_logprobs"])
-    clock.time("metrics", lambda: _metrics(rollout, rewards))
-    clock.time("metrics", lambda: recomputed_mismatch(samples))
-    samples = clock.time("advantages", lambda: _with_advantages(samples, rewards, ALGORITHM.estimate))
-    return samples, {**{f"{part}, s": took for part, took in clock.seconds.items()}, "memory, GiB": peak / 2**30}
-
-
-def _metrics(rollout: Rollout, rewards: Any) -> None:
-    rollout_metrics(ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
-    staleness_metrics(rollout.batch, Policies(version=1))
-
-
-def _with_advantages(samples: SampleBatch, rewards: Any, estimate: Estimate) -> SampleBatch:
-    return compute_advantages(samples, rewards, estimate, ALGORITHM.settings, max_tokens=RESPONSE).samples
+    samples = rollout.batch.with_columns(old_logprobs=rollout.batch.columns["rollout_logprobs"])
+    with timed(row, "metrics"):
+        rollout_metrics(ScoredRollout(step=0, rollout=rollout, rewards=rewards, exact_match=None, seconds={}))
+        staleness_metrics(rollout.batch, Policies(version=1))
+        recomputed_mismatch(samples)
+    with timed(row, "advantages"):
+        estimate, how = ALGORITHM.estimate, ALGORITHM.settings
+        samples = compute_advantages(samples, rewards, estimate, how, max_tokens=RESPONSE).samples
+    return samples, {**row, "tokens": len(samples.tokens) / 1e6, "memory, GiB": peak / 2**30}
 
 
 async def _nobody(*_: Any, **__: Any) -> Generation:
@@ -190,6 +177,17 @@ class Ranks:
     calling: float = 0.0  # seconds of the calls themselves
     answering: float = 0.0  # seconds in which the driver would wait for ranks
     ended = False
+    pieces: dict[Any, int] = field(factory=dict)  # bytes of the samples by reference
+    pulled: set[tuple[str, Any]] = field(factory=set)  # (node, reference)
+    arguments: int = 0  # bytes of all calls, without the samples
+
+    def count(self) -> None:
+        """Adds up what was just given."""
+        for node, (samples, *rest) in zip(self.nodes, self.given, strict=True):
+            if samples not in self.pieces:
+                self.pieces[samples] = nbytes(ray.get(samples))
+            self.pulled.add((node, samples))
+            self.arguments += len(pickle.dumps(rest, protocol=5))
 
     @property
     def nodes(self) -> list[str]:
@@ -224,37 +222,6 @@ class Ranks:
         return ForwardResult(rows=part.rows[real], offsets=offsets, outputs={Output.LOGPROBS: column})
 
 
-@define(eq=False)
-class Count:
-    """Bytes that a step moves, verb by verb."""
-
-    pieces: dict[Any, int] = field(factory=dict)  # bytes by reference
-    there: set[tuple[str, Any]] = field(factory=set)  # (node, reference) of what was pulled
-    calls: int = 0  # of the arguments
-    packing: float = 0.0  # seconds that dp rank 0 needs for its micro-batches
-
-    def add(self, ranks: Ranks) -> None:
-        """What was just given to the ranks."""
-        for node, (samples, *rest) in zip(ranks.nodes, ranks.given, strict=True):
-            if samples not in self.pieces:
-                self.pieces[samples] = sum(array.nbytes for array in arrays_of(ray.get(samples)))
-            self.there.add((node, samples))
-            self.calls += len(pickle.dumps(rest, protocol=5))
-        samples, part, *_ = ranks.given[0]
-        began = time.perf_counter()
-        for _ in pack(ray.get(samples), part, sequence_multiple=1, columns=ray.get(samples).columns).micro_batches:
-            pass
-        self.packing += time.perf_counter() - began
-
-    @property
-    def pulled(self) -> int:
-        """Bytes, by the node that pulls most."""
-        nodes: Counter[str] = Counter()
-        for node, samples in self.there:
-            nodes[node] += self.pieces[samples]
-        return max(nodes.values())
-
-
 def medians(rounds: Sequence[Row]) -> Row:
     """Of seconds; memory and bytes are those of the last round."""
     seconds = {name: statistics.median(row[name] for row in rounds) for name in rounds[0] if name.endswith(", s")}
@@ -272,7 +239,7 @@ def layouts_of(ranks: int, dp_size: int) -> list[ParallelLayout]:
 
 def measure(samples: SampleBatch, reader: Any, *, ranks: int, dp_size: int) -> Row:
     """A step of this batch for so many ranks."""
-    clock, count = Clock(), Count()
+    row: Row = {"tokens": len(samples.tokens) / 1e6, "ranks": ranks, "dp": dp_size}
     processes = Ranks(layouts_of(ranks, dp_size), reader)
     group = TrainGroup(
         processes,  # type: ignore[arg-type]  # all that a group asks of its processes
@@ -282,35 +249,35 @@ def measure(samples: SampleBatch, reader: Any, *, ranks: int, dp_size: int) -> R
     ray.get([reader.call.remote("nothing") for _ in range(20)])  # Ray leases and connects
     gc.collect()
     forget_peak()
-
-    passing = clock.time("samples to ranks", lambda: group.forward(samples, Output.LOGPROBS))
-    count.add(processes)
-    found = clock.time("results", passing.result)
+    with timed(row, "samples to ranks"):
+        passing = group.forward(samples, Output.LOGPROBS)
+    processes.count()
+    with timed(row, "results"):
+        found = passing.result()
     samples = samples.with_columns(old_logprobs=found[Output.LOGPROBS])
-    plans = clock.time("plans", lambda: group.plan_steps(samples, seed=0))
+    with timed(row, "plans"):
+        plans = group.plan_steps(samples, seed=0)
     shared, steps = share(samples), []
-    loss = ALGORITHM.objectives["actor"].loss
     for number, plan in enumerate(plans):
         step = Step(optimizer_step=number, rollout_step=0, lr=1e-6)
-        steps.append(clock.time("samples to ranks", partial(group.train, shared, plan, loss, step)))
-        count.add(processes)
-    for each in steps:
-        clock.time("results", each.result)
-    clock.seconds["samples to ranks"] -= processes.calling
-    clock.seconds["results"] -= processes.answering
-    clock.seconds["calls"] = processes.calling
-    driver = {f"{part}, s": clock.seconds[part] for part in ("plans", "samples to ranks", "calls", "results")}
+        with timed(row, "samples to ranks"):
+            steps.append(group.train(shared, plan, ALGORITHM.objectives["actor"].loss, step))
+        processes.count()
+    with timed(row, "results"):
+        for each in steps:
+            each.result()
+    row["samples to ranks, s"] -= processes.calling
+    row["results, s"] -= processes.answering
+    row["calls, s"] = processes.calling
+    nodes: Counter[str] = Counter()
+    for node, piece in processes.pulled:
+        nodes[node] += processes.pieces[piece]
     return {
-        "tokens": len(samples.tokens) / 1e6,
-        "ranks": ranks,
-        "dp": dp_size,
-        **driver,
-        "all, s": sum(driver.values()),
-        "put, GB": sum(count.pieces.values()) / 1e9,
-        "a node pulls, MB": count.pulled / 1e6,
-        "of whole batches, MB": 2 * sum(array.nbytes for array in arrays_of(samples)) / 1e6,
-        "arguments, MB": count.calls / 1e6,
-        "a rank packs, s": count.packing,
+        **row,
+        "all, s": sum(seconds for name, seconds in row.items() if name.endswith(", s")),
+        "put, GB": sum(processes.pieces.values()) / 1e9,
+        "a node pulls, MB": max(nodes.values()) / 1e6,
+        "arguments, MB": processes.arguments / 1e6,
         "memory, GiB": status("VmHWM") / 2**30,
     }
 
@@ -324,9 +291,8 @@ process is called in the place of all, and does nothing with what it is given. S
 are millions. *texts*: responses decoded, by a tokenizer of one token a character. *samples to ranks*: the plan of the
 forward pass, cutting the batch into what each node reads, and putting that into Ray's object store. *calls*: Ray's
 submission of all calls. *results*: the log-probs of all ranks as one column, and merged metrics. *put*: bytes in
-the store. *of whole batches*: what each node would pull of whole batches, once for the forward pass and once for the
-steps. *arguments*: of all calls, without the samples. *a rank packs*: micro-batches of all five passes, on one rank.
-*memory*: the most that the driver held, with what it put into the store.
+the store. *arguments*: of all calls, without the samples. *memory*: the most that the driver held, with what it put
+into the store.
 """
 
 
@@ -352,7 +318,7 @@ def main() -> None:
         for tokens in args.tokens:
             before = [make_batch(int(tokens))[1] for _ in range(args.rounds - 1)]
             samples, last = make_batch(int(tokens))
-            batches.append({"tokens": len(samples.tokens) / 1e6, **medians([*before, last])})
+            batches.append(medians([*before, last]))
             for ranks in args.ranks:
                 for dp_size in (ranks // NODE, ranks):
                     found = [measure(samples, reader, ranks=ranks, dp_size=dp_size) for _ in range(args.rounds)]

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COMMON = {
-    "vocab_size": 151936,
-    "num_attention_heads": 32,
-    "head_dim": 128,
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+
+
+def shape(model_type: str, *sizes: int | None, **more: Any) -> dict[str, Any]:
+    """A config's fields with these SIZES; None leaves one to transformers."""
+    own = {name: size for name, size in zip(SIZES, sizes, strict=True) if size is not None}
+    return {"model_type": model_type, **own, **more}
+
+
+COMMON: Mapping[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "max_position_embeddings": 40960,
@@ -16,119 +25,40 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-QWEN3_8B = {
-    **COMMON,
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-}
-QWEN3_4B = {**QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN3_600M = {
-    **QWEN3_8B,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "tie_word_embeddings": True,
-}
-QWEN3_30B_A3B = {
-    **COMMON,
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-}
+TIED = {**COMMON, "tie_word_embeddings": True}
+QWEN3_8B = shape("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, **COMMON)
+QWEN3_4B = shape("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, **TIED)
+QWEN3_600M = shape("qwen3", 151936, 1024, 3072, 28, 16, 8, 128, **TIED)
+QWEN3_90M = shape("qwen3", 40000, 640, 1792, 14, 10, 5, 64, **TIED)  # 26 M parameters and 4.6 M a layer
+EXPERTS = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+QWEN3_30B_A3B = shape("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128, **COMMON, **EXPERTS)
 SLICE = {**QWEN3_8B, "num_hidden_layers": 8}  # 2.79 B parameters
-QUICKSTART = {  # of examples/quickstart.toml, 0.1 M parameters
-    "model_type": "qwen3",
-    "vocab_size": 16,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
-QWEN3_4M = {
-    **QUICKSTART,
-    "vocab_size": 2000,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+# Of examples/quickstart.toml, 0.1 M parameters, and one 40 times as large.
+QUICKSTART = shape("qwen3", 16, 64, 192, 2, 4, 2, 32, max_position_embeddings=512, tie_word_embeddings=True)
+QWEN3_4M = shape("qwen3", 2000, 256, 768, 4, 8, 4, 32, max_position_embeddings=512, tie_word_embeddings=True)
 SMOLLM2_135M = {
-    **COMMON,
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
+    **shape("llama", 49152, 576, 1536, 30, 9, 3, 64, **TIED),
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
     "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
 }
-BLOOM_1B1 = {  # positions are part of its attention, so it cannot be packed
-    "model_type": "bloom",
-    "vocab_size": 250880,
-    "hidden_size": 1536,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
+BLOOM_1B1 = shape("bloom", 250880, 1536, None, 24, 16, None, None)  # positions in its attention: it is not packed
 GEMMA3_1B = {  # windows of 512 tokens in five of six layers
-    "model_type": "gemma3_text",
-    "vocab_size": 262144,
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "sliding_window": 512,
+    **shape("gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256, sliding_window=512),
     "layer_types": ((["sliding_attention"] * 5 + ["full_attention"]) * 5)[:26],
 }
 QWEN3_5_SLICE = {  # 8 layers of Qwen3.5 0.8B, gated delta nets in three of four
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "hidden_size": 1024,
-    "intermediate_size": 3584,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
+    **shape("qwen3_5_text", 248320, 1024, 3584, 8, 8, 2, 256, tie_word_embeddings=True),
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 16,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-    "tie_word_embeddings": True,
 }
 GPT_OSS_SLICE = {  # 8 layers with 8 experts; sinks, and windows of 128 tokens in every other layer
-    "model_type": "gpt_oss",
-    "vocab_size": 201088,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
+    **shape("gpt_oss", 201088, 2880, 2880, 8, 64, 8, 64, sliding_window=128),
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
-    "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 4,
 }
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -138,18 +68,12 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }  # of benchmarks of updates and runs
 
 TINY = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **dict(zip(SIZES, (97, 64, 96, 4, 4, 2, 16), strict=True)),
     "max_position_embeddings": 512,
+    "sliding_window": 8,
     "moe_intermediate_size": 32,
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "sliding_window": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
@@ -160,8 +84,6 @@ TINY = {
 def tiny_shape(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The same kind of model in a size for CPUs."""
     small = {**fields, **{name: value for name, value in TINY.items() if name in fields}}
-    if fields.get("head_dim", 0) > 256:  # more than a kernel takes, which is what such a shape is for
-        small |= {"head_dim": fields["head_dim"], "num_hidden_layers": 1}
     if "layer_types" in fields:  # the first six have every kind
         small |= {"num_hidden_layers": 6, "layer_types": fields["layer_types"][:6]}
     return small

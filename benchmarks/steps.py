@@ -1,4 +1,5 @@
-"""What benchmarks of training steps share: the work of a step, its FLOPs, quick weights, a rank of the plugin, a clock.
+"""What benchmarks of training steps share: the work of a step, its FLOPs, made-up samples, quick weights, a rank of the
+plugin, a clock.
 
 Model FLOPs of an optimizer step, as in `flops`: 6 N T + 6 L H sum(s^2). N are the parameters in the matrices that a
 token passes through: all except the embedding, and of the experts the chosen ones. The second term is causal attention:
@@ -35,21 +36,31 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from benchmarks.report import commit
-from benchmarks.samples import make_batch, plan_one_step
 from benchmarks.shapes import tiny_shape
-from corerl.config.schema import ClusterInfo, LoraConfig, OptimizerConfig, TrainConfig, WeightsConfig
+from corerl.config.schema import ClusterInfo, OptimizerConfig, TrainConfig, WeightsConfig
 from corerl.config.structuring import structure
-from corerl.data.packing import pack
+from corerl.data.packing import pack, plan_steps
 from corerl.memory.device import lone_rank_options
 from corerl.plugin.registry import Kind, load
 from corerl.trainer.worker import Worker
-from corerl.types import IntArray, LossSpec, MicroBatch, Output, PackedBatch, Step
+from corerl.types import (
+    IntArray,
+    LossSpec,
+    MicroBatch,
+    Output,
+    PackedBatch,
+    ParallelLayout,
+    SampleBatch,
+    Step,
+    offsets_of,
+)
 from corerl.weights.chunks import Chunk
 from corerl_testing.harness import Setup, make_worker
 
 PEAK = 989e12  # FLOP/s
 GIB = 2**30
 CLIP, ENTROPY = 0.2, 0.01
+GROUP = 8  # samples of one prompt
 OPTIMIZER = OptimizerConfig(lr=1e-6, clip_norm=1.0)
 ENDED_WITHIN = 45.0  # seconds, of which torchrun gives its ranks 30
 TIMEOUT = 600.0  # seconds that a rank waits for another: the first step compiles
@@ -62,7 +73,7 @@ class Work:
     what: str
     fields: Mapping[str, Any]  # of the model's config
     backend: str = "fsdp"
-    loop: str = "plugin"  # or a bare loop, a key of LOOPS in bare_BACKEND.py
+    loop: str = "plugin"  # or a bare loop: "bare", and of FSDP's those in `bare.PASSES`
     options: Mapping[str, Any] = field(factory=dict)  # the backend's, or the bare loop's
     ranks: int = 1
     precision: str = "bfloat16"
@@ -72,13 +83,10 @@ class Work:
     lengths: tuple[int, ...] = ()  # of each sample, where they differ; `sequence` and `micro_batches` do not count then
     tokens: int = 8192  # of a micro-batch, on each dp rank
     micro_batches: int = 2  # of a step, on each dp rank
-    group: int = (
-        0  # samples with the same prompt, which is `prompt` tokens long then, and else an eighth of the shortest
-    )
-    prompt: int = 0
+    group: int = 0  # samples with the same prompt
+    prompt: int = 0  # tokens of it; 0: an eighth of the shortest sample
     share_prefixes: bool = False
     device: str = "cuda"
-    lora: LoraConfig | None = None  # the adapters that are trained
 
     def samples(self, dp_size: int) -> IntArray:
         """[B] tokens of each sample of a step."""
@@ -96,8 +104,7 @@ class Work:
     @property
     def tiny(self) -> Work:
         """The same work in a size for CPUs, where nothing is compiled: that takes a minute and says nothing."""
-        left_out = ("fp8", "fp8_recipe", "cpu_adam", "bias_dropout_fusion")
-        options = {name: value for name, value in self.options.items() if name not in left_out}
+        options = {name: value for name, value in self.options.items() if name not in ("fp8", "fp8_recipe")}
         options |= {"compile": False} if self.backend == "fsdp" else {}
         options |= {"transformer": "torch"} if self.backend == "megatron" and self.loop == "plugin" else {}
         lengths = tuple(max(4, length // 16) for length in self.lengths[:40])
@@ -172,31 +179,17 @@ class Plugin:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self.worker = quick_worker(
-            Setup(
-                backend=work.backend,
-                model="",
-                fields=work.fields,
-                train=train_config(work),
-                options=work.options,
-                weights=WeightsConfig(),
-                device=work.device,
-                lora=work.lora,
-            )
-        )
+        setup = Setup(backend=work.backend, model="", fields=work.fields, options=work.options, device=work.device)
+        self.worker = quick_worker(evolve(setup, train=train_config(work), weights=WeightsConfig()))
         self.layout = self.worker.backend.layout
         self._steps = 0
 
     @property
     def batch(self) -> PackedBatch:
         """This rank's share of a step."""
-        layout = self.layout
-        return packed_batch(
-            self._work,
-            dp_rank=layout.dp_rank,
-            dp_size=layout.dp_size,
-            sequence_multiple=layout.sequence_multiple,
-        )
+        own = self.layout
+        multiple = own.sequence_multiple
+        return packed_batch(self._work, dp_rank=own.dp_rank, dp_size=own.dp_size, sequence_multiple=multiple)
 
     def train(self, batch: PackedBatch, *, entropy: bool = False) -> float:
         """The gradient's norm before it is clipped."""
@@ -219,13 +212,50 @@ def train_config(work: Work) -> TrainConfig:
     )
 
 
+def make_batch(lengths: IntArray, *, prompt: int, vocab: int, group: int = 0, seed: int = 0) -> SampleBatch:
+    """Samples of `lengths` tokens, the first `prompt` of each its prompt; nothing temporary is as large as a column.
+    With a `group`, so many samples have the same prompt; otherwise no two have."""
+    rng = np.random.default_rng(seed)
+    offsets = offsets_of(lengths)
+    total = int(offsets[-1])
+    mask = np.ones(total, dtype=np.bool_)
+    mask[(offsets[:-1, None] + np.arange(prompt)).ravel()] = False
+    logprobs = rng.standard_normal(total, dtype=np.float32)
+    logprobs *= 0.3
+    logprobs -= np.float32(np.log(vocab))
+    logprobs *= mask
+    advantages = np.repeat(rng.standard_normal(len(lengths), dtype=np.float32), lengths)
+    advantages *= mask
+    tokens = rng.integers(3, vocab, total)
+    for sample in range(len(lengths)) if group else ():
+        first = offsets[sample // group * group]
+        tokens[offsets[sample] : offsets[sample] + prompt] = tokens[first : first + prompt]
+    return SampleBatch(
+        tokens=tokens,
+        offsets=offsets,
+        columns={
+            "loss_mask": mask,
+            "rollout_logprobs": logprobs,
+            "old_logprobs": logprobs.copy(),
+            "advantages": advantages,
+            "versions": np.full(total, 1, dtype=np.int64),
+        },
+        row_columns={"group": np.arange(len(lengths)) // (group or GROUP)},
+    )
+
+
 def packed_batch(work: Work, *, dp_rank: int, dp_size: int, sequence_multiple: int = 1) -> PackedBatch:
     """A dp rank's share of a step, packed once."""
     lengths = work.samples(dp_size)
     prompt = work.prompt or max(1, int(lengths.min()) // 8)
     samples = make_batch(lengths, prompt=prompt, vocab=work.fields["vocab_size"], group=work.group)
-    plan = plan_one_step(
-        samples, dp_size=dp_size, tokens_per_micro_batch=work.tokens, shares_prefixes=work.share_prefixes
+    (plan,) = plan_steps(  # all samples are one optimizer step
+        samples,
+        ParallelLayout.data_parallel(rank=0, world_size=dp_size, shares_prefixes=work.share_prefixes),
+        tokens_per_micro_batch=work.tokens,
+        aggregation="token-mean",
+        max_tokens=1,
+        seed=0,
     )
     batch = pack(samples, plan.share_of(dp_rank), sequence_multiple=sequence_multiple)
     if not work.lengths and (batch.count != work.micro_batches or work.sequence % sequence_multiple):
@@ -329,21 +359,14 @@ def in_ranks(call: str, *args: Any, work: Work, limit: float) -> Any:
     """What `call`, a 'module:function', returns on the first of the work's ranks, in processes of their own, in which
     it has to `join`. Raises RuntimeError if one fails, or is not done after `limit` seconds. `work` is the plugin's.
     """
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(work.ranks)]
     threads = max(1, (os.cpu_count() or 1) // work.ranks)  # AdamW's, where it is on the host
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         asked, answer = Path(directory) / "asked", Path(directory) / "answer"
         asked.write_bytes(pickle.dumps((call, args)))
-        command = [
-            sys.executable,
-            *(ranks if work.ranks > 1 else []),
-            "-m",
-            "benchmarks.steps",
-            str(asked),
-            str(answer),
-        ]
+        command = [sys.executable, *(launcher if work.ranks > 1 else []), "-m", "benchmarks.steps"]
         env = {"OMP_NUM_THREADS": str(threads), **environment(work), **os.environ}
-        process = subprocess.Popen(command, env=env, start_new_session=True)
+        process = subprocess.Popen([*command, str(asked), str(answer)], env=env, start_new_session=True)
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:

@@ -8,8 +8,7 @@ variable TINKER_PYTHON. `math_rl` with
 `loss_fn=importance_sampling` takes `--steps` steps, then `corerl train` takes as many with GRPO on prompts of the same
 texts: random weights, LoRA of rank 32, equally many samples of at most `--new` tokens that end at the same text, one
 optimizer step for each batch, and the log-probs of sampling as the old ones. Weights reach the same engine after each
-step. The first step of each does not count. With `--keep DIRECTORY` the steps of a side that are there are not made
-again, and `--side` makes one alone.
+step. The first step of each does not count. `--side` measures one of the two alone.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Comparison, Number, Report, arguments, finish
-from benchmarks.runs import ENVIRONMENT, MAIN, Watched, say_steps, sglang, shape_settings, value
+from benchmarks.runs import MAIN, Process, Watched, say_steps, sglang, shape_settings, value
+from benchmarks.shapes import SIZES
 from plugins.tinker.tests.recipes import workplace
 
 RANK = 32
@@ -50,10 +49,7 @@ def model(args: argparse.Namespace, directory: Path) -> list[str]:
     own = {name: fields[name] for name in ("vocab_size", "eos_token_id")}
     if args.tiny:
         fields |= {"hidden_size": 64, "num_hidden_layers": 2}
-        kept = (
-            *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings"),
-        )
+        kept = ("model_type", *SIZES[1:], "max_position_embeddings", "tie_word_embeddings")
         placed = [f"model.config.{name}={value(fields[name])}" for name in kept]
         placed += ["cluster.device=cpu", "rollout.engine=transformers", "weights.transport=disk"]
     else:
@@ -83,42 +79,26 @@ def served(args: argparse.Namespace, directory: Path) -> list[dict[str, float]]:
     """The metrics of the recipe's steps."""
     config = directory / "server.toml"
     config.write_text("")
-    name = f"serve.name={workplace.MODEL}"
-    words = [sys.executable, "-c", MAIN, "serve", str(config), name, "serve.port=0", *model(args, directory)]
-    environment = {**os.environ, **ENVIRONMENT}
-    with (directory / "server.txt").open("wb") as sink:
-        server = subprocess.Popen(words, cwd=directory, env=environment, stdout=sink, stderr=sink)
-    try:
-        given = exported(server, directory / "server.txt")
+    words = ["serve", str(config), f"serve.name={workplace.MODEL}", "serve.port=0", *model(args, directory)]
+    with Process([sys.executable, "-c", MAIN, *words], directory=directory / "server", cwd=directory) as server:
+        while len(given := dict(re.findall(r"^export (TINKER_\w+)=(\S+)$", server.output(), re.MULTILINE))) < 2:
+            if server.process.poll() is not None or server.now() > DEADLINE:
+                raise SystemExit(f"the server does not serve: {server.output()[-4000:]}")
+            time.sleep(0.2)
         recipe = [
             *(args.client, "-m", "tinker_cookbook.recipes.math_rl.train", f"model_name={workplace.MODEL}"),
             *("env=gsm8k", "loss_fn=importance_sampling", "learning_rate=1e-6", f"lora_rank={RANK}"),
             *(f"group_size={args.samples}", f"groups_per_batch={args.prompts}", f"max_tokens={args.new}"),
             *(f"max_steps={args.steps}", "eval_every=0", "save_every=0", "log_path=log"),
         ]
-        own = {**environment, **given, "TINKER_TELEMETRY": "0", "HF_HOME": str(directory / "cache")}
-        own["PYTHONPATH"] = args.client_path
-        subprocess.run(recipe, cwd=directory, env=own, check=True, timeout=DEADLINE, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as late:  # with the steps that there are
-        print(f"the recipe was ended: {late}", flush=True)
-    finally:
-        print((directory / "server.txt").read_text()[-2000:], flush=True)
-        server.terminate()
-        try:
-            server.wait(60.0)
-        except subprocess.TimeoutExpired:
-            server.kill()
+        own = {**given, "TINKER_TELEMETRY": "0", "HF_HOME": str(directory / "cache"), "PYTHONPATH": args.client_path}
+        with Process(recipe, directory=directory, environment=own, cwd=directory) as client:
+            while client.process.poll() is None and client.now() < DEADLINE:  # later, with the steps that there are
+                time.sleep(0.2)
+            if client.process.poll() != 0:
+                print(f"the recipe ended with {client.process.poll()}:\n{client.output()[-4000:]}", flush=True)
+        print(server.output()[-2000:], flush=True)
     return [json.loads(line) for line in (directory / "log" / "metrics.jsonl").read_text().splitlines()]
-
-
-def exported(server: subprocess.Popen[bytes], log: Path) -> Mapping[str, str]:
-    """What the server prints for clients."""
-    deadline = time.monotonic() + DEADLINE
-    while len(found := dict(re.findall(r"^export (TINKER_\w+)=(\S+)$", log.read_text(), re.MULTILINE))) < 2:
-        if server.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit(f"the server does not serve: {log.read_text()[-4000:]}")
-        time.sleep(0.2)
-    return found
 
 
 def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, float]]:
@@ -148,74 +128,45 @@ def trained(args: argparse.Namespace, directory: Path) -> Sequence[Mapping[str, 
         return ended.steps
 
 
-def kept(directory: Path | None, side: str) -> list[dict[str, float]]:
-    """The steps of a side that an earlier call made; empty without one."""
-    file = directory / f"{side}.json" if directory is not None else None
-    return json.loads(file.read_text()) if file is not None and file.exists() else []
-
-
-def keep(directory: Path | None, side: str, steps: Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float]]:
-    """The steps of a side, for later calls too."""
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{side}.json").write_text(json.dumps([dict(step) for step in steps]))
-    return steps
-
-
 def of(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
     """A metric of all steps but the first."""
     return [step[name] for step in steps[1:] if name in step]
 
 
 def main() -> None:
-    command = arguments(__doc__)
+    command = arguments(__doc__, settings="further settings of both")
     command.add_argument(
         "--client", default=os.environ.get("TINKER_PYTHON", ""), help="a Python that has the SDK and the cookbook"
     )
     command.add_argument("--client-path", default="", help="its PYTHONPATH")
-    command.add_argument("--steps", type=int, default=7)
-    command.add_argument("--prompts", type=int, default=16)
-    command.add_argument("--samples", type=int, default=8)
-    command.add_argument("--new", type=int, default=256)
-    command.add_argument("--micro-batch", type=int, default=16384)
+    for name, number in {"steps": 7, "prompts": 16, "samples": 8, "new": 256, "micro-batch": 16384}.items():
+        command.add_argument(f"--{name}", type=int, default=number)
     command.add_argument("--memory", type=float, default=0.35, help="SGLang's share of the GPU")
-    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="further settings of both")
-    command.add_argument("--side", choices=("served", "trained"), help="make the steps of this side, and no report")
-    command.add_argument("--keep", type=Path, metavar="DIRECTORY", help="where the steps of each side are kept")
-    command.add_argument("--output", metavar="FILE")
+    command.add_argument("--side", choices=("served", "trained"), help="this one alone")
     args = command.parse_args()
     if not args.client:
         command.error("--client: a Python with the SDK and the cookbook is needed, as `make test-tinker` installs it")
     with tempfile.TemporaryDirectory(prefix="tinker-") as name:
         directory = Path(name)
         workplace.write(directory)
-        sides = {"trained": trained, "served": served}
-        steps = {
-            side: kept(args.keep, side) or keep(args.keep, side, make(args, directory))
-            for side, make in sides.items()
-            if args.side in (None, side)
-        }
-    if args.side:
-        return
-    recipe, run = steps["served"], steps["trained"]
-    recipe = [step for step in recipe if "time/total" in step]
+        sides: dict[str, Callable[..., Any]] = {"trained": trained, "served": served}
+        steps = {side: make(args, directory) for side, make in sides.items() if args.side in (None, side)}
+    recipe = [step for step in steps.get("served", ()) if "time/total" in step]
+    run = steps.get("trained", ())
     ours, other = of(recipe, "time/total"), of(run, "time/step")
+    what, rounds = "a step of math_rl on corerl serve", min(len(ours), len(other))
+    both = {"ours": ours[:rounds], "other": other[:rounds]}
+    numbers = [
+        *(("the recipe", name, of(recipe, f"time/{name}"), "s") for name in RECIPE),
+        *(("the run", name, of(run, f"time/{name}"), "s") for name in RUN),
+        ("the run", "tokens of a response", of(run, "rollout/response_length"), "tokens"),
+    ]
     report = Report(
         name="tinker",
         size=f"{args.prompts * args.samples} samples of at most {args.new} tokens a step",
-        comparisons=[
-            Comparison(
-                what="a step of math_rl on corerl serve",
-                against="of corerl train",
-                ours=ours,
-                other=other[: len(ours)],
-                target=TARGET,
-            )
-        ],
+        comparisons=[Comparison(what=what, against="of corerl train", target=TARGET, **both)] if rounds else [],
         numbers=[
-            *(Number(what=f"{name}, the recipe", values=of(recipe, f"time/{name}"), unit="s") for name in RECIPE),
-            *(Number(what=f"{name}, the run", values=of(run, f"time/{name}"), unit="s") for name in RUN),
-            Number(what="tokens of a response, train", values=of(run, "rollout/response_length"), unit="tokens"),
+            Number(what=f"{side}: {name}", values=values, unit=unit) for side, name, values, unit in numbers if values
         ],
         note="The first step of each is left out.",
     )

@@ -6,9 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
-from attrs import asdict
+from attrs import asdict, frozen
 
-from benchmarks.report import Comparison, Number, Report, finish, in_turns, table
+from benchmarks.report import (
+    Comparison,
+    Number,
+    Report,
+    add_fields,
+    arguments,
+    changed,
+    finish,
+    in_turns,
+    table,
+    tell,
+)
 
 # Round by round 0.5, 2.0 and 1.2: the median of ratios is none of the ratio of medians, 0.03 / 0.02.
 STEP = Comparison(what="a step", against="a bare one", ours=[0.01, 0.04, 0.03], other=[0.02, 0.02, 0.025], target=1.1)
@@ -58,3 +69,33 @@ def test_a_result_names_its_machine_commit_and_command(tmp_path: Path) -> None:
 def test_a_table_has_a_row_for_each_comparison_and_number() -> None:
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table([REPORT]).splitlines()[2:]]
     assert cells == [["steps", *STEP.row()], ["steps", *MEMORY.row()]]
+
+
+@frozen(kw_only=True)
+class Case:
+    ranks: int = 1
+    share: float = 0.5
+    split: bool = False
+    kept: str = "as it is"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("", Case(ranks=4)),
+        ("--ranks 2 --split", Case(ranks=2, split=True)),
+        ("--share 1", Case(ranks=4, share=1.0)),
+    ],
+)
+def test_the_command_line_changes_fields_of_a_case(words: str, wanted: Case) -> None:
+    command = arguments("", tiny=False)
+    add_fields(command, Case, "ranks", "share", "split")
+    assert changed(Case(ranks=4), command, command.parse_args(words.split())) == wanted
+
+
+@pytest.mark.processes  # git
+def test_the_newest_report_is_printed_and_all_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tell("both", [Report(name="first", size="earlier"), REPORT], str(tmp_path / "found.json"))
+    said, found = capsys.readouterr().out, json.loads((tmp_path / "found.json").read_text())
+    assert "three samples" in said and table([REPORT]) in said and "earlier" not in said
+    assert found["name"] == "both" and found["size"] == "earlier; three samples"

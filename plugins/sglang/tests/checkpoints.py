@@ -99,9 +99,9 @@ def larger_config(family: str) -> PreTrainedConfig:
     return AutoConfig.for_model(family, **whole)
 
 
-def write_readable(family: str, directory: Path, *, larger: bool = False) -> Path:
+def write_readable(family: str, directory: Path) -> Path:
     """A checkpoint of the family, whose files have what its publishers' have to show pictures."""
-    config = larger_config(family) if larger else pictures_config(family)
+    config = pictures_config(family)
     write_pictures(family, directory, config=config)
     tokenizer_of(family, int(config.get_text_config().vocab_size)).save_pretrained(directory)
     for name, content in processor_files(family, config).items():

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
-from benchmarks.runs import Ended, Watched, sglang
-from benchmarks.steady import SHAPE
+from benchmarks.runs import SMALL_SHAPE, Ended, Watched, sglang
 
 OUT = Path(os.environ.get("OUT", "runs")).absolute() / "gpu_quickstart"
 PROMPTS, SAMPLES = 64, 8
@@ -219,7 +218,7 @@ def settings(scenario: Scenario, *, steps: int, tiny: bool) -> list[str]:
         attention_backend=attention,
         server={"max_total_tokens": 2**17},
     )
-    return [*common, "cluster.device=cuda", "train.precision=bfloat16", *SHAPE, *engine]
+    return [*common, "cluster.device=cuda", "train.precision=bfloat16", *SMALL_SHAPE, *engine]
 
 
 class Killer:

@@ -14,7 +14,7 @@ from corerl.plan import PlanReady, place_of, role_options
 from corerl.plugin import Capability, PlanAnswer, SlowPath
 
 Choice: TypeAlias = Literal["none", "full"]
-# Of whole steps, of `python -m benchmarks.train_step` on an H100: docs/models.md has the table of all.
+# Of whole steps on an H100: docs/models.md has the table of all.
 FLOAT32 = "a step takes twice as long"
 
 
