@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from benchmarks.peers import work
 from benchmarks.peers.work import CASES, Case
@@ -57,11 +57,7 @@ def server_options(case: Case) -> dict[str, Any]:
     a cache for all their tokens and a quarter more, whatever the memory that the other side left."""
     rows = PROMPTS * SAMPLES
     cached = rows * (case.new + work.LONGEST) * 5 // 4
-    return {
-        **SERVER,
-        "cuda_graph_max_bs_decode": rows,
-        "max_total_tokens": cached,
-    }
+    return {**SERVER, "cuda_graph_max_bs_decode": rows, "max_total_tokens": cached}
 
 
 def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
@@ -84,7 +80,9 @@ def corerl_settings(case: Case, args: argparse.Namespace, checkpoint: Path, data
         kept = [each for each in common if not each.startswith("weights.lora")]
         return [*kept, "cluster.device=cpu", "rollout.engine=transformers", "cluster.offload=always"]
     engine = sglang(memory=case.memory, attention_backend=args.attention, server=server_options(case))
-    return [*common, "cluster.device=cuda", "train.precision=bfloat16", *engine, *args.set]
+    # As it is alone on the GPU, once two steps have shown that ranks and engine fit in its memory together.
+    stays = "cluster.offload=never"
+    return [*common, "cluster.device=cuda", stays, "train.precision=bfloat16", *engine, *args.set]
 
 
 def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data: Path) -> list[str]:
@@ -135,99 +133,56 @@ def verl_overrides(case: Case, args: argparse.Namespace, checkpoint: Path, data:
     return [*work_of, *trained, *sampled, *args.verl_set]
 
 
+@frozen
 class Side:
     """One side's run, which waits for its turn in the reward of its first samples."""
 
-    def __init__(self, case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path):
-        self.directory = directory
-        self.wanted: int = case.warm + case.steps
-        self.turn = directory / "turn"
-        self.turn.mkdir()
-        data = data_of(case, args, directory)
-        self.run = self.start(case, args, checkpoint, data, {work.TURN: str(self.turn)})
+    run: Process
+    read: Callable[[], Steps]  # the metrics of each step so far, with the side's own names
+    turn: Path  # a directory for work.ARRIVED and work.GO
 
-    def start(
-        self,
-        case: Case,
-        args: argparse.Namespace,
-        checkpoint: Path,
-        data: tuple[Path, Path],
-        environment: Mapping[str, str],
-    ) -> Process:
-        raise NotImplementedError
-
-    def read(self) -> Steps:
-        """The metrics of each step so far, with the side's own names."""
-        raise NotImplementedError
-
-    def wait(self, deadline: float, done: Callable[[], bool]) -> bool:
-        """Whether `done` within `deadline` seconds and before the run ended."""
+    def wait(self, deadline: float, done: Callable[[], bool]) -> None:
+        """Until `done`, or the run ended, or `deadline` seconds are over."""
         until = time.monotonic() + deadline
         while not done() and self.run.process.poll() is None and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        return done()
 
-    def arrive(self, deadline: float) -> None:
-        self.wait(deadline, (self.turn / work.ARRIVED).exists)
-
-    def take_turn(self, deadline: float) -> Steps:
+    def take_turn(self, wanted: int, deadline: float) -> Steps:
         """All steps that it made. The caller kills the run: engines' processes may outlive it."""
         (self.turn / work.GO).touch()
-        well = self.wait(deadline, lambda: len(self.read()) >= self.wanted)
-        if not well:
-            print(
-                f"{type(self).__name__} made {len(self.read())} steps of {self.wanted}:\n"
-                f"{self.run.output()[-KEPT_OF_A_LOG:]}",
-                flush=True,
-            )
-        return self.read()
+        self.wait(deadline, lambda: len(self.read()) >= wanted)
+        steps = self.read()
+        if len(steps) < wanted:
+            print(f"{len(steps)} steps of {wanted}:\n{self.run.output()[-KEPT_OF_A_LOG:]}", flush=True)
+        return steps
 
 
-class CoreRL(Side):
-    def start(
-        self,
-        case: Case,
-        args: argparse.Namespace,
-        checkpoint: Path,
-        data: tuple[Path, Path],
-        environment: Mapping[str, str],
-    ) -> Process:
-        config = self.directory / "run.toml"
-        config.write_text("")
-        settings = corerl_settings(case, args, checkpoint, data[0])
-        self.watched = Watched(*settings, directory=self.directory / "ours", config=config, environment=environment)
-        return self.watched
-
-    def read(self) -> Steps:
-        return [line for line in self.watched.lines() if NAMES["step"][0] in line]
+def start_corerl(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Side:
+    data, _ = data_of(case, args, directory)
+    config = directory / "run.toml"
+    config.write_text("")
+    settings = corerl_settings(case, args, checkpoint, data)
+    turn = {work.TURN: str(directory)}
+    run = Watched(*settings, directory=directory / "ours", config=config, environment=turn)
+    return Side(run, lambda: [line for line in run.lines() if NAMES["step"][0] in line], directory)
 
 
-class Verl(Side):
-    def start(
-        self,
-        case: Case,
-        args: argparse.Namespace,
-        checkpoint: Path,
-        data: tuple[Path, Path],
-        environment: Mapping[str, str],
-    ) -> Process:
-        self.metrics = self.directory / "metrics.jsonl"
-        command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data[1])]
-        environment = {
-            **environment,
-            "VERL_FILE_LOGGER_PATH": str(self.metrics),
-            "HF_HOME": str(self.directory / "cache"),
-            "HYDRA_FULL_ERROR": "1",
-            **dict(each.split("=", 1) for each in args.verl_environment),
-        }
-        command.append(f"hydra.run.dir={self.directory}")
-        return Process(command, directory=self.directory, environment=environment)
-
-    def read(self) -> Steps:
-        return read_verl(self.metrics)
+def start_verl(case: Case, args: argparse.Namespace, checkpoint: Path, directory: Path) -> Side:
+    _, data = data_of(case, args, directory)
+    metrics = directory / "metrics.jsonl"
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_overrides(case, args, checkpoint, data)]
+    environment = {
+        work.TURN: str(directory),
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "HF_HOME": str(directory / "cache"),
+        "HYDRA_FULL_ERROR": "1",
+        **dict(each.split("=", 1) for each in args.verl_environment),
+    }
+    run = Process([*command, f"hydra.run.dir={directory}"], directory=directory, environment=environment)
+    return Side(run, lambda: read_verl(metrics), directory)
 
 
-MAKERS: Mapping[str, type[Side]] = {"corerl": CoreRL, "verl": Verl}
+STARTS = {"corerl": start_corerl, "verl": start_verl}
 
 
 def read_verl(metrics: Path) -> list[dict[str, float]]:
@@ -313,14 +268,15 @@ def make(name: str, case: Case, args: argparse.Namespace, keep: Path, checkpoint
         sides, ends = {}, {}
         for side in missing:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{side}-")))
-            sides[side] = MAKERS[side](case, args, checkpoint, directory)
+            sides[side] = STARTS[side](case, args, checkpoint, directory)
             ends[side] = stack.enter_context(ExitStack())
             ends[side].enter_context(sides[side].run)
         for side in missing:
-            sides[side].arrive(args.deadline)
+            sides[side].wait(args.deadline, (sides[side].turn / work.ARRIVED).exists)
             print(f"{name}, {side}: waits for its turn after {sides[side].run.now():.0f} s", flush=True)
         for side in missing:
-            steps[side] = [common(side, step) for step in sides[side].take_turn(args.deadline)]
+            made = sides[side].take_turn(case.warm + case.steps, args.deadline)
+            steps[side] = [common(side, step) for step in made]
             (keep / f"{name}-{side}.log").write_text(sides[side].run.output())
             ends[side].close()
             for number, step in enumerate(steps[side]):

@@ -38,19 +38,19 @@ class Case:
     adapters: bool = False  # engines get the adapters alone, not merged into the weights
     micro_batch: int = 16384  # tokens
     memory: float = 0.5  # the engine's share of the GPU, for weights and KV cache
-    warm: int = 1  # steps that do not count: kernels are compiled, graphs are captured
+    warm: int = 2  # steps that do not count: kernels are compiled, graphs are captured
     steps: int = 2  # that count
     fused: str = "triton"  # verl's kernels for log-probs
     target: float = 1.2  # tokens a second of CoreRL over those of the peer
 
 
 CASES: Mapping[str, Case] = {
-    "short": Case(shape="0.6b", new=256, warm=2, steps=4),
+    "short": Case(shape="0.6b", new=256, steps=4),
     "long": Case(shape="0.6b", new=4080),
     "ragged": Case(shape="0.6b", new=4080, ends_every=3000),
-    "lora-8b": Case(shape="8b", new=256, lora=32, warm=2, steps=3, micro_batch=8192, fused="torch"),
+    "lora-8b": Case(shape="8b", new=256, lora=32, steps=3, micro_batch=8192, fused="torch"),
     "lora-8b-adapters": Case(
-        shape="8b", new=256, lora=32, adapters=True, warm=2, steps=3, micro_batch=8192, fused="torch", target=1.4
+        shape="8b", new=256, lora=32, adapters=True, steps=3, micro_batch=8192, fused="torch", target=1.4
     ),
 }
 

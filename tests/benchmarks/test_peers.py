@@ -67,22 +67,23 @@ def test_each_side_has_a_turn_of_its_own_and_is_ended_with_its_last_step(
     path = os.pathsep.join([str(tmp_path / "site"), runs.ENVIRONMENT["PYTHONPATH"]])
     monkeypatch.setitem(runs.ENVIRONMENT, "PYTHONPATH", path)
     monkeypatch.setitem(runs.ENVIRONMENT, "NOTES", str(tmp_path / "notes"))
-    monkeypatch.setattr(verl, "MAKERS", {"corerl": verl.Verl, "verl": verl.Verl})
+    monkeypatch.setattr(verl, "STARTS", dict.fromkeys(verl.SIDES, verl.start_verl))
     monkeypatch.setattr(verl, "common", lambda side, step: common("verl", step))
     words = {"side": "both", "tiny": True, "deadline": 60.0, "attention": "triton"}
     args = argparse.Namespace(**words, verl_set=[], verl_environment=["NAME=value"])
     made = verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint")
     assert (tmp_path / "notes").read_text().split() == ["begins", "ends"] * 2
     for side in ("corerl", "verl"):
-        assert [step["step"] for step in made[side]] == [1.0, 2.0, 3.0]
+        assert [step["step"] for step in made[side]] == [1.0, 2.0, 3.0, 4.0]
         assert "trained" in (tmp_path / f"ragged-{side}.log").read_text()
     args.side = "none"
     assert verl.make("ragged", CASES["ragged"], args, tmp_path, tmp_path / "checkpoint") == made  # which were kept
 
 
 def test_sides_are_compared_at_equal_tokens() -> None:
-    ours = [{"length": 9.0, "step": 99.0}, {"length": 100.0, "step": 1.0}, {"length": 100.0, "step": 2.0}]
-    other = [{"length": 9.0, "step": 99.0}, {"length": 200.0, "step": 3.0}, {"length": 100.0, "step": 4.0}]
+    first = [{"length": 9.0, "step": 99.0}, {"length": 9.0, "step": 9.0}]
+    ours = [*first, {"length": 100.0, "step": 1.0}, {"length": 100.0, "step": 2.0}]
+    other = [*first, {"length": 200.0, "step": 3.0}, {"length": 100.0, "step": 4.0}]
     found = report("ragged", CASES["ragged"], {"corerl": ours, "verl": other})
     assert found.comparisons[0].ratios == pytest.approx([100 / 150, 0.5])
     ratio, sampled = found.numbers[:2]
