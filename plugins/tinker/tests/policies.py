@@ -13,10 +13,9 @@ import numpy as np
 from tinker import types
 
 from corerl.types import FloatArray, IntArray
-from corerl_tinker import wire
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
+from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -70,8 +69,8 @@ class OneNumber(ServedPolicy):
     def release(self) -> None:
         self._called("release")
 
-    def read(self, message: wire.PassMessage) -> Rows:
-        return rows_of(wire.read_pass(message), vocabulary=10**9, longest=0)
+    def rows(self, wanted: Pass) -> Rows:
+        return rows_of(wanted, vocabulary=10**9, longest=0)
 
     def run(self, rows: Rows) -> PassDone:
         tokens, offsets = rows.samples.tokens, rows.samples.offsets

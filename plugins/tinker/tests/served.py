@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
 
 from corerl import Engines
 from corerl.config import config_of
-from corerl.types import Array, FloatArray, IntArray
+from corerl.types import FloatArray
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, PassDone, Sampler
+from corerl_tinker.requests import Datum, Draw, Drawn, Pass, PassDone, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
@@ -99,40 +98,8 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
         yield Served(policy, engines)
 
 
-@frozen(kw_only=True)
-class Datum:
-    """One row of a pass."""
-
-    tokens: IntArray  # [n]
-    inputs: Mapping[str, Array]  # each [n] or [n, K]
-
-
-@frozen(kw_only=True)
-class Pass:
-    """What a client asks for."""
-
-    datums: tuple[Datum, ...]
-    loss: str
-    config: Mapping[str, float | str] = field(factory=dict)
-    forward_only: bool = False
-
-    def message(self) -> pb.ForwardBackwardRequest:
-        message = pb.ForwardBackwardRequest(loss_fn=self.loss, forward_only=self.forward_only)
-        for name, value in self.config.items():
-            text = isinstance(value, str)
-            message.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(**{"text" if text else "number": value}))  # type: ignore[arg-type]
-        for datum in self.datums:
-            sent = message.data.add()
-            sent.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
-            for name, values in datum.inputs.items():
-                dtype, code = ("<i8", pb.DTYPE_INT64) if name == "target_tokens" else ("<f4", pb.DTYPE_FLOAT32)
-                dense = np.asarray(values).astype(dtype).tobytes()
-                sent.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=dense, dtype=code, shape=np.shape(values)))
-        return message
-
-
 def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
-    return policy.run(policy.read(wanted.message()))
+    return policy.run(policy.rows(wanted))
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
@@ -144,7 +111,7 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
 
 def supervised(*rows: Sequence[int]) -> Pass:
     """Every token but the first of each row is to become likelier."""
-    return Pass(loss="cross_entropy", datums=tuple(datum(row, weights=[1.0] * (len(row) - 1)) for row in rows))
+    return Pass(loss="cross_entropy", datums=[datum(row, weights=[1.0] * (len(row) - 1)) for row in rows])
 
 
 ROWS = ([1, 7, 8, 9, 4], [1, 4, 5], [1, 6, 6, 6, 6, 9, 20, 21])

@@ -12,18 +12,16 @@ from attrs import evolve
 
 from corerl.algorithms import LossInputs
 from corerl.backend import resolve_loss
-from corerl_tinker import wire
 from corerl_tinker.losses import Rows, rows_of
-from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import Datum, Pass, datum
+from corerl_tinker.requests import Datum, Pass, Refused
+from plugins.tinker.tests.served import datum
 
 POLICY: Mapping[str, Sequence[float]] = {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.5, -1.0]}
 ROW = datum([5, 6, 7, 8], **POLICY)
 
 
 def rows(loss: str, *datums: Datum, **config: float | str) -> Rows:
-    message = Pass(loss=loss, datums=datums, config=config).message()
-    return rows_of(wire.read_pass(message), vocabulary=32, longest=16)
+    return rows_of(Pass(loss=loss, datums=datums, config=config), vocabulary=32, longest=16)
 
 
 def test_targets_are_the_next_tokens_of_a_row() -> None:
@@ -143,14 +141,9 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
             {},
             r"datum 0: target \[2\] is 32, where ids are from 0 to 31",
         ),
-        (
-            "ppo",
-            {name: np.ones((3, 2)) for name in INPUTS},
-            {},
-            r"has the shape \[3, 2\], where ppo takes one target of each",
-        ),
-        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: logprobs has the shape \[3\], and advantages \[3, 1\]"),
-        ("cross_entropy", {"weights": np.ones((3, 2))}, {}, r"weights has the shape \[3, 2\], and advantages \[3\]"),
+        ("ppo", {name: np.ones((3, 2)) for name in INPUTS}, {}, r"target_tokens has the shape \[3, 2\], wanted \[3\]$"),
+        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: advantages has the shape \[3, 1\], wanted \[3\]$"),
+        ("ppo", {name: np.ones(2) for name in INPUTS}, {}, r"target_tokens has the shape \[2\], wanted \[3\]$"),
         ("gspo", {"sequence_ratio_mask": np.zeros(3)}, {}, "sequence_ratio_mask is 0 everywhere"),
     ],
 )
@@ -165,7 +158,9 @@ def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> 
     targets, weights = np.array([[1, 2], [3, -1]]), np.array([[1.0, 1.0], [1.0, 0.5]])
     for each, sentence in (
         (weights, r"target \[1, 1\] is -1, where ids"),
-        (weights[:, 0], r"weights has the shape \[2\]"),
+        (weights[:, 0], r"weights has the shape \[2\], wanted \[2\], or \[2, K\] for K targets of each token"),
+        (weights[:, :0], r"weights has the shape \[2, 0\], wanted"),
+        (weights[:, :, None], r"weights has the shape \[2, 2, 1\], wanted"),
     ):
         with pytest.raises(Refused, match=sentence):
             rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs={"target_tokens": targets, "weights": each}))

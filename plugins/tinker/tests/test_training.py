@@ -16,15 +16,13 @@ from tinker import types
 
 from corerl.errors import UserError
 from corerl.plugin import Capability
-from corerl_tinker.requests import Refused
+from corerl_tinker.requests import Datum, Pass, Refused
 from corerl_tinker.training import ServedPolicy
 from plugins.tinker.tests.served import (
     ADAM,
     MODEL,
     ROWS,
     VOCABULARY,
-    Datum,
-    Pass,
     Served,
     asked,
     datum,

@@ -11,7 +11,7 @@ the derivatives of a loss of their own, negated. It is CoreRL's `weighted_logpro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,13 +22,15 @@ from corerl import LossSpec, SampleBatch
 from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
 from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
-from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
-from corerl_tinker.requests import Pass, Refused
+from corerl.types import Array, BoolArray, FloatArray, Reduction, offsets_of
+from corerl_tinker.requests import Datum, Pass, Refused
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
-# As corerl calls what clients send: the gradient of a loss by the log-probs, and those of the old policy.
+KNOWN, COUNTED = "known", "counted"
+# As corerl calls what clients send: the gradient of a loss by the log-probs, those of the old policy, and targets.
 SLOPES, OLD = "logprob_weights", "old_logprobs"
+COLUMNS = {WEIGHTS: SLOPES, LOGPROBS: OLD, TARGETS: GIVEN}
 
 
 # ---- the losses ------------------------------------------------------------------------------------------------------
@@ -127,7 +129,7 @@ class Rows:
     samples: SampleBatch
     loss: LossSpec
     known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
+    shapes: Sequence[tuple[int, ...]]  # of each datum's targets
     forward_only: bool
 
     def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
@@ -152,7 +154,6 @@ INFINITE = (
         tokens=np.zeros(2, np.int64),
         offsets=np.array([0, 2]),
         columns={"loss_mask": np.array([False, True]), SLOPES: np.array([0.0, np.inf], np.float32)},
-        row_columns={"group": np.zeros(1, np.int64)},
     ),
     LossSpec(name=LOSSES["cross_entropy"].name),
 )
@@ -165,97 +166,74 @@ def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
     named = LOSSES[wanted.loss]
-    settings, datums = _settings(wanted, named), _Datums.of(wanted)
-    tokens, inputs = wanted.tokens, _inputs(wanted, named)
-    if longest and (over := np.flatnonzero(datums.lengths >= longest)).size:
-        raise Refused(
-            f"datum {over[0]}: {datums.lengths[over[0]]} tokens and a last target are more than the context length "
-            f"{longest}; shorten it"
-        )
-    datums.require(
-        (tokens >= 0) & (tokens < vocabulary),
-        lambda at, _: f"token {tokens[at]} is not in the vocabulary of {vocabulary} tokens",
-    )
-    for name, value in inputs.items():
-        datums.require(np.isfinite(value), lambda *_, name=name: f"{name} has values that are not finite")
-    if RATIO_MASK in inputs:
-        datums.require_ratios(inputs[RATIO_MASK], inputs[ADVANTAGES])
-    targets, counted = inputs.pop(TARGETS).astype(np.int64), named.counted(inputs)
-    known: BoolArray = np.asarray((targets >= 0) & (targets < vocabulary))
-    datums.require(
-        known | ~counted, lambda at, place: f"target {place} is {targets[at]}, where ids are from 0 to {vocabulary - 1}"
-    )
-    renamed = {WEIGHTS: SLOPES, LOGPROBS: OLD}
-    columns = {
-        renamed.get(name, name): datums.shifted(np.where(counted, value, 0).astype(np.float32))
-        for name, value in inputs.items()
-    }
-    if SLOPES in columns:
-        columns[SLOPES] = -columns[SLOPES]
-    columns["loss_mask"] = datums.shifted(np.asarray(counted.reshape(len(tokens), -1).any(1)))
-    row_tokens, known = datums.rows(tokens, targets, known), datums.shifted(known)
-    ids = datums.shifted(targets.astype(np.int32)) * known
-    if ids.ndim > 1 or (known & (ids != row_tokens)).any():
-        columns[GIVEN] = ids
+    settings, rows = _settings(wanted, named), list[dict[str, Array]]()
+    for number, datum in enumerate(wanted.datums):
+        try:
+            rows.append(_row(datum, wanted.loss, vocabulary=vocabulary, longest=longest))
+        except Refused as refused:
+            raise Refused(f"datum {number}: {refused.message}") from refused
+    shapes = [row[TARGETS].shape for row in rows]
+    offsets = offsets_of([len(datum.tokens) + 1 for datum in wanted.datums])
+    most = max(math.prod(shape[1:]) for shape in shapes)
+    tokens = np.empty(offsets[-1], np.int64)
+    # 0 at the first token of a row, which is no target, and where it has fewer targets than another one.
+    columns: dict[str, Array] = {name: np.zeros((len(tokens), most), each.dtype) for name, each in rows[0].items()}
+    for datum, row, start, end in zip(wanted.datums, rows, offsets[:-1], offsets[1:], strict=True):
+        for name, value in row.items():
+            columns[name][start + 1 : end, : value[0].size] = value.reshape(len(value), -1)
+        tokens[start : end - 1] = datum.tokens
+        # The last target or, if that is no id, the last token once more.
+        tokens[end - 1] = columns[TARGETS][end - 1, 0] if columns[KNOWN][end - 1, 0] else datum.tokens[-1]
+    known, targets = columns.pop(KNOWN), columns[TARGETS]
+    if most == 1 and not (known[:, 0] & (targets[:, 0] != tokens)).any():
+        del columns[TARGETS]  # the tokens that come next, as they are without it
+    columns["loss_mask"] = np.any(columns.pop(COUNTED), axis=1)
     return Rows(
         samples=SampleBatch(
-            tokens=row_tokens,
-            offsets=datums.offsets,
-            columns=columns,
-            row_columns={"group": np.arange(len(datums.lengths))},
+            tokens=tokens,
+            offsets=offsets,
+            columns={
+                COLUMNS.get(name, name): each.reshape(-1) if most == 1 else each for name, each in columns.items()
+            },
         ),
         loss=LossSpec(name=named.name, params=settings),
-        known=known.reshape(len(known), -1),
-        shapes=wanted.shapes,
+        known=known,
+        shapes=shapes,
         forward_only=wanted.forward_only,
     )
 
 
-@frozen
-class _Datums:
-    """Where D datums are among their M tokens, and in their rows, which have N = M + D."""
-
-    lengths: IntArray  # [D]
-    starts: IntArray  # [D]
-    offsets: IntArray  # [D + 1] of the rows
-    places: IntArray  # [M] of a datum's tokens in the rows, where its targets are one place further
-
-    @classmethod
-    def of(cls, wanted: Pass) -> _Datums:
-        lengths = np.array([shape[0] for shape in wanted.shapes])
-        places = np.arange(len(wanted.tokens)) + np.repeat(np.arange(len(lengths)), lengths)
-        return cls(lengths, offsets_of(lengths)[:-1], offsets_of(lengths + 1), places)
-
-    def require(self, holds: Array, sentence: Callable[[tuple[int, ...], list[int]], str]) -> None:
-        """Raise Refused where something does not hold, [M] or [M, K]; the sentence is of that index, and of the place
-        in its datum."""
-        if not holds.all():
-            at = tuple(np.argwhere(~holds)[0].tolist())
-            datum = int(np.searchsorted(self.starts, at[0], side="right")) - 1
-            raise Refused(f"datum {datum}: {sentence(at, [at[0] - int(self.starts[datum]), *at[1:]])}")
-
-    def require_ratios(self, mask: Array, advantages: Array) -> None:
-        advantages, mask = (np.logical_or.reduceat(each != 0, self.starts) for each in (advantages, mask))
-        if (without := np.flatnonzero(advantages & ~mask)).size:
-            raise Refused(
-                f"datum {without[0]}: {RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the "
-                "sampled tokens"
-            )
-
-    def shifted(self, values: Array) -> Array:
-        """[M, ...] by target -> [N, ...] by token of the rows, with 0 at the first ones."""
-        found = np.zeros((self.offsets[-1], *values.shape[1:]), values.dtype)
-        found[self.places + 1] = values
-        return found
-
-    def rows(self, tokens: IntArray, targets: Array, known: BoolArray) -> IntArray:
-        """[N]: after a datum's tokens its last target or, if that is no id, the last token once more."""
-        last = self.starts + self.lengths - 1
-        found = np.empty(self.offsets[-1], np.int64)
-        found[self.places] = tokens
-        first = (last, 0)[: targets.ndim]  # of several targets
-        found[self.offsets[1:] - 1] = np.where(known[first], targets[first], tokens[last])
-        return found
+def _row(datum: Datum, loss: str, *, vocabulary: int, longest: int) -> dict[str, Array]:
+    """The targets of a datum, and what goes with each, in their shape."""
+    named, tokens, found = LOSSES[loss], datum.tokens, dict(datum.inputs)
+    takes = {TARGETS, *named.needs}
+    if wrong := sorted(takes - found.keys()) or sorted(found.keys() - takes - {WEIGHTS}):
+        has = ", ".join(sorted(found)) or "nothing"
+        raise Refused(f"loss_fn_inputs: {wrong[0]}: {loss} takes {', '.join(sorted(takes))}; got {has}")
+    several, shape = WEIGHTS in takes, found[TARGETS].shape
+    for name, value in found.items():
+        if value.shape != shape or shape[0] != len(tokens) or len(shape) > 1 + several or 0 in shape:
+            more = f", or [{len(tokens)}, K] for K targets of each token" if several else ""
+            raise Refused(f"{name} has the shape {list(value.shape)}, wanted [{len(tokens)}]{more}")
+        if not np.isfinite(value).all():
+            raise Refused(f"{name} has values that are not finite")
+    if not several and ((found.pop(WEIGHTS, 1) != 1) & (found[ADVANTAGES] != 0)).any():
+        raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
+    if RATIO_MASK in found and found[ADVANTAGES].any() and not found[RATIO_MASK].any():
+        raise Refused(f"{RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the sampled tokens")
+    if longest and len(tokens) >= longest:
+        raise Refused(f"{len(tokens)} tokens and a last target are more than the context length {longest}; shorten it")
+    if (others := tokens[(tokens < 0) | (tokens >= vocabulary)]).size:
+        raise Refused(f"token {others[0]} is not in the vocabulary of {vocabulary} tokens")
+    targets = found.pop(TARGETS).astype(np.int64)
+    counted, known = named.counted(found), (targets >= 0) & (targets < vocabulary)
+    if (wanted := counted & ~known).any():
+        place = tuple(np.argwhere(wanted)[0].tolist())
+        raise Refused(f"target {list(place)} is {targets[place]}, where ids are from 0 to {vocabulary - 1}")
+    row = {name: np.where(counted, value, 0).astype(np.float32) for name, value in found.items()}
+    if several:
+        row[WEIGHTS] = -row[WEIGHTS]
+    return {**row, TARGETS: np.where(known, targets, 0).astype(np.int32), KNOWN: known, COUNTED: counted}
 
 
 def _settings(wanted: Pass, named: Named) -> dict[str, float]:
@@ -270,18 +248,3 @@ def _settings(wanted: Pass, named: Named) -> dict[str, float]:
     if LOW in settings and settings[LOW] > settings[HIGH]:
         raise Refused(f"{LOW} is above {HIGH}; ratios are clipped to between the two")
     return settings
-
-
-def _inputs(wanted: Pass, named: Named) -> dict[str, Array]:
-    """What the loss takes, [M] each; of `cross_entropy` they may be [M, K]."""
-    loss, found, takes = wanted.loss, dict(wanted.inputs), {TARGETS, *named.needs}
-    if wrong := sorted(takes - found.keys()) or sorted(found.keys() - takes - {WEIGHTS}):
-        has = ", ".join(sorted(found)) or "nothing"
-        raise Refused(f"loss_fn_inputs: {wrong[0]}: {loss} takes {', '.join(sorted(takes))}; got {has}")
-    if WEIGHTS not in takes:
-        if several := [shape for shape in wanted.shapes if len(shape) > 1]:
-            raise Refused(f"{TARGETS} has the shape {list(several[0])}, where {loss} takes one target of each token")
-        weights = found.pop(WEIGHTS, np.ones(1))
-        if ((weights != 1) & (found[ADVANTAGES] != 0)).any():
-            raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
-    return found

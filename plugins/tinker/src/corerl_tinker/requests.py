@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -43,14 +43,20 @@ class Refused(UserError):
 
 
 @frozen(kw_only=True)
+class Datum:
+    """A row of a pass: n tokens, and what the loss takes for each."""
+
+    tokens: IntArray  # [n]
+    # `target_tokens`, `weights`, `logprobs`, ...: [n], or [n, K] for K targets of each token
+    inputs: Mapping[str, Array]
+
+
+@frozen(kw_only=True)
 class Pass:
-    """A `forward_backward`, or a `forward`, of D datums that have M tokens together."""
+    """A `forward_backward`, or a `forward`."""
 
     loss: str
-    tokens: IntArray  # [M]
-    shapes: tuple[tuple[int, ...], ...]  # [D] of a datum's inputs: [n], or [n, K] for K targets of each token
-    # `target_tokens`, `weights`, `logprobs`, ...: [M], or [M, K] with the most targets of any datum, and 0 in others.
-    inputs: Mapping[str, Array]
+    datums: Sequence[Datum]
     config: Mapping[str, float | str] = field(factory=dict)  # of the loss
     forward_only: bool = False
 

@@ -205,10 +205,9 @@ class Service:
         message = await asyncio.to_thread(wire.parsed, body)
         model_id, number, forward_only = message.model_id, message.seq_id, message.forward_only
         try:
-            rows = await asyncio.to_thread(self._policy.read, message)
+            rows = await asyncio.to_thread(lambda: self._policy.rows(wire.read_pass(message)))
         except UserError as error:
             rows, refused = None, error  # in its turn: its number is used up
-        del message
 
         def run(model: Model) -> Answer:
             try:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tinker import types as sdk
 
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
@@ -20,11 +21,10 @@ from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
 from corerl.types import FloatArray, TrainResult
-from corerl_tinker import wire
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
+from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
@@ -54,7 +54,7 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `read` and `draw`, in the order of the client's numbers. Each method raises `Refused`, or
+    One thread calls all but `rows` and `draw`, in the order of the client's numbers. Each method raises `Refused`, or
     another UserError, for what has failed alone, such as what the client should do otherwise; other errors end the
     model.
     """
@@ -168,9 +168,9 @@ class ServedPolicy:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def read(self, message: wire.PassMessage) -> Rows:
+    def rows(self, wanted: Pass) -> Rows:
         """The rows of a pass; in any thread."""
-        return rows_of(wire.read_pass(message), vocabulary=self._plan.vocabulary, longest=self._longest)
+        return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
 
     def run(self, rows: Rows) -> PassDone:
         """Compute log-probs, and add gradients unless it is `forward_only`."""
@@ -218,6 +218,7 @@ class ServedPolicy:
     def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> tuple[FloatArray, float]:
         """The log-probs [N], and the loss."""
         group = self._engines.group
+        samples = samples.with_row_columns(group=np.arange(len(samples)))
         plan, _ = group.plan_part(samples)  # with weights of 1, which leave the step no scale
         work = group.forward_backward(samples, plan, loss, outputs=Output.LOGPROBS)
         self._gradients = True
