@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,19 +72,23 @@ class OneNumber(ServedPolicy):
     def rows(self, wanted: Pass) -> Rows:
         return rows_of(wanted, vocabulary=10**9, longest=0)
 
-    def run(self, rows: Rows) -> PassDone:
-        tokens, offsets = rows.samples.tokens, rows.samples.offsets
-        self._called("forward" if rows.forward_only else f"pass {tokens[0]}")
+    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+        firsts = " ".join(str(rows.samples.tokens[0]) for rows in passes)
+        self._called("forward" if passes[0].forward_only else f"pass {firsts}")
         self.started.set()
         self.hold.wait()
         if self.dies is not None:
             raise self.dies
-        lengths = np.diff(offsets)
-        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths) - 1)).astype(np.float32)
-        slopes = rows.samples.columns[SLOPES]
+        return [self._run(rows) for rows in passes]
+
+    def _run(self, rows: Rows) -> PassDone:
+        tokens, offsets = rows.samples.tokens, rows.samples.offsets
+        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets)) - 1)).astype(
+            np.float32
+        )
         if not rows.forward_only:
-            self.gradient -= float(slopes.sum())
-        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": float((slopes * logprobs).sum())})
+            self.gradient -= float(rows.samples.columns[SLOPES].sum())
+        return rows.done(logprobs)
 
     def discard(self) -> None:
         self._called("discard")
@@ -142,7 +146,7 @@ class OneNumber(ServedPolicy):
             await self.drawing(wanted)
         most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
         length = min(most or 3, 1000)
-        scored = await in_turn(lambda: self._scored(wanted.prompt)) if wanted.asked.prompt_logprobs else None
+        scored = await in_turn(self._scored, wanted.prompt, 0) if wanted.asked.prompt_logprobs else None
         return Drawn(
             tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
             logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
@@ -150,6 +154,6 @@ class OneNumber(ServedPolicy):
             prompt_logprobs=scored,
         )
 
-    def _scored(self, prompt: IntArray) -> FloatArray:
+    def _scored(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
         self._called("score")
-        return np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32)
+        return [np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32) for prompt in prompts]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from corerl_tinker.requests import Datum, Draw, Drawn, Pass, PassDone, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
-T = TypeVar("T")
 VOCABULARY = 32
 MODEL = "tiny"
 ADAM = types.AdamParams(learning_rate=0.01)
@@ -85,9 +84,9 @@ def model_wanted(rank: int | None = None, *, base_model: str = MODEL, **adapters
     return types.CreateModelRequest(session_id="a", model_seq_id=0, base_model=base_model, lora_config=lora)
 
 
-async def at_once(work: Callable[[], T]) -> T:
+async def at_once(work: Callable[[Sequence[Any]], Sequence[Any]], what: Any, key: Hashable) -> Any:
     """The turn of whoever asks, where nobody else does anything."""
-    return work()
+    return work([what])[0]
 
 
 @contextlib.contextmanager
@@ -99,7 +98,7 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
 
 
 def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
-    return policy.run(policy.rows(wanted))
+    return policy.run([policy.rows(wanted)])[0]
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:

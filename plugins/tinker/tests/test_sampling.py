@@ -16,6 +16,7 @@ import torch
 
 from corerl import Engines
 from corerl.errors import EngineFailed, WorkerDied
+from corerl_tinker.order import Turns
 from corerl_tinker.requests import Draw, Drawn, Refused, Sampler
 from plugins.tinker.tests.served import (
     ADAM,
@@ -121,7 +122,8 @@ def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushe
 
     async def all_of_them() -> list[Drawn]:
         wanted = [asked(samplers[number % 2], seed=3) for number in range(8)]
-        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
+        turns = Turns(later)
+        tasks = [asyncio.create_task(served.policy.draw(each, turns.ask)) for each in wanted]
         await asyncio.sleep(0.05)
         ready.set()
         return await asyncio.gather(*tasks)
@@ -296,7 +298,8 @@ def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monke
 
     async def all_of_them() -> list[Any]:
         wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in ROWS]
-        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
+        turns = Turns(later)
+        tasks = [asyncio.create_task(served.policy.draw(each, turns.ask)) for each in wanted]
         await asyncio.sleep(0)
         ready.set()
         return await asyncio.gather(*tasks)
@@ -395,7 +398,7 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
     monkeypatch.setattr(Engines, "push", dies_at_first)
     monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
     served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
-    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), in_turn))
+    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), Turns(in_turn).ask))
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
@@ -438,16 +441,17 @@ def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkey
         return push(self, **settings)
 
     monkeypatch.setattr(Engines, "push", slowly)
-    turns: list[concurrent.futures.Future[Any]] = []
+    begun: list[concurrent.futures.Future[Any]] = []
 
     async def in_turn(work: Any) -> Any:
-        turns.append(thread.submit(work))
-        return await asyncio.wrap_future(turns[-1])
+        begun.append(thread.submit(work))
+        return await asyncio.wrap_future(begun[-1])
 
     async def going() -> Drawn:
-        leaves = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
+        turns = Turns(in_turn)
+        leaves = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), turns.ask))
         await asyncio.to_thread(pushing.wait, 60.0)
-        stays = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
+        stays = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), turns.ask))
         leaves.cancel()
         await asyncio.wait([leaves])
         gone.set()
@@ -455,7 +459,7 @@ def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkey
 
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         assert same(asyncio.run(going()), expected)
-    assert [turn.exception() for turn in turns] == [None]  # which would be the end of the model
+    assert [turn.exception() for turn in begun] == [None, None]  # which would be the end of the model
 
 
 def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,15 +476,17 @@ def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served, monkeypatc
         await ready.wait()
         return work()
 
+    turns = Turns(later)
+
     async def play() -> None:
         wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in (PROMPT, ROWS[0], ROWS[1])]
-        first, *others = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
+        first, *others = [asyncio.create_task(served.policy.draw(each, turns.ask)) for each in wanted]
         await asyncio.sleep(0)
         first.cancel()  # whose turn the others share
         ready.set()
         assert all(each.prompt_logprobs is not None for each in await asyncio.gather(*others))
         ready.clear()
-        alone = asyncio.create_task(served.policy.draw(wanted[0], later))
+        alone = asyncio.create_task(served.policy.draw(wanted[0], turns.ask))
         await asyncio.sleep(0)
         alone.cancel()
         ready.set()
@@ -488,7 +494,7 @@ def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served, monkeypatc
         await asyncio.sleep(0.01)
 
     asyncio.run(play())
-    assert rows == [2] and not served.policy._samplers._waiting
+    assert rows == [2] and not turns._waiting
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

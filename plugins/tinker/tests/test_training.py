@@ -199,6 +199,20 @@ def test_three_calls_add_the_gradients_of_one(wanted: Pass, served: Served, poli
     assert sum(part.metrics["loss:sum"] for part in parts) == pytest.approx(whole.metrics["loss:sum"], abs=1e-5)
 
 
+@pytest.mark.parametrize("wanted", PASSES.values(), ids=PASSES.keys())
+def test_passes_that_wait_together_answer_as_each_alone(wanted: Pass, served: Served, policy: ServedPolicy) -> None:
+    passes = [policy.rows(evolve(wanted, datums=wanted.datums[number:])) for number in (0, 1, 2)]
+    assert len({each.key for each in passes}) == 1
+    alone = [policy.run([each])[0] for each in passes]
+    gradients = gradients_of(served.network)
+    policy.discard()
+    for found, expected in zip(policy.run(passes), alone, strict=True):
+        assert found.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        for row, own in zip(found.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(row, own, atol=1e-5)
+    torch.testing.assert_close(gradients_of(served.network), gradients, rtol=1e-5, atol=1e-5)
+
+
 def with_adam(**settings: float) -> types.AdamParams:
     return ADAM.model_copy(update=settings)
 

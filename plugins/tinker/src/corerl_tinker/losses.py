@@ -11,7 +11,7 @@ the derivatives of a loss of their own, negated. It is CoreRL's `weighted_logpro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
 from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
 from corerl.types import Array, BoolArray, FloatArray, Reduction, offsets_of
-from corerl_tinker.requests import Datum, Pass, Refused
+from corerl_tinker.requests import Datum, Pass, PassDone, Refused
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
@@ -132,15 +132,24 @@ class Rows:
     shapes: Sequence[tuple[int, ...]]  # of each datum's targets
     forward_only: bool
 
-    def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
-        """The log-probs of each datum's targets in their shape, from those of the rows, [N] or [N, K]; NaN where a
-        target that does not count is no id."""
+    @property
+    def key(self) -> Hashable:
+        """Passes with the same one go through the model together."""
+        columns = tuple((name, column.shape[1:]) for name, column in self.samples.columns.items())
+        return self.forward_only, self.loss.name, tuple(self.loss.params.items()), columns
+
+    def done(self, logprobs: FloatArray) -> PassDone:
+        """What the pass returns, by the log-probs of its rows, [N] or [N, K]: those of each datum's targets in their
+        shape, NaN where a target that does not count is no id."""
         found = np.where(self.known, logprobs.reshape(self.known.shape), np.nan).astype(np.float32)
-        rows = np.split(found, self.samples.offsets[1:-1])
-        return tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in zip(rows, self.shapes, strict=True))
+        rows = zip(np.split(found, self.samples.offsets[1:-1]), self.shapes, strict=True)
+        return PassDone(
+            logprobs=tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in rows),
+            metrics={"loss:sum": self.value(logprobs)},
+        )
 
     def value(self, logprobs: FloatArray) -> float:
-        """The loss, from the log-probs [N]."""
+        """The loss, from the log-probs."""
         columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
         columns["weights"] = columns["loss_mask"].float()
         bounds = torch.from_numpy(self.samples.offsets)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,8 +29,8 @@ UNSERVED = {
 Fields: TypeAlias = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 Category: TypeAlias = Literal["user", "server"]
-# Awaits what it is given, called in the thread of the group, between two requests of the model.
-InTurn: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+# Awaits what a function makes of something in the thread of the group, with all that is asked under the same key.
+InTurn: TypeAlias = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Any, Hashable], Awaitable[Any]]
 
 
 class Refused(UserError):

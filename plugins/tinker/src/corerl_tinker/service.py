@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
@@ -16,9 +16,11 @@ from corerl.errors import CorerlError, UserError
 from corerl.messages import message_of, short_repr
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
+from corerl_tinker.losses import Rows
 from corerl_tinker.options import ServeOptions
+from corerl_tinker.order import Asked, Model, Turns
 from corerl_tinker.requests import Draw, Fields, Refused, Request, draw_of, read
-from corerl_tinker.sessions import GONE, Answer, Model, Promise, Session, Sessions, answer_of, answered, failure
+from corerl_tinker.sessions import GONE, Answer, Promise, Session, Sessions, answer_of, answered, failure
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -47,6 +49,7 @@ class Service:
         """`loop` is the one that serves; the thread that waits in its `run` is the group's."""
         self._policy, self._options, self._loop, self._notify, self._clock = policy, options, loop, notify, clock
         self.sessions = Sessions(most_bytes=options.memory_mib << 20, notify=notify, clock=clock)
+        self._turns = Turns(self._guarded)
         self._model: Model | None = None  # the one that is trained
         self._lost = ""  # why nothing is computed any more; empty: all is well
 
@@ -65,9 +68,9 @@ class Service:
             self._model.close_gap()
         self.sessions.forget()
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        """Call the policy in the thread of the group, after all that was asked before. An error after which ranks are
-        in an unknown state, or gone, is that of all that wait, and of all that come."""
+    async def _guarded(self, call: Callable[[], T]) -> T:
+        """Call the policy in the thread of the group. An error after which ranks are in an unknown state, or gone, is
+        that of all that wait, and of all that come."""
 
         def guarded() -> T:
             self._require()
@@ -117,7 +120,7 @@ class Service:
         self.sessions.end(session_id)
 
     async def _release(self) -> Answer:
-        await self._call(self._policy.release)
+        await self._turns.call(self._policy.release)
         return answered()
 
     # ---- a model -----------------------------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ class Service:
             return found
         if not self._lost:  # once all is lost, the promise says so, whoever trained
             self._take_over(session)
-        before, model = self._model, Model(id=model_id, session=session.id, clock=self._clock)
+        before, model = self._model, Model(id=model_id, session=session.id, turns=self._turns, clock=self._clock)
         self._model = model
 
         def create() -> None:
@@ -150,7 +153,7 @@ class Service:
 
         async def created() -> Answer:
             try:
-                await self._call(create)
+                await self._turns.call(create)
             finally:
                 if model.run is None:
                     model.give_up(f"model {model_id!r} was not created")
@@ -205,15 +208,15 @@ class Service:
         message = await asyncio.to_thread(wire.parsed, body)
         model_id, number, forward_only = message.model_id, message.seq_id, message.forward_only
         try:
-            rows = await asyncio.to_thread(lambda: self._policy.rows(wire.read_pass(message)))
+            rows = await asyncio.to_thread(self._policy.rows, await asyncio.to_thread(wire.read_pass, message))
         except UserError as error:
             rows, refused = None, error  # in its turn: its number is used up
 
-        def run(model: Model) -> Answer:
+        def run(model: Model, passes: Sequence[Rows]) -> Sequence[Answer]:
             try:
                 if rows is None:
                     raise refused
-                return wire.pass_answer(self._policy.run(rows))
+                return [wire.pass_answer(done) for done in self._policy.run(passes)]
             except UserError as error:
                 if not forward_only:
                     model.incomplete = (
@@ -221,7 +224,8 @@ class Service:
                     )
                 raise
 
-        return self._numbered(model_id, number, run, size=len(body))
+        key = None if rows is None else rows.key
+        return self._numbered(model_id, number, run, rows, key=key, size=len(body))
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
@@ -229,26 +233,35 @@ class Service:
         model_id, number = fields.get("model_id"), fields.get("seq_id")
         if not isinstance(model_id, str) or not isinstance(number, int):
             raise Refused("a request needs the text model_id and the number seq_id, as a TrainingClient sends them")
-        return self._numbered(model_id, number, lambda model: answered(**handler(model, read(cls, fields))))
+        return self._numbered(model_id, number, lambda model, _: [answered(**handler(model, read(cls, fields)))])
 
-    def _numbered(self, model_id: str, number: int, call: Callable[[Model], Answer], *, size: int = 0) -> Fields:
-        """Promise the answer of a call of the policy, which is executed after those of lower numbers."""
+    def _numbered(
+        self,
+        model_id: str,
+        number: int,
+        work: Callable[[Model, Sequence[Any]], Sequence[Answer]],
+        what: Any = None,
+        *,
+        key: Hashable = None,
+        size: int = 0,
+    ) -> Fields:
+        """Promise what `work` answers in its turn, after requests of lower numbers, to this and all that is done
+        together with it."""
         session, model = self._trained(model_id)
         name = f"{model_id}:{number}"
         if name not in session.promises and number < model.next:
             raise Refused(f"the answer to request {number} of model {model_id!r} is forgotten", status=GONE)
 
-        def of_model() -> Answer:
+        def of_model(asked: Sequence[Any]) -> Sequence[Answer]:
             if model.run is None:  # or another one would be trained
                 raise Refused(f"model {model.id!r} was not created: request {model.id}:0 was refused")
-            return call(model)
+            return work(model, asked)
 
-        async def work() -> Answer:
+        async def in_turn() -> Answer:
             self._require()
-            await model.turn(number)
-            return await self._call(of_model)
+            return await model.turn(number, Asked(what, of_model, key))
 
-        self.sessions.promise(session, name, work, size=size, urgent=number == model.next)
+        self.sessions.promise(session, name, in_turn, size=size, urgent=number == model.next)
         return {"request_id": name, "model_id": model_id}
 
     def optim_step(self, model: Model, request: sdk.OptimStepRequest) -> Fields:
@@ -294,7 +307,7 @@ class Service:
             await asyncio.to_thread(self._policy.checkpoints.find, path)
 
         async def create() -> Answer:
-            sampler = await self._call(lambda: self._policy.sampler(path, request.base_model or ""))
+            sampler = await self._turns.call(lambda: self._policy.sampler(path, request.base_model or ""))
             return answered(sampling_session_id=self.sessions.add(session, sampler), type="create_sampling_session")
 
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
@@ -324,7 +337,7 @@ class Service:
 
     async def _drawn(self, wanted: Draw) -> Answer:
         self._require()
-        return wire.sample_answer(await self._policy.draw(wanted, self._call))
+        return wire.sample_answer(await self._policy.draw(wanted, self._turns.ask))
 
     # ---- promises ----------------------------------------------------------------------------------------------------
 

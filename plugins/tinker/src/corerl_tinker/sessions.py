@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from attrs import define, field, frozen
-from tinker.types import TrainingRun
 
 from corerl.errors import UserError
 from corerl.messages import message_of, short_repr
@@ -21,7 +20,6 @@ from corerl_tinker.requests import Category, Refused, Sampler
 JSON = "application/json"
 KEPT_SECONDS = 600.0  # after a result was fetched: the response may not have arrived, and clients ask again
 GATHER_SECONDS = 0.01  # for requests that are done soon after another one: each poll costs client and server a request
-GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
 LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 GONE = 410  # for which clients neither wait nor ask again
 
@@ -221,45 +219,3 @@ class Sessions:
 
     def _drop(self, session: Session, name: str) -> None:
         self.bytes -= session.promises.pop(name).size
-
-
-@define(kw_only=True, eq=False)
-class Model:
-    """A model that a session trains: its requests are executed by their numbers, in whatever order they arrive."""
-
-    id: str
-    session: str
-    clock: Callable[[], float]
-    run: TrainingRun | None = None  # None: it is not created yet, or has ended
-    incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
-    next: int = 1  # the number that begins next
-    _waiting: dict[int, asyncio.Future[None]] = field(factory=dict)
-    _moved: float = 0.0
-
-    async def turn(self, number: int) -> None:
-        """Wait until the requests of all lower numbers have begun. Raises Refused where one does not come."""
-        if not self._waiting:
-            self._moved = self.clock()
-        if number != self.next:
-            self._waiting[number] = asyncio.get_running_loop().create_future()
-            await self._waiting[number]
-        self._moved, self.next = self.clock(), number + 1
-        following = self._waiting.pop(self.next, None)
-        if following is not None and not following.done():
-            following.set_result(None)
-
-    def close_gap(self) -> None:
-        """Refuse what waits for a number that does not come, and go on after it."""
-        if self._waiting and self.clock() >= self._moved + GAP_SECONDS:
-            self.incomplete = (
-                f"request {self.next} of this model has not arrived in {GAP_SECONDS:.0f} s; those after it are refused"
-            )
-            self.give_up(self.incomplete)
-
-    def give_up(self, sentence: str) -> None:
-        """Refuse all that waits."""
-        self.next = max(self._waiting, default=self.next - 1) + 1
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(Refused(sentence))
-        self._waiting.clear()

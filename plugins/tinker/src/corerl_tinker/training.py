@@ -6,7 +6,7 @@ A wrong call would end the group, and with it what the client has trained. So wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
 from corerl.engines import SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
-from corerl.types import FloatArray, TrainResult
+from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
@@ -172,17 +172,18 @@ class ServedPolicy:
         """The rows of a pass; in any thread."""
         return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
 
-    def run(self, rows: Rows) -> PassDone:
-        """Compute log-probs, and add gradients unless it is `forward_only`."""
+    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+        """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
         self._require_model()
-        if rows.forward_only:
+        samples = SampleBatch.concatenate([each.samples for each in passes])
+        if passes[0].forward_only:
             self._samplers.turn("forward")
-            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
-            loss = rows.value(logprobs)
+            logprobs = self._engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
         else:
             self._samplers.turn("train")
-            logprobs, loss = self._add_gradients(rows.samples, rows.loss)
-        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": loss})
+            logprobs = self._add_gradients(samples, passes[0].loss)
+        parts = np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
+        return [each.done(part) for each, part in zip(passes, parts, strict=True)]
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
@@ -215,15 +216,13 @@ class ServedPolicy:
             self._add_gradients(*INFINITE)
             self._take_step(0.0)
 
-    def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> tuple[FloatArray, float]:
-        """The log-probs [N], and the loss."""
+    def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> FloatArray:
+        """Returns the log-probs, [N] or [N, K]."""
         group = self._engines.group
-        samples = samples.with_row_columns(group=np.arange(len(samples)))
         plan, _ = group.plan_part(samples)  # with weights of 1, which leave the step no scale
         work = group.forward_backward(samples, plan, loss, outputs=Output.LOGPROBS)
         self._gradients = True
-        result = work.result()
-        return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
+        return work.result().outputs[Output.LOGPROBS]
 
     def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)

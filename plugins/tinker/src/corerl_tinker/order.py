@@ -1,0 +1,122 @@
+"""The order of work: what waits for the thread of the group, and the requests of a model by their numbers, in whatever
+order they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+from attrs import define, field
+from tinker.types import TrainingRun
+
+from corerl_tinker.requests import Refused
+
+T = TypeVar("T")
+GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
+
+
+@define(eq=False)
+class Asked:
+    """Something that waits for its turn."""
+
+    what: Any
+    work: Callable[[Sequence[Any]], Sequence[Any]]  # of all that is done together, what comes of each
+    key: Hashable  # the same for all that can be done together
+    answer: asyncio.Future[Any] = field(factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Turns:
+    """The queue of the group's thread. What is asked under one key is done in one turn, that of the first of it: passes
+    fill micro-batches together, and engines are sent weights once for all who sample from them."""
+
+    def __init__(self, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+        """`call` calls a function in the thread of the group, after all that it was given before."""
+        self._call = call
+        self._adding = threading.Lock()
+        self._waiting: dict[Hashable, list[Asked]] = {}
+
+    async def ask(self, work: Callable[[Sequence[Any]], Sequence[Any]], what: Any, key: Hashable) -> Any:
+        """What `work` makes of this."""
+        asked = Asked(what, work, key)
+        self.add(asked)
+        return await asked.answer
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What a function returns that has its turn alone."""
+        found: T = await self.ask(lambda _: [function()], None, object())
+        return found
+
+    def add(self, asked: Asked) -> None:
+        with self._adding:
+            first = asked.key not in self._waiting
+            self._waiting.setdefault(asked.key, []).append(asked)
+        if first:  # in a task of its own: whoever asks first may go
+            asyncio.create_task(self._do(asked.key))  # noqa: RUF006  -- the group's queue holds it
+
+    async def _do(self, key: Hashable) -> None:
+        taken = list[Asked]()
+
+        def take() -> list[Asked]:
+            with self._adding:
+                taken.extend(each for each in self._waiting.pop(key, []) if not each.answer.done())
+            return taken
+
+        try:
+            found = await self._call(lambda: take() and taken[0].work([each.what for each in taken]))
+        except Exception as error:
+            found = [error] * len(take())
+        for each, answer in zip(taken, found, strict=True):
+            if each.answer.done():  # who asked has gone
+                answer.cancel() if hasattr(answer, "cancel") else None
+            elif isinstance(answer, Exception):
+                each.answer.set_exception(answer)
+            else:
+                each.answer.set_result(answer)
+
+
+@define(kw_only=True, eq=False)
+class Model:
+    """A model that a session trains."""
+
+    id: str
+    session: str
+    turns: Turns
+    clock: Callable[[], float]
+    run: TrainingRun | None = None  # None: it is not created yet, or has ended
+    incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
+    next: int = 1  # the number that has its turn next
+    _waiting: dict[int, Asked] = field(factory=dict)
+    _moved: float = 0.0
+    _alone: int = 0  # how many had their turn that are done alone
+
+    async def turn(self, number: int, asked: Asked) -> Any:
+        """What comes of a request, once those of all lower numbers have had their turns. It is done together with those
+        of its key that have no other between them; None is the key of what is done alone. Raises Refused where a lower
+        number does not come."""
+        if not self._waiting:
+            self._moved = self.clock()
+        self._waiting[number] = asked
+        while (following := self._waiting.pop(self.next, None)) is not None:
+            self._moved, self.next = self.clock(), self.next + 1
+            self._alone += following.key is None
+            following.key = self.id, self._alone, following.key
+            self.turns.add(following)
+        return await asked.answer
+
+    def close_gap(self) -> None:
+        """Refuse what waits for a number that does not come, and go on after it."""
+        if self._waiting and self.clock() >= self._moved + GAP_SECONDS:
+            self.incomplete = (
+                f"request {self.next} of this model has not arrived in {GAP_SECONDS:.0f} s; those after it are refused"
+            )
+            self.give_up(self.incomplete)
+
+    def give_up(self, sentence: str) -> None:
+        """Refuse all that waits."""
+        self.next = max(self._waiting, default=self.next - 1) + 1
+        for waiting in self._waiting.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(Refused(sentence))
+        self._waiting.clear()
