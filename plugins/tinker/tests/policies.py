@@ -32,13 +32,14 @@ class OneNumber(ServedPolicy):
         self.samplers: list[float] = []  # by number
         self.directory = tempfile.TemporaryDirectory()
         self.checkpoints = Checkpoints(Path(self.directory.name), "")
-        self.hold = threading.Event()  # passes wait for it
+        self.hold = threading.Event()  # passes and creations wait for it
         self.hold.set()
         self.started = threading.Event()  # by a pass
         self.drawn: list[Draw] = []
         self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
         self.ranks_ended = False
+        self.refused = ""  # why the next model is not created
 
     @property
     def ended(self) -> bool:
@@ -48,12 +49,9 @@ class OneNumber(ServedPolicy):
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
 
-    def create(self, wanted: types.CreateModelRequest, *, model_id: str) -> types.TrainingRun:
-        self._called("create")
+    def planned(self, wanted: types.CreateModelRequest, *, model_id: str, path: str = "") -> types.TrainingRun:
         if wanted.base_model not in (NAME, "other/name"):
             raise Refused(f"base model {wanted.base_model!r} is not served here")
-        self.model = model_id
-        self.w = self.gradient = self.moment = 0.0
         run = types.TrainingRun(
             training_run_id=model_id,
             base_model=wanted.base_model,
@@ -65,6 +63,16 @@ class OneNumber(ServedPolicy):
         )
         self.checkpoints.begin(run)
         return run
+
+    def create(self, run: types.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
+        self._called("create")
+        self.hold.wait()
+        if self.refused:
+            raise Refused(self.refused)
+        self.model = run.training_run_id
+        self.w = self.gradient = self.moment = 0.0
+        if path:
+            self.load(path, optimizer=optimizer)
 
     def release(self) -> None:
         self._called("release")

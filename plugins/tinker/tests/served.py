@@ -75,7 +75,13 @@ class Served:
 
     def new_model(self, model_id: str, *, rank: int | None = None) -> None:
         self.policy.release()
-        self.policy.create(model_wanted(rank), model_id=model_id)
+        create(self.policy, model_wanted(rank), model_id)
+
+
+def create(policy: ServedPolicy, wanted: types.CreateModelRequest, model_id: str) -> types.TrainingRun:
+    run = policy.planned(wanted, model_id=model_id)
+    policy.create(run)
+    return run
 
 
 def model_wanted(rank: int | None = None, *, base_model: str = MODEL, **adapters: Any) -> types.CreateModelRequest:

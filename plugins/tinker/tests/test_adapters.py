@@ -10,7 +10,7 @@ import torch
 from tinker import types
 
 from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import LORA, MODEL, Served, model_wanted, save, serving, train, weights_of
+from plugins.tinker.tests.served import LORA, MODEL, Served, create, model_wanted, save, serving, train, weights_of
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_model_that_would_differ_silently_is_refused(
 ) -> None:
     served.policy.release()
     with pytest.raises(Refused, match=sentence):
-        served.policy.create(model_wanted(**{"rank": 4, **wanted}), model_id="d:train:0")
+        create(served.policy, model_wanted(**{"rank": 4, **wanted}), "d:train:0")
 
 
 def test_an_optimizer_that_is_not_served_is_refused(served: Served) -> None:
@@ -41,12 +41,12 @@ def test_an_optimizer_that_is_not_served_is_refused(served: Served) -> None:
         {"session_id": "a", "model_seq_id": 0, "base_model": MODEL, "optimizer_config": {"type": "dimuon"}}
     )
     with pytest.raises(Refused, match="optimizer 'dimuon' is not served"):
-        served.policy.create(other, model_id="d:train:0")
+        create(served.policy, other, "d:train:0")
 
 
 def test_a_client_learns_the_rank(served: Served) -> None:
     served.policy.release()
-    made = served.policy.create(model_wanted(4), model_id="e:train:0")
+    made = create(served.policy, model_wanted(4), "e:train:0")
     assert (made.base_model, made.lora_rank, made.is_lora) == (MODEL, 4, True)
 
 

@@ -49,7 +49,9 @@ def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing
         model = Model(id="m", session="s", turns=Turns(call), clock=lambda: 0.0)
 
         async def request(number: int) -> None:
-            assert await model.turn(number, Asked(number, work, None if number in alone else "pass")) == number
+            asked = Asked(number, work, None if number in alone else "pass")
+            model.add(number, asked)
+            assert await asked.answer == number
 
         tasks = {number: asyncio.create_task(request(number)) for number in arriving if number != missing}
         for _ in range(20):

@@ -100,7 +100,7 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
         step.result()
     training.forward_backward([datum(1, [1.0])], "cross_entropy").result()
     assert training.optim_step(types.AdamParams(learning_rate=2.0)).result().metrics == {"grad_norm": 1.0}
-    with pytest.raises(tinker.RequestFailedError, match="base model 'nobody/nothing' is not served here"):
+    with pytest.raises(tinker.BadRequestError, match="base model 'nobody/nothing' is not served here"):
         client.create_lora_training_client("nobody/nothing").result()
 
 

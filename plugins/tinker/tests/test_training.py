@@ -25,6 +25,7 @@ from plugins.tinker.tests.served import (
     VOCABULARY,
     Served,
     asked,
+    create,
     datum,
     model_wanted,
     publish,
@@ -352,11 +353,11 @@ def test_a_model_that_is_refused_leaves_the_one_before(
     served.new_model("b:train:1")
     losses = train(policy, 2)
     with pytest.raises(Refused, match="base_model='other' is not served here"):
-        policy.create(model_wanted(base_model="other"), model_id="b:train:2")
+        create(policy, model_wanted(base_model="other"), "b:train:2")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", _no_space)
         with pytest.raises(Refused, match="serve.directory: no space left"):
-            policy.create(model_wanted(), model_id="b:train:2")
+            create(policy, model_wanted(), "b:train:2")
     assert losses + train(policy, 1) == expected
 
 
@@ -366,7 +367,7 @@ def _no_space(*_: Any, **__: Any) -> None:
 
 def test_another_model_begins_where_the_first_one_began(served: Served, policy: ServedPolicy) -> None:
     first = train(policy, 2)
-    policy.create(model_wanted(), model_id="b:train:0")
+    create(policy, model_wanted(), "b:train:0")
     assert train(policy, 2) == first
 
 
@@ -419,8 +420,8 @@ def test_a_broken_checkpoint_leaves_ranks_that_answer(served: Served, policy: Se
 def test_a_client_learns_that_all_weights_are_trained(served: Served) -> None:
     wanted = model_wanted(32)
     served.policy.release()
-    made = served.policy.create(wanted, model_id="e:train:0")
+    made = create(served.policy, wanted, "e:train:0")
     assert (made.base_model, made.lora_rank, made.is_lora) == (MODEL, None, False)
     served.policy.release()
     with pytest.raises(Refused, match="this server trains all weights, and not some layers alone"):
-        served.policy.create(model_wanted(32, train_attn=False), model_id="e:train:1")
+        create(served.policy, model_wanted(32, train_attn=False), "e:train:1")

@@ -8,7 +8,7 @@ import pytest
 
 from corerl.errors import ConfigError
 from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import LORA, model_wanted, save, serving, train
+from plugins.tinker.tests.served import LORA, create, model_wanted, save, serving, train
 
 
 def test_a_server_whose_sums_would_be_means_does_not_start(tmp_path: Path) -> None:
@@ -28,4 +28,4 @@ def test_a_checkpoint_of_another_rank_is_refused_before_ranks_end(tmp_path: Path
         assert len(train(other.policy, 1)) == 1
         other.policy.release()
         with pytest.raises(Refused, match="train_mlp=True, but adapters here have train_mlp False"):
-            other.policy.create(model_wanted(2), model_id="a:train:2")
+            create(other.policy, model_wanted(2), "a:train:2")

@@ -78,7 +78,7 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
-    def find(self, path: object) -> tuple[TrainingRun, Checkpoint]:
+    def find(self, path: str) -> tuple[TrainingRun, Checkpoint]:
         """A checkpoint, and the model that it is of. Raises Refused, with status 404, if there is none."""
         place = self._place(path)
         saved = self._read(place)
@@ -121,8 +121,8 @@ class Checkpoints:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _place(self, path: object) -> Path:
-        if not isinstance(path, str) or not PATH.fullmatch(path):
+    def _place(self, path: str) -> Path:
+        if not PATH.fullmatch(path):
             raise Refused(
                 f"the path of a checkpoint is {short_repr(path, 200)}, wanted tinker://RUN/weights/NAME or "
                 "tinker://RUN/sampler_weights/NAME, where NAME has 1 to 128 letters, digits, '_', '-' and '.', which "

@@ -19,10 +19,10 @@ from attrs import field, frozen
 from torch import Tensor
 
 from corerl import LossSpec, SampleBatch
-from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.algorithms import LossInputs, LossResult, PolicyTokens
 from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
-from corerl.types import Array, BoolArray, FloatArray, Reduction, offsets_of
+from corerl.types import Array, BoolArray, FloatArray, offsets_of
 from corerl_tinker.requests import Datum, Pass, PassDone, Refused
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
@@ -40,7 +40,7 @@ def importance_sampling(inputs: LossInputs) -> LossResult:
     """sum_t -r_t A_t with the ratio r_t = exp(logprobs_t - old_logprobs_t), whose logarithm is clamped to +-20 here and
     in the next three, lest one token make the step infinite."""
     tokens = PolicyTokens.of(inputs, name="importance_sampling")
-    return _sum(-tokens.log_ratio.exp() * tokens.advantages, tokens.counted)
+    return LossResult((-tokens.log_ratio.exp() * tokens.advantages).sum())
 
 
 def ppo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold: float) -> LossResult:
@@ -53,7 +53,7 @@ def cispo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold:
     """sum_t -sg(clip(r_t, low, high)) A_t logprobs_t, where sg stops the gradient. MiniMax 2025, eq. 4 and 5."""
     tokens = PolicyTokens.of(inputs, name="cispo")
     weight = tokens.log_ratio.detach().exp().clamp(clip_low_threshold, clip_high_threshold)
-    return _sum(-weight * tokens.advantages * tokens.logprobs, tokens.counted)
+    return LossResult((-weight * tokens.advantages * tokens.logprobs).sum())
 
 
 def gspo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold: float) -> LossResult:
@@ -73,17 +73,12 @@ def dro(inputs: LossInputs, *, beta: float) -> LossResult:
     less the value."""
     tokens = PolicyTokens.of(inputs, name="dro")
     apart = tokens.logprobs - tokens.column(OLD)
-    return _sum(-(tokens.logprobs * tokens.advantages - 0.5 * beta * apart * apart), tokens.counted)
+    return LossResult(-(tokens.logprobs * tokens.advantages - 0.5 * beta * apart * apart).sum())
 
 
 def _clipped(tokens: PolicyTokens, ratio: Tensor, low: float, high: float) -> LossResult:
     gain = (ratio * tokens.advantages).minimum(ratio.clamp(low, high) * tokens.advantages)
-    return _sum(-gain, tokens.counted)
-
-
-def _sum(terms: Tensor, counted: Tensor) -> LossResult:
-    loss = terms.sum()
-    return LossResult(loss, {"loss": TensorMetric(loss.detach(), counted.sum(), Reduction.LOSS)})
+    return LossResult(-gain.sum())
 
 
 # ---- what clients send for them --------------------------------------------------------------------------------------

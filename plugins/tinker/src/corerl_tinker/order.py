@@ -91,10 +91,9 @@ class Model:
     _moved: float = 0.0
     _alone: int = 0  # how many had their turn that are done alone
 
-    async def turn(self, number: int, asked: Asked) -> Any:
-        """What comes of a request, once those of all lower numbers have had their turns. It is done together with those
-        of its key that have no other between them; None is the key of what is done alone. Raises Refused where a lower
-        number does not come."""
+    def add(self, number: int, asked: Asked) -> None:
+        """Let a request have its turn once those of all lower numbers had theirs. It is done together with those of its
+        key that have no other between them; None is the key of what is done alone."""
         if not self._waiting:
             self._moved = self.clock()
         self._waiting[number] = asked
@@ -103,7 +102,6 @@ class Model:
             self._alone += following.key is None
             following.key = self.id, self._alone, following.key
             self.turns.add(following)
-        return await asked.answer
 
     def close_gap(self) -> None:
         """Refuse what waits for a number that does not come, and go on after it."""

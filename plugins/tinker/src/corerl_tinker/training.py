@@ -54,9 +54,9 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `rows` and `draw`, in the order of the client's numbers. Each method raises `Refused`, or
-    another UserError, for what has failed alone, such as what the client should do otherwise; other errors end the
-    model.
+    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers. Each method raises
+    `Refused`, or another UserError, for what has failed alone, such as what the client should do otherwise; other
+    errors end the model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -93,13 +93,15 @@ class ServedPolicy:
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
-    def create(self, wanted: sdk.CreateModelRequest, *, model_id: str) -> sdk.TrainingRun:
-        """Begin with a new model in the place of the one before, which goes on if this one is refused."""
+    def planned(self, wanted: sdk.CreateModelRequest, *, model_id: str, path: str = "") -> sdk.TrainingRun:
+        """The model that `create` begins with, from a checkpoint if there is a path; in any thread."""
         self._require_served(wanted.base_model)
         if (optimizer := wanted.optimizer_config.type) != "adamw":
             raise Refused(f"optimizer {optimizer!r} is not served here; 'adamw' is")
         if wanted.lora_config is not None:
             self._require_same(wanted.lora_config)
+        if path:
+            self._require_loadable(path)
         run = sdk.TrainingRun(
             training_run_id=model_id,
             base_model=wanted.base_model,
@@ -113,11 +115,16 @@ class ServedPolicy:
             self.checkpoints.begin(run)
         except OSError as error:
             raise Refused(f"a model needs its directory in serve.directory: {error}") from error
-        self.release()
-        if self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
-        self._training, self._name = model_id, wanted.base_model
         return run
+
+    def create(self, run: sdk.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
+        """Begin with a model that was planned, in the place of the one before."""
+        self.release()
+        if path:
+            self._go_on_from(path, moments=optimizer)
+        elif self._step or self._samplers.now != START:
+            self._stale = True  # not yet: a checkpoint may be loaded next
+        self._training, self._name = run.training_run_id, run.base_model
 
     def release(self) -> None:
         """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""
@@ -265,12 +272,15 @@ class ServedPolicy:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
 
-    def _go_on_from(self, path: str, *, moments: bool = False) -> None:
+    def _require_loadable(self, path: str) -> None:
         run, _ = self.checkpoints.find(path)
         if run.lora_rank != self._rank:
             ranks = (run.lora_rank, self._rank)
             there, here = ("all weights" if each is None else f"adapters of rank {each}" for each in ranks)
             raise Refused(f"{path} has {there}, and this server trains {here}; start one with the same [lora]")
+
+    def _go_on_from(self, path: str, *, moments: bool = False) -> None:
+        self._require_loadable(path)
         try:
             self._restart(str(self.checkpoints.state_of(path)), self._weights_at.get(path), moments=moments)
         except UserError as error:

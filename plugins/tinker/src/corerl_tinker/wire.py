@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import Literal, TypeAlias
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.types import TensorData
 from tinker.types.topk_logprobs import MASK_LOGPROB
@@ -27,16 +26,6 @@ DTYPES: Mapping[int, Literal["float32", "int64"]] = {pb.DTYPE_FLOAT32: "float32"
 
 
 # ---- passes ----------------------------------------------------------------------------------------------------------
-
-
-def parsed(body: bytes) -> PassMessage:
-    """The message of a `forward_backward`, of which `model_id` and `seq_id` can be read; `read_pass` reads the rest."""
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise Refused(f"the body is no ForwardBackwardRequest in protobuf: {error}") from error
-    return message
 
 
 def read_pass(message: PassMessage) -> Pass:
