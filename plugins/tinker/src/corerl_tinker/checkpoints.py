@@ -74,7 +74,6 @@ class Checkpoints:
         with self._changing:
             aside = _moved_aside(place)
             os.replace(partial, place)
-            (place.parent.parent / RUN).touch()
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
@@ -96,12 +95,22 @@ class Checkpoints:
 
     def run(self, name: str) -> TrainingRun:
         """Raises Refused, with status 404, if there is none."""
-        run = self._run(self._directory / name) if PATH.fullmatch(f"tinker://{name}/weights/x") else None
-        if run is None:
+        try:
+            if not PATH.fullmatch(f"tinker://{name}/weights/x"):
+                raise ValueError("a path that leads elsewhere")
+            run = TrainingRun.model_validate_json((self._directory / name / RUN).read_text())
+        except (OSError, ValueError) as error:  # none of ours
             raise Refused(
                 f"training run {short_repr(name, 200)} has no checkpoint here, and is not trained now", status=404
-            )
-        return run
+            ) from error
+        latest = {saved.checkpoint_type: saved for saved in self._checkpoints(self._directory / name)}
+        return run.model_copy(
+            update={
+                "last_request_time": max([run.last_request_time, *(saved.time for saved in latest.values())]),
+                "last_checkpoint": latest.get("training"),
+                "last_sampler_checkpoint": latest.get("sampler"),
+            }
+        )
 
     def of(self, name: str) -> list[Checkpoint]:
         """A run's checkpoints, the oldest first. Raises Refused as `run` does."""
@@ -141,16 +150,6 @@ class Checkpoints:
                 return saved
             _remove(place)
             return None
-
-    def _run(self, place: Path) -> TrainingRun | None:
-        try:
-            run = TrainingRun.model_validate_json((place / RUN).read_text())
-            used = datetime.fromtimestamp((place / RUN).stat().st_mtime, UTC)
-        except (OSError, ValueError):
-            return None  # none of ours
-        latest = {saved.checkpoint_type: saved for saved in self._checkpoints(place)}
-        last = {"last_checkpoint": latest.get("training"), "last_sampler_checkpoint": latest.get("sampler")}
-        return run.model_copy(update={"last_request_time": used, **last})
 
     def _checkpoints(self, run: Path) -> list[Checkpoint]:
         found = [self._read(place) for folder in KINDS for place in (run / folder).glob("[!.]*")]

@@ -4,8 +4,9 @@ order they arrive."""
 from __future__ import annotations
 
 import asyncio
-import threading
+import concurrent.futures
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from attrs import define, field
@@ -28,14 +29,14 @@ class Asked:
 
 
 class Turns:
-    """The queue of the group's thread. What is asked under one key is done in one turn, that of the first of it: passes
+    """The queue of the group's thread. What waits under one key is done in one turn, that of the first of it: passes
     fill micro-batches together, and engines are sent weights once for all who sample from them."""
 
     def __init__(self, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
-        """`call` calls a function in the thread of the group, after all that it was given before."""
+        """`call` calls a function in the thread of the group."""
         self._call = call
-        self._adding = threading.Lock()
-        self._waiting: dict[Hashable, list[Asked]] = {}
+        self._waiting: dict[Hashable, list[Asked]] = {}  # by key, in the order of their turns
+        self._working: asyncio.Task[None] | None = None
 
     async def ask(self, work: Callable[[Sequence[Any]], Sequence[Any]], what: Any, key: Hashable) -> Any:
         """What `work` makes of this."""
@@ -49,31 +50,26 @@ class Turns:
         return found
 
     def add(self, asked: Asked) -> None:
-        with self._adding:
-            first = asked.key not in self._waiting
-            self._waiting.setdefault(asked.key, []).append(asked)
-        if first:  # in a task of its own: whoever asks first may go
-            asyncio.create_task(self._do(asked.key))  # noqa: RUF006  -- the group's queue holds it
+        self._waiting.setdefault(asked.key, []).append(asked)
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work())
 
-    async def _do(self, key: Hashable) -> None:
-        taken = list[Asked]()
-
-        def take() -> list[Asked]:
-            with self._adding:
-                taken.extend(each for each in self._waiting.pop(key, []) if not each.answer.done())
-            return taken
-
-        try:
-            found = await self._call(lambda: take() and taken[0].work([each.what for each in taken]))
-        except Exception as error:
-            found = [error] * len(take())
-        for each, answer in zip(taken, found, strict=True):
-            if each.answer.done():  # who asked has gone
-                answer.cancel() if hasattr(answer, "cancel") else None
-            elif isinstance(answer, Exception):
-                each.answer.set_exception(answer)
-            else:
-                each.answer.set_result(answer)
+    async def _work(self) -> None:
+        while self._waiting:
+            waiting = self._waiting.pop(next(iter(self._waiting)))
+            taken = [each for each in waiting if not each.answer.done()]  # whoever asked may have gone
+            try:
+                work = partial(waiting[0].work, [each.what for each in taken])
+                found = await self._call(work) if taken else []
+            except Exception as error:
+                found = [error] * len(taken)
+            for each, answer in zip(taken, found, strict=True):
+                if each.answer.done():
+                    answer.cancel() if isinstance(answer, concurrent.futures.Future) else None
+                elif isinstance(answer, Exception):
+                    each.answer.set_exception(answer)
+                else:
+                    each.answer.set_result(answer)
 
 
 @define(kw_only=True, eq=False)

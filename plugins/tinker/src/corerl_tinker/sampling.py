@@ -163,7 +163,7 @@ class Samplers:
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
-    def add(self, weights: int, name: str, *, base_model: str, model_path: str | None) -> Sampler:
+    def add(self, weights: int, name: str, *, base_model: str, model_path: str | None = None) -> Sampler:
         """A new sampler of these weights."""
         self._added += 1
         return Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)

@@ -252,12 +252,8 @@ class Service:
                 raise Refused(f"model {model.id!r} was not created: request {model.id}:0 was refused")
             return work(model, asked)
 
-        async def answer() -> Answer:
-            self._require()
-            return await asked.answer
-
         asked = Asked(what, of_model, key)
-        self.sessions.promise(session, name, answer, size=size, urgent=number == model.next)
+        self.sessions.promise(session, name, lambda: asked.answer, size=size, urgent=number == model.next)
         model.add(number, asked)
         return found
 

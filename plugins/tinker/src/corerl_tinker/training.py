@@ -239,13 +239,11 @@ class ServedPolicy:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, asked: sdk.SaveWeightsRequest) -> sdk.Checkpoint:
-        """Weights and moments, as `tinker://RUN/weights/NAME`."""
-        return self._save("weights", asked, overwrite=asked.overwrite)
-
-    def _save(
-        self, kind: str, asked: sdk.SaveWeightsRequest | sdk.SaveWeightsForSamplerRequest, *, overwrite: bool = False
-    ) -> sdk.Checkpoint:
+    def save(self, asked: sdk.SaveWeightsRequest | sdk.SaveWeightsForSamplerRequest) -> sdk.Checkpoint:
+        """Weights and moments, as `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`."""
+        kind, overwrite = "sampler_weights", False
+        if isinstance(asked, sdk.SaveWeightsRequest):
+            kind, overwrite = "weights", asked.overwrite
         self._require_model()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
@@ -295,16 +293,17 @@ class ServedPolicy:
         self._require_model()
         if asked.kind != "snapshot":
             raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
-        path = None if asked.path is None else self._save("sampler_weights", asked).tinker_path
+        path = None if asked.path is None else self.save(asked).tinker_path
         self._samplers.keep()
         if path is None:
             self._samplers.push()
-        return self._sampler(self._samplers.now, path or f"the sampler of step {self._step}", path=path)
+        name = path or f"the sampler of step {self._step}"
+        return self._samplers.add(self._samplers.now, name, base_model=self._name, model_path=path)
 
     def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         """A new sampler of a saved checkpoint, or of a base model."""
         if model_path is None:
-            return self._sampler(self._weights_of_model(base_model), base_model, base_model=base_model)
+            return self._samplers.add(self._weights_of_model(base_model), base_model, base_model=base_model)
         run, _ = self.checkpoints.find(model_path)
         number = self._weights_at.get(model_path)
         if number is None or not self._samplers.has(number):
@@ -318,7 +317,7 @@ class ServedPolicy:
         if number == self._samplers.now and not self._stale:
             self._samplers.keep()
             self._samplers.push()
-        return self._sampler(number, model_path, path=model_path, base_model=run.base_model)
+        return self._samplers.add(number, model_path, base_model=run.base_model, model_path=model_path)
 
     def _weights_of_model(self, base_model: str) -> int:
         if base_model in self._teachers:
@@ -329,9 +328,6 @@ class ServedPolicy:
         if self._samplers.now == START:
             self._samplers.push()
         return START
-
-    def _sampler(self, weights: int, name: str, *, path: str | None = None, base_model: str = "") -> Sampler:
-        return self._samplers.add(weights, name, base_model=base_model or self._name, model_path=path)
 
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         """In the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its turn."""
