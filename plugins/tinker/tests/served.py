@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -163,13 +164,19 @@ def same(drawn: Drawn, expected: Drawn) -> bool:
     return all(found.tobytes() == wanted.tobytes() for found, wanted in pairs)
 
 
-def counting_pushes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The copies that engines are sent, "" for the weights as they are."""
-    sent, push = list[str](), Engines.push
+class Held:
+    """Samples that begin are in flight until `let_go`."""
 
-    def noted(self: Engines, *, snapshot: str, forget: int | None) -> int:
-        sent.append(snapshot)
-        return push(self, snapshot=snapshot, forget=forget)
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch, self._begin = monkeypatch, served.engines.begin
+        self._samples: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._requests: list[Any] = []
+        monkeypatch.setattr(type(served.engines), "begin", lambda _, request: self._hold(request))
 
-    monkeypatch.setattr(Engines, "push", noted)
-    return sent
+    def _hold(self, request: Any) -> concurrent.futures.Future[Any]:
+        self._requests.append(request)
+        return self._samples
+
+    async def let_go(self) -> None:
+        self._patch.undo()
+        self._samples.set_result(await asyncio.wrap_future(self._begin(self._requests[0])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -16,19 +17,6 @@ from corerl_tinker.order import GAP_SECONDS, Asked, Model, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
 
 UNHEARD = "unknown loss_fn='unheard'; there are " + ", ".join(LOSSES)
-
-
-@on_bench()
-async def test_the_first_chunk_may_come_last(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
-    for number in (4, 2, 3):
-        await (client.step(model, 4) if number == 4 else client.run(model, number, first=number))
-    assert bench.policy.calls == ["create"]
-    names = [(await client.run(model, 1, first=1)).json()["request_id"], f"{model}:4"]
-    assert [(await client.get(name)).status_code for name in names] == [200, 200]
-    assert bench.policy.calls == ["create", "pass 1 2 3", "step"]
-    assert bench.policy.w == 6 * 1e-4  # three passes of two tokens, at the default lr
 
 
 @settings(max_examples=50, deadline=None)
@@ -66,6 +54,37 @@ def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing
     assert not any(alone & {*turn} for turn in turns if len(turn) > 1)
     if [number for number in arriving if number != missing][-1] == 1:  # as the SDK sends them
         assert len(turns) == sum(each in alone or each == 1 or each - 1 in alone for each in begun)
+
+
+def test_nothing_is_done_for_who_has_gone() -> None:
+    """And what was begun for who goes meanwhile is cancelled."""
+    done, begun = list[list[str]](), concurrent.futures.Future[None]()
+
+    def work(names: Sequence[str]) -> Sequence[Any]:
+        done.append(list(names))
+        return [begun if name == "goes meanwhile" else name for name in names]
+
+    async def play() -> list[str]:
+        turn, go = asyncio.Event(), asyncio.Event()
+
+        async def call(work: Callable[[], Any]) -> Any:
+            turn.set()
+            await go.wait()
+            return work()
+
+        turns = Turns(call)
+        first = asyncio.create_task(turns.ask(work, "goes meanwhile", "first"))
+        await turn.wait()
+        names = ("gone", "one", "alone", "two")
+        others = [asyncio.create_task(turns.ask(work, name, "alone" if name == "alone" else "key")) for name in names]
+        await asyncio.sleep(0)
+        for task in (first, others[0], others[2]):
+            task.cancel()
+        go.set()
+        return await asyncio.gather(others[1], others[3])
+
+    assert asyncio.run(play()) == ["one", "two"]
+    assert done == [["goes meanwhile"], ["one", "two"]] and begun.cancelled()
 
 
 @on_bench()

@@ -127,14 +127,6 @@ def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Serv
     assert served.policy.drawn[0].asked.sampling_params == params
 
 
-def test_two_samplers_of_the_same_weights_are_not_confused(client: tinker.ServiceClient, served: Served) -> None:
-    samplers = [client.create_sampling_client(base_model=NAME).result() for _ in range(2)]
-    prompts = [types.ModelInput.from_ints([first]) for first in (10, 20)]  # each the first request of its sampler
-    params = types.SamplingParams(max_tokens=1)
-    found = [sampler.sample(prompt, 1, params).result() for sampler, prompt in zip(samplers, prompts, strict=True)]
-    assert [each.sequences[0].tokens for each in found] == [[10], [20]]
-
-
 def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.ServiceClient, served: Served) -> None:
     training = client.create_lora_training_client(NAME).result()
     first = training.save_weights_for_sampler("first").result()
