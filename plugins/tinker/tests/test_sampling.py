@@ -243,7 +243,7 @@ def test_stops_are_told_apart(served: Served) -> None:
     sampler, ends = publish(served), (2,)
     found = {}
     for stop in (None, (), (5, 6), "x", ("x", "yz")):
-        params = served.policy._params(asked(sampler, stop=stop))
+        params = served.policy._request(asked(sampler, stop=stop)).params
         found[stop] = params.stop_tokens, params.stop
     (x,) = served.policy._tokenizer.encode("x", add_special_tokens=False)
     assert found == {

@@ -109,12 +109,6 @@ LOSSES: Mapping[str, Named] = {
     "gspo": Named(f"{__name__}:gspo", (LOGPROBS, ADVANTAGES, RATIO_MASK), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
     "dro": Named(f"{__name__}:dro", settings={"beta": None}),
 }
-ELSEWHERE = {
-    "stable_reinforce": "what it needs of the sampling is not recorded here; give the recipe another loss, such as "
-    "loss_fn=importance_sampling",
-    "custom": "losses of a client are not run here; give forward_backward_custom a function instead of a handle, which "
-    "the client runs itself",
-}
 
 
 @frozen(kw_only=True)
@@ -165,8 +159,11 @@ INFINITE = (
 
 def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     """The rows of a pass, of at most `longest` tokens (0: any number) below `vocabulary`. Raises Refused."""
-    if wanted.loss in ELSEWHERE:
-        raise Refused(f"loss_fn={wanted.loss!r} is not served: {ELSEWHERE[wanted.loss]}")
+    if wanted.loss == "stable_reinforce":  # the default of some recipes
+        raise Refused(
+            "loss_fn='stable_reinforce' is not served: what it needs of the sampling is not recorded here; give the "
+            "recipe another loss, such as loss_fn=importance_sampling"
+        )
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
     named = LOSSES[wanted.loss]

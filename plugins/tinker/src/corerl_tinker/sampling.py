@@ -20,9 +20,8 @@ import numpy as np
 from attrs import evolve
 
 from corerl import Engines, Output, SampleBatch
-from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, VersionGone
-from corerl.ops import hash_key
 from corerl.types import FloatArray, IntArray, offsets_of
 from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
 
@@ -62,22 +61,18 @@ class Samplers:
         self._kept.clear()
         self.changed()
 
-    def keep(self) -> None:
-        """Keep a copy of the weights as they are. The one that was not used for longest goes, if there are too many."""
-        if self.now not in self._kept:
-            self.turn("forward")
-            self._engines.group.snapshot(_name(self.now)).create().result()
-        self._used(self.now)
-        for number in [each for each in self._kept if each > START][: -self._keep]:
-            self._kept.remove(number)
-            self._engines.group.snapshot(_name(number)).drop().result()
-
-    def keep_loaded(self, number: int) -> None:
-        """Keep a copy of a teacher's weights, or of those that the ranks start with."""
+    def keep(self, number: int | None = None) -> None:
+        """Keep a copy of the weights as they are, or of such as ranks can load again: a teacher's, and those at the
+        start. The one that was not used for longest goes, if there are too many."""
+        number = self.now if number is None else number
         if number not in self._kept:
             self.turn("forward")
-            self._engines.group.snapshot(_name(number)).load(self._sources[number]).result()
-            self._used(number)
+            copy = self._engines.group.snapshot(_name(number))
+            (copy.create() if number == self.now else copy.load(self._sources[number])).result()
+        self._used(number)
+        for each in [each for each in self._kept if each > START][: -self._keep]:
+            self._kept.remove(each)
+            self._engines.group.snapshot(_name(each)).drop().result()
 
     def _used(self, number: int) -> None:
         self._kept = [*(each for each in self._kept if each != number), number]
@@ -151,7 +146,7 @@ class Samplers:
         if number == self.now:
             return ""
         if number in self._sources:
-            self.keep_loaded(number)
+            self.keep(number)
         if number not in self._kept:
             raise Refused(
                 f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and copies "
@@ -168,18 +163,14 @@ class Samplers:
         self._added += 1
         return Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
 
-    async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
+    async def draw(self, wanted: Draw, request: GenerateRequest, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
         sampler, asked, length = wanted.sampler, wanted.asked, len(wanted.prompt)
-        last = length if asked.prompt_logprobs_last_n is None else asked.prompt_logprobs_last_n
         scores = None
-        if asked.topk_prompt_logprobs:  # from the engines, and then all of the prompt's log-probs in this answer are
-            params = evolve(params, scored=last, scored_top=asked.topk_prompt_logprobs)
-        elif asked.prompt_logprobs:
+        if asked.prompt_logprobs and not request.params.scored_top:  # else they are the engines', with likely tokens
             scores = await in_turn(partial(self._scores, sampler), wanted.prompt, ("scores", sampler.weights))
-            scores[: length - last] = np.nan
-        request = _request(wanted, params)
-        if scores is not None and params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
+            scores[: length - (asked.prompt_logprobs_last_n or length)] = np.nan
+        if scores is not None and request.params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
@@ -255,15 +246,3 @@ class Samplers:
 def _name(number: int) -> str:
     """Of the ranks' copy of these weights."""
     return f"weights-{number}"
-
-
-def _request(wanted: Draw, params: SamplingParams) -> GenerateRequest:
-    """Rows whose noise follows from the seed or, without one, from the sampler and the request's number."""
-    seed, samples = wanted.asked.sampling_params.seed, wanted.asked.num_samples
-    origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if seed is None else (seed % 2**63,)
-    return GenerateRequest(
-        tokens=np.tile(wanted.prompt, samples),
-        offsets=offsets_of([len(wanted.prompt)] * samples),
-        noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
-        params=params,
-    )

@@ -17,9 +17,10 @@ from tinker import types as sdk
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
-from corerl.engines import SamplingParams, stops_of
+from corerl.engines import GenerateRequest, SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
+from corerl.ops import hash_key
 from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
@@ -76,7 +77,7 @@ class ServedPolicy:
         sources = {self._teachers[name]: str(Path(path).absolute()) for name, path in options.teachers.items()}
         self._samplers = Samplers(engines, keep=keep, teachers=sources)
         for number in sources:  # before a client is served: ranks end where files do not fit the model
-            self._samplers.keep_loaded(number)
+            self._samplers.keep(number)
         # Of files alone, so that any thread may ask it while the group computes.
         self.checkpoints = Checkpoints(Path(options.directory), dump_toml(recorded(config)))
         self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
@@ -336,10 +337,10 @@ class ServedPolicy:
             raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
         if (top := wanted.asked.topk_prompt_logprobs) > vocabulary:
             raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
-        return await self._samplers.draw(wanted, self._params(wanted), in_turn)
+        return await self._samplers.draw(wanted, self._request(wanted), in_turn)
 
-    def _params(self, wanted: Draw) -> SamplingParams:
-        asked, length = wanted.asked.sampling_params, len(wanted.prompt)
+    def _request(self, wanted: Draw) -> GenerateRequest:
+        asked, length, samples = wanted.asked.sampling_params, len(wanted.prompt), wanted.asked.num_samples
         room = (self._longest or length + self._plan.max_tokens) - length
         most = room if asked.max_tokens is None else asked.max_tokens
         if (self._longest and most > room) or most < 1:
@@ -355,7 +356,8 @@ class ServedPolicy:
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
             tokens += [*self._ends, *of_texts]
-        return SamplingParams(
+        top, last = wanted.asked.topk_prompt_logprobs, wanted.asked.prompt_logprobs_last_n
+        params = SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
             top_k=max(asked.top_k, 0),  # the client's -1 is all tokens
@@ -363,4 +365,14 @@ class ServedPolicy:
             stop_tokens=tuple(dict.fromkeys(tokens)),
             stop=tuple(texts),
             greedy=asked.temperature == 0.0,
+            scored=(last or length) if top else 0,
+            scored_top=top,
+        )
+        # Noise follows from the seed or, without one, from the sampler and the request's number.
+        origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if asked.seed is None else (asked.seed % 2**63,)
+        return GenerateRequest(
+            tokens=np.tile(wanted.prompt, samples),
+            offsets=offsets_of([length] * samples),
+            noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
+            params=params,
         )
