@@ -112,7 +112,7 @@ async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
     large = pass_body(model, 1, tokens=tokens)
     assert 0.9 * wire.MOST_BYTES < len(large) < wire.MOST_BYTES
     answer = await client.get((await client.post("forward_backward", large)).json()["request_id"])
-    assert answer.json()["error"] == "datum 0: 4000000 tokens, wanted 1 to 1000000"
+    assert answer.status_code == 200 and len(answer.content) > 4 * tokens
     larger = pass_body(model, 2, tokens=tokens * 11 // 10)
     found = await client.post("forward_backward", larger)
     assert found.status_code == 413 and "more than 67108864 bytes" in found.json()["error"]

@@ -170,6 +170,7 @@ def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> 
     [
         ([32], "datum 1: token 32 is not in the vocabulary of 32 tokens"),
         ([-1], "datum 1: token -1 is not in the vocabulary"),
+        ([], r"datum 1: target_tokens has the shape \[0\], wanted"),
         ([1] * 16, "datum 1: 16 tokens and a last target are more than the context length 16"),
     ],
 )

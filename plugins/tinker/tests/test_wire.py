@@ -151,15 +151,8 @@ def test_tensors_that_contradict_themselves_are_refused(fields: dict[str, object
         wire.read_pass(forged(**fields))
 
 
-def test_rows_that_are_too_long_empty_or_no_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_text_is_refused() -> None:
     message = forged(dtype=1, dense=b"12345678")
-    monkeypatch.setattr(wire, "LONGEST", 1)
-    with pytest.raises(Refused, match="datum 0: 2 tokens, wanted 1 to 1"):
-        wire.read_pass(message)
-    monkeypatch.undo()
     message.data[0].model_input.add().image.format = "png"
     with pytest.raises(Refused, match="datum 0: a chunk is image; this server reads text only"):
-        wire.read_pass(message)
-    del message.data[0].model_input[:]
-    with pytest.raises(Refused, match="datum 0: 0 tokens"):
         wire.read_pass(message)

@@ -213,7 +213,7 @@ def _row(datum: Datum, loss: str, *, vocabulary: int, longest: int) -> dict[str,
         raise Refused(f"loss_fn_inputs: {wrong[0]}: {loss} takes {', '.join(sorted(takes))}; got {has}")
     several, shape = WEIGHTS in takes, found[TARGETS].shape
     for name, value in found.items():
-        if value.shape != shape or shape[0] != len(tokens) or len(shape) > 1 + several or 0 in shape:
+        if value.shape != shape or shape[0] != len(tokens) or len(shape) > 1 + several or not value.size:
             more = f", or [{len(tokens)}, K] for K targets of each token" if several else ""
             raise Refused(f"{name} has the shape {list(value.shape)}, wanted [{len(tokens)}]{more}")
         if not np.isfinite(value).all():

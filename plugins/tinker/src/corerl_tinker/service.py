@@ -86,8 +86,7 @@ class Service:
                     "state"
                 )
                 self._notify(self._lost)
-                self._require()
-                raise
+                raise Refused(self._lost, category="server") from error
 
         try:
             return await self._loop.in_caller(guarded)

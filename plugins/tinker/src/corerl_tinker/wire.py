@@ -18,7 +18,6 @@ from corerl_tinker.sessions import Answer
 
 PROTOBUF = "application/x-protobuf"
 MOST_BYTES = 64 * 2**20  # of a body
-LONGEST = 1_000_000  # tokens of a row; the model's own limit is below
 MOST_TARGETS = 2**25  # of a pass, once all its tokens have as many: a body of few bytes may have many that are 0
 PassMessage: TypeAlias = pb.ForwardBackwardRequest
 # The SDK widens all others to these.
@@ -47,9 +46,10 @@ def read_pass(message: PassMessage) -> Pass:
             datums.append(Datum(tokens=tokens, inputs={name: _array(tensors[name]) for name in tensors}))
         except (Refused, ValueError, RuntimeError) as error:  # of numpy and torch, for what the SDK does not send
             raise Refused(f"datum {number}: {message_of(error)}") from error
-    config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():
-        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    config = {  # the SDK writes `loss_fn_config` too, for earlier servers
+        name: value.text if value.WhichOneof("value") == "text" else value.number
+        for name, value in message.loss_fn_config_v2.items()
+    }
     return Pass(loss=message.loss_fn, datums=datums, config=config, forward_only=message.forward_only)
 
 
@@ -59,10 +59,7 @@ def _tokens(chunks: Sequence[pb.Chunk]) -> Array:
         if (kind := chunk.WhichOneof("chunk")) != "encoded_text":
             raise Refused(f"a chunk is {kind or 'empty'}; this server reads text only")
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
-    tokens = np.concatenate(parts)
-    if not 0 < len(tokens) <= LONGEST:
-        raise Refused(f"{len(tokens)} tokens, wanted 1 to {LONGEST}")
-    return tokens
+    return np.concatenate(parts)
 
 
 def _array(tensor: pb.Tensor) -> Array:
