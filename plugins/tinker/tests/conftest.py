@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from attrs import frozen
 
+from corerl import Engines
 from corerl_tinker.app import Server
 from corerl_tinker.options import ServeOptions
 from corerl_tinker.training import ServedPolicy
@@ -38,6 +39,19 @@ def start(policy: ServedPolicy, options: ServeOptions, notices: list[str]) -> tu
     thread = threading.Thread(target=server.run, name="group")
     thread.start()
     return server, thread, f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The copies that engines are sent, "" for the weights as they are."""
+    sent, push = list[str](), Engines.push
+
+    def noted(self: Engines, *, snapshot: str, forget: int | None) -> int:
+        sent.append(snapshot)
+        return push(self, snapshot=snapshot, forget=forget)
+
+    monkeypatch.setattr(Engines, "push", noted)
+    return sent
 
 
 @pytest.fixture

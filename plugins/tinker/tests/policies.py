@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ import numpy as np
 from tinker import types
 
 from corerl.types import FloatArray, IntArray
-from corerl_tinker import wire
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import SLOPES, Rows, rows_of
-from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
+from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.training import ServedPolicy
 
 NAME = "Qwen/Qwen3-8B-Base"
@@ -33,13 +32,14 @@ class OneNumber(ServedPolicy):
         self.samplers: list[float] = []  # by number
         self.directory = tempfile.TemporaryDirectory()
         self.checkpoints = Checkpoints(Path(self.directory.name), "")
-        self.hold = threading.Event()  # passes wait for it
+        self.hold = threading.Event()  # passes and creations wait for it
         self.hold.set()
         self.started = threading.Event()  # by a pass
         self.drawn: list[Draw] = []
         self.drawing: Callable[[Draw], Any] | None = None  # awaited before a draw
         self.dies: Exception | None = None  # of the next pass
         self.ranks_ended = False
+        self.refused = ""  # why the next model is not created
 
     @property
     def ended(self) -> bool:
@@ -49,12 +49,9 @@ class OneNumber(ServedPolicy):
         self.calls.append(what)
         self.threads.add(threading.current_thread().name)
 
-    def create(self, wanted: types.CreateModelRequest, *, model_id: str) -> types.TrainingRun:
-        self._called("create")
+    def planned(self, wanted: types.CreateModelRequest, *, model_id: str, path: str = "") -> types.TrainingRun:
         if wanted.base_model not in (NAME, "other/name"):
             raise Refused(f"base model {wanted.base_model!r} is not served here")
-        self.model = model_id
-        self.w = self.gradient = self.moment = 0.0
         run = types.TrainingRun(
             training_run_id=model_id,
             base_model=wanted.base_model,
@@ -67,25 +64,39 @@ class OneNumber(ServedPolicy):
         self.checkpoints.begin(run)
         return run
 
+    def create(self, run: types.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
+        self._called("create")
+        self.hold.wait()
+        if self.refused:
+            raise Refused(self.refused)
+        self.model = run.training_run_id
+        self.w = self.gradient = self.moment = 0.0
+        if path:
+            self.load(path, optimizer=optimizer)
+
     def release(self) -> None:
         self._called("release")
 
-    def read(self, message: wire.PassMessage) -> Rows:
-        return rows_of(wire.read_pass(message), vocabulary=10**9, longest=0)
+    def rows(self, wanted: Pass) -> Rows:
+        return rows_of(wanted, vocabulary=10**9, longest=0)
 
-    def run(self, rows: Rows) -> PassDone:
-        tokens, offsets = rows.samples.tokens, rows.samples.offsets
-        self._called("forward" if rows.forward_only else f"pass {tokens[0]}")
+    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+        firsts = " ".join(str(rows.samples.tokens[0]) for rows in passes)
+        self._called("forward" if passes[0].forward_only else f"pass {firsts}")
         self.started.set()
         self.hold.wait()
         if self.dies is not None:
             raise self.dies
-        lengths = np.diff(offsets)
-        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], lengths) - 1)).astype(np.float32)
-        slopes = rows.samples.columns[SLOPES]
+        return [self._run(rows) for rows in passes]
+
+    def _run(self, rows: Rows) -> PassDone:
+        tokens, offsets = rows.samples.tokens, rows.samples.offsets
+        logprobs = (self.w - (np.arange(len(tokens)) - np.repeat(offsets[:-1], np.diff(offsets)) - 1)).astype(
+            np.float32
+        )
         if not rows.forward_only:
-            self.gradient -= float(slopes.sum())
-        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": float((slopes * logprobs).sum())})
+            self.gradient -= float(rows.samples.columns[SLOPES].sum())
+        return rows.done(logprobs)
 
     def discard(self) -> None:
         self._called("discard")
@@ -143,7 +154,7 @@ class OneNumber(ServedPolicy):
             await self.drawing(wanted)
         most, samples = wanted.asked.sampling_params.max_tokens, wanted.asked.num_samples
         length = min(most or 3, 1000)
-        scored = await in_turn(lambda: self._scored(wanted.prompt)) if wanted.asked.prompt_logprobs else None
+        scored = await in_turn(self._scored, wanted.prompt, 0) if wanted.asked.prompt_logprobs else None
         return Drawn(
             tokens=tuple(wanted.prompt[-1] + number + np.arange(length) for number in range(samples)),
             logprobs=(np.full(length, self.samplers[wanted.sampler.number], np.float32),) * samples,
@@ -151,6 +162,6 @@ class OneNumber(ServedPolicy):
             prompt_logprobs=scored,
         )
 
-    def _scored(self, prompt: IntArray) -> FloatArray:
+    def _scored(self, prompts: Sequence[IntArray]) -> list[FloatArray]:
         self._called("score")
-        return np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32)
+        return [np.array([np.nan, *(-np.arange(1, len(prompt)))], np.float32) for prompt in prompts]

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from tinker import types
-from tinker.proto import tinker_public_pb2 as pb
 
 from corerl import Engines
 from corerl.config import config_of
-from corerl.types import Array, FloatArray, IntArray
+from corerl.types import FloatArray
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, PassDone, Sampler
+from corerl_tinker.requests import Datum, Draw, Drawn, Pass, PassDone, Sampler
 from corerl_tinker.training import ServedPolicy
 from tests.in_process import without_ray
 
-T = TypeVar("T")
 VOCABULARY = 32
 MODEL = "tiny"
 ADAM = types.AdamParams(learning_rate=0.01)
@@ -77,7 +76,13 @@ class Served:
 
     def new_model(self, model_id: str, *, rank: int | None = None) -> None:
         self.policy.release()
-        self.policy.create(model_wanted(rank), model_id=model_id)
+        create(self.policy, model_wanted(rank), model_id)
+
+
+def create(policy: ServedPolicy, wanted: types.CreateModelRequest, model_id: str) -> types.TrainingRun:
+    run = policy.planned(wanted, model_id=model_id)
+    policy.create(run)
+    return run
 
 
 def model_wanted(rank: int | None = None, *, base_model: str = MODEL, **adapters: Any) -> types.CreateModelRequest:
@@ -86,9 +91,9 @@ def model_wanted(rank: int | None = None, *, base_model: str = MODEL, **adapters
     return types.CreateModelRequest(session_id="a", model_seq_id=0, base_model=base_model, lora_config=lora)
 
 
-async def at_once(work: Callable[[], T]) -> T:
+async def at_once(work: Callable[[Sequence[Any]], Sequence[Any]], what: Any, key: Hashable) -> Any:
     """The turn of whoever asks, where nobody else does anything."""
-    return work()
+    return work([what])[0]
 
 
 @contextlib.contextmanager
@@ -99,40 +104,8 @@ def serving(directory: Path, tables: Mapping[str, Any] | None = None, **options:
         yield Served(policy, engines)
 
 
-@frozen(kw_only=True)
-class Datum:
-    """One row of a pass."""
-
-    tokens: IntArray  # [n]
-    inputs: Mapping[str, Array]  # each [n] or [n, K]
-
-
-@frozen(kw_only=True)
-class Pass:
-    """What a client asks for."""
-
-    datums: tuple[Datum, ...]
-    loss: str
-    config: Mapping[str, float | str] = field(factory=dict)
-    forward_only: bool = False
-
-    def message(self) -> pb.ForwardBackwardRequest:
-        message = pb.ForwardBackwardRequest(loss_fn=self.loss, forward_only=self.forward_only)
-        for name, value in self.config.items():
-            text = isinstance(value, str)
-            message.loss_fn_config_v2[name].CopyFrom(pb.LossConfigValue(**{"text" if text else "number": value}))  # type: ignore[arg-type]
-        for datum in self.datums:
-            sent = message.data.add()
-            sent.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
-            for name, values in datum.inputs.items():
-                dtype, code = ("<i8", pb.DTYPE_INT64) if name == "target_tokens" else ("<f4", pb.DTYPE_FLOAT32)
-                dense = np.asarray(values).astype(dtype).tobytes()
-                sent.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=dense, dtype=code, shape=np.shape(values)))
-        return message
-
-
 def run(policy: ServedPolicy, wanted: Pass) -> PassDone:
-    return policy.run(policy.read(wanted.message()))
+    return policy.run([policy.rows(wanted)])[0]
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
@@ -144,7 +117,7 @@ def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
 
 def supervised(*rows: Sequence[int]) -> Pass:
     """Every token but the first of each row is to become likelier."""
-    return Pass(loss="cross_entropy", datums=tuple(datum(row, weights=[1.0] * (len(row) - 1)) for row in rows))
+    return Pass(loss="cross_entropy", datums=[datum(row, weights=[1.0] * (len(row) - 1)) for row in rows])
 
 
 ROWS = ([1, 7, 8, 9, 4], [1, 4, 5], [1, 6, 6, 6, 6, 9, 20, 21])
@@ -191,13 +164,19 @@ def same(drawn: Drawn, expected: Drawn) -> bool:
     return all(found.tobytes() == wanted.tobytes() for found, wanted in pairs)
 
 
-def counting_pushes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The copies that engines are sent, "" for the weights as they are."""
-    sent, push = list[str](), Engines.push
+class Held:
+    """Samples that begin are in flight until `let_go`."""
 
-    def noted(self: Engines, *, snapshot: str, forget: int | None) -> int:
-        sent.append(snapshot)
-        return push(self, snapshot=snapshot, forget=forget)
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch, self._begin = monkeypatch, served.engines.begin
+        self._samples: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._requests: list[Any] = []
+        monkeypatch.setattr(type(served.engines), "begin", lambda _, request: self._hold(request))
 
-    monkeypatch.setattr(Engines, "push", noted)
-    return sent
+    def _hold(self, request: Any) -> concurrent.futures.Future[Any]:
+        self._requests.append(request)
+        return self._samples
+
+    async def let_go(self) -> None:
+        self._patch.undo()
+        self._samples.set_result(await asyncio.wrap_future(self._begin(self._requests[0])))

@@ -48,23 +48,14 @@ async def test_a_name_that_is_not_the_servers_is_refused(bench: Bench) -> None:
 async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> None:
     client = bench.client
     session = await client.begin()
-    model, sampler = await client.model(session), await client.sampler(session)
+    await client.model(session)
+    sampler = await client.sampler(session)
     image = {"chunks": [{"type": "image", "data": "AAAA", "format": "png"}]}
     refused = [
         (await client.post("copy_weights", {}), 404, "POST /api/v1/copy_weights is not served here"),
         (await bench.http.get("/api/v1/create_session"), 405, "GET /api/v1/create_session is not served here"),
-        (await client.post("create_session", b"{nothing"), 400, "the body is not JSON: JSONDecodeError"),
-        (await client.post("create_session", b"[" * 10**5), 400, "the body is not JSON: RecursionError"),
-        (await client.post("create_session", b"[1]"), 400, "the body is a list in JSON, wanted an object"),
         (await client.post("create_session", {}), 400, "tags: Field required, got {}"),
         (await client.create(session, 1, new_field=3), 400, "new_field: Extra inputs are not permitted, got 3"),
-        (await client.post("forward_backward", b"\xff"), 400, "the body is no ForwardBackwardRequest in protobuf"),
-        (
-            await client.post("forward_backward", b"x", **{"content-encoding": "br"}),
-            415,
-            "encoded as 'br'; send it as it is",
-        ),
-        (await client.post("optim_step", {"model_id": model, "seq_id": "1"}), 400, "the number seq_id"),
         (await client.sample(sampler, 1, prompt=image), 400, "a chunk of type 'image'; this server reads text only"),
         (await client.sample(sampler, 1, topk_sample_logprobs=3), 400, "topk_sample_logprobs is not served; ask for"),
         (
@@ -87,7 +78,6 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
             400,
             "wanted tinker://RUN/weights",
         ),
-        (await client.post("weights_info", {"tinker_path": 7}), 400, "the path of a checkpoint is 7, wanted"),
     ]
     for found, status, sentence in refused:
         assert found.status_code == status and sentence in found.json()["error"], found.text
@@ -95,12 +85,22 @@ async def test_what_is_not_served_is_refused_with_a_sentence(bench: Bench) -> No
 
 
 @on_bench()
-async def test_a_fault_of_the_server_is_no_silent_retry(bench: Bench) -> None:
+async def test_what_no_client_sends_and_faults_are_no_silent_retry(bench: Bench) -> None:
+    client = bench.client
     bench.policy.checkpoints.run = lambda name: 1 // 0  # type: ignore[assignment, method-assign, return-value]
     with contextlib.redirect_stderr(io.StringIO()) as console:
-        found = await bench.http.get("/api/v1/training_runs/a")
-    assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
-    assert found.json()["error"].startswith("the server has failed: ZeroDivisionError")
+        failed = [
+            (await bench.http.get("/api/v1/training_runs/a"), "ZeroDivisionError"),
+            (await client.post("create_session", b"{nothing"), "JSONDecodeError"),
+            (await client.post("create_session", b"[" * 10**5), "RecursionError"),
+            (await client.post("create_session", b"[1]"), "AttributeError"),
+            (await client.post("forward_backward", b"\xff"), "DecodeError"),
+            (await client.post("optim_step", {"seq_id": 1}), "KeyError"),
+            (await client.post("weights_info", {"tinker_path": 7}), "TypeError"),
+        ]
+    for found, error in failed:
+        assert found.status_code == 422  # and no 5xx, which clients repeat for minutes
+        assert found.json()["error"].startswith(f"the server cannot answer this: {error}")
     assert "1 // 0" in console.getvalue()
 
 
@@ -112,7 +112,7 @@ async def test_bodies_may_have_64_mib_and_no_more(bench: Bench) -> None:
     large = pass_body(model, 1, tokens=tokens)
     assert 0.9 * wire.MOST_BYTES < len(large) < wire.MOST_BYTES
     answer = await client.get((await client.post("forward_backward", large)).json()["request_id"])
-    assert answer.json()["error"] == "datum 0: 4000000 tokens, wanted 1 to 1000000"
+    assert answer.status_code == 200 and len(answer.content) > 4 * tokens
     larger = pass_body(model, 2, tokens=tokens * 11 // 10)
     found = await client.post("forward_backward", larger)
     assert found.status_code == 413 and "more than 67108864 bytes" in found.json()["error"]

@@ -17,8 +17,7 @@ from corerl.errors import ConfigError, UserError
 from corerl_tinker.cli import KEY_VARIABLE, check, key_of, listener, read_config, url_of
 from corerl_tinker.options import ServeOptions
 from plugins.tinker.tests.recipes.conftest import printed
-from plugins.tinker.tests.served import CONFIG, LORA, MODEL
-from plugins.tinker.tests.test_recipes import supervised
+from plugins.tinker.tests.served import ADAM, CONFIG, LORA, MODEL
 from tests.end_to_end.command import Command
 
 # The SDK never closes the connections by which it asks for its own configuration.
@@ -142,8 +141,14 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
         assert command.out.splitlines()[0] == f"serving tiny at {given['TINKER_BASE_URL']}"
         client = tinker.ServiceClient(base_url=given["TINKER_BASE_URL"], api_key=given["TINKER_API_KEY"])
         training = client.create_lora_training_client(MODEL, rank=4).result()
-        losses = supervised(training, 3)
-        assert losses == sorted(losses, reverse=True) and losses[2] < losses[0]
+        inputs = {"target_tokens": [7, 8, 9], "weights": [1.0, 1.0, 1.0]}
+        row = types.Datum(model_input=types.ModelInput.from_ints([1, 7, 8]), loss_fn_inputs=inputs)
+        losses = []
+        for _ in range(3):
+            passed, stepped = training.forward_backward([row], "cross_entropy"), training.optim_step(ADAM)
+            losses.append(passed.result().metrics["loss:sum"])
+            assert stepped.result().metrics["applied"] == 1.0
+        assert losses[0] > losses[1] > losses[2]
         sampler = training.save_weights_and_get_sampling_client().result()
         found = sampler.sample(
             types.ModelInput.from_ints([1, 2]), 2, types.SamplingParams(max_tokens=4, stop=[])

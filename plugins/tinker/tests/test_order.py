@@ -3,51 +3,88 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corerl.errors import UserError, WorkerDied
 from corerl_tinker.losses import LOSSES
-from corerl_tinker.sessions import GAP_SECONDS, Model
+from corerl_tinker.order import GAP_SECONDS, Asked, Model, Turns
 from plugins.tinker.tests.clients import Bench, on_bench
 
 UNHEARD = "unknown loss_fn='unheard'; there are " + ", ".join(LOSSES)
-PASSES = ["create", "pass 1", "pass 2", "pass 3", "step"]
-
-
-@on_bench()
-async def test_the_first_chunk_may_come_last(bench: Bench) -> None:
-    client = bench.client
-    model = await client.model(await client.begin())
-    for number in (4, 2, 3):
-        await (client.step(model, 4) if number == 4 else client.run(model, number, first=number))
-    assert bench.policy.calls == ["create"]
-    names = [(await client.run(model, 1, first=1)).json()["request_id"], f"{model}:4"]
-    assert [(await client.get(name)).status_code for name in names] == [200, 200]
-    assert bench.policy.calls == PASSES and bench.policy.w == 6 * 1e-4  # three passes of two tokens, at the default lr
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.permutations(range(1, 9)), st.integers(1, 9))
-def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing: int) -> None:
-    async def play() -> list[int]:
-        executed: list[int] = []
-        model = Model(id="m", session="s", clock=lambda: 0.0)
+@given(st.permutations(range(1, 9)), st.integers(1, 9), st.sets(st.integers(1, 8)))
+def test_any_order_of_arrival_is_executed_by_number(arriving: list[int], missing: int, alone: set[int]) -> None:
+    """Passes that wait together in one turn, and what else there is by itself."""
+
+    async def play() -> list[list[int]]:
+        executed: list[list[int]] = []
+
+        async def call(work: Callable[[], Any]) -> Any:
+            return work()
+
+        def work(numbers: Sequence[int]) -> Sequence[int]:
+            executed.append(list(numbers))
+            return numbers
+
+        model = Model(id="m", session="s", turns=Turns(call), clock=lambda: 0.0)
 
         async def request(number: int) -> None:
-            await model.turn(number)
-            executed.append(number)
+            asked = Asked(number, work, None if number in alone else "pass")
+            model.add(number, asked)
+            assert await asked.answer == number
 
         tasks = {number: asyncio.create_task(request(number)) for number in arriving if number != missing}
         for _ in range(20):
             await asyncio.sleep(0)
-        assert sorted(executed) == [number for number, task in sorted(tasks.items()) if task.done()]
+        assert sorted(chain(*executed)) == [number for number, task in sorted(tasks.items()) if task.done()]
         model.give_up("enough")
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         return executed
 
-    assert asyncio.run(play()) == list(range(1, min(missing, 9)))
+    turns, begun = asyncio.run(play()), range(1, min(missing, 9))
+    assert list(chain(*turns)) == list(begun)
+    assert not any(alone & {*turn} for turn in turns if len(turn) > 1)
+    if [number for number in arriving if number != missing][-1] == 1:  # as the SDK sends them
+        assert len(turns) == sum(each in alone or each == 1 or each - 1 in alone for each in begun)
+
+
+def test_nothing_is_done_for_who_has_gone() -> None:
+    """And what was begun for who goes meanwhile is cancelled."""
+    done, begun = list[list[str]](), concurrent.futures.Future[None]()
+
+    def work(names: Sequence[str]) -> Sequence[Any]:
+        done.append(list(names))
+        return [begun if name == "goes meanwhile" else name for name in names]
+
+    async def play() -> list[str]:
+        turn, go = asyncio.Event(), asyncio.Event()
+
+        async def call(work: Callable[[], Any]) -> Any:
+            turn.set()
+            await go.wait()
+            return work()
+
+        turns = Turns(call)
+        first = asyncio.create_task(turns.ask(work, "goes meanwhile", "first"))
+        await turn.wait()
+        names = ("gone", "one", "alone", "two")
+        others = [asyncio.create_task(turns.ask(work, name, "alone" if name == "alone" else "key")) for name in names]
+        await asyncio.sleep(0)
+        for task in (first, others[0], others[2]):
+            task.cancel()
+        go.set()
+        return await asyncio.gather(others[1], others[3])
+
+    assert asyncio.run(play()) == ["one", "two"]
+    assert done == [["goes meanwhile"], ["one", "two"]] and begun.cancelled()
 
 
 @on_bench()

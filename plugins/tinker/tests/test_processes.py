@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,13 +31,12 @@ from plugins.tinker.tests.served import (
     train,
 )
 
+FSDP = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
 
-@pytest.mark.parametrize("backend", [{"name": "plain"}, {"name": "fsdp"}], ids=["plain", "fsdp"])
-def test_a_model_is_trained_saved_sampled_and_resumed(backend: Any, shared_ray: None, tmp_path: Path) -> None:
-    ranks = {"roles": {"actor": {"ranks": 2}}} if backend["name"] == "fsdp" else {}
-    config = config_of({**CONFIG, **LORA, **ranks, "backend": backend})
-    with Engines.start(config) as engines:
-        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config)
+
+def test_a_model_is_trained_saved_sampled_and_resumed(shared_ray: None, tmp_path: Path) -> None:
+    with Engines.start(FSDP) as engines:
+        policy = ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), FSDP)
         served = Served(policy, engines)
         served.new_model("a:train:0", rank=4)
         reference = policy.sampler(None, MODEL)
@@ -82,9 +80,8 @@ def test_a_model_goes_on_in_another_backend_with_more_ranks(shared_ray: None, tm
         losses = train(before.policy, 2)
         path = save(before.policy, "two").tinker_path
         losses += train(before.policy, 3)
-    config = config_of({**CONFIG, **LORA, "roles": {"actor": {"ranks": 2}}, "backend": {"name": "fsdp"}})
-    with Engines.start(config) as engines:
-        served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), config), engines)
+    with Engines.start(FSDP) as engines:
+        served = Served(ServedPolicy(engines, ServeOptions(name=MODEL, directory=str(tmp_path)), FSDP), engines)
         assert [saved.tinker_path for saved in served.policy.checkpoints.of("a:train:0")] == [path]
         served.new_model("b:train:0", rank=4)
         served.policy.load(path, optimizer=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import copy
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ import pytest
 import torch
 
 from corerl import Engines
-from corerl.errors import EngineFailed, WorkerDied
+from corerl.errors import WorkerDied
+from corerl_tinker.order import Turns
 from corerl_tinker.requests import Draw, Drawn, Refused, Sampler
 from plugins.tinker.tests.served import (
     ADAM,
@@ -23,10 +22,10 @@ from plugins.tinker.tests.served import (
     MODEL,
     PROMPT,
     ROWS,
+    Held,
     Served,
     asked,
     at_once,
-    counting_pushes,
     publish,
     run,
     same,
@@ -73,12 +72,6 @@ def test_a_frozen_samplers_logprobs_stay_bit_equal_for_ten_steps(served: Served)
         assert np.abs(served.logprobs(newest, PROMPT) - before)[1:].max() > 0.01
 
 
-@pytest.fixture
-def pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The copies that engines are sent, "" for the weights as they are."""
-    return counting_pushes(monkeypatch)
-
-
 def test_a_sampler_of_earlier_weights_is_answered_from_their_copy(served: Served, pushed: list[str]) -> None:
     old = publish(served)
     first = served.draw(asked(old, seed=3))
@@ -97,14 +90,25 @@ def test_a_sampler_of_earlier_weights_is_answered_from_their_copy(served: Served
     assert all(torch.equal(before[name], each) for name, each in weights_of(served).items())  # the ranks' own stay
 
 
-def test_a_sampler_whose_copy_is_gone_is_refused_by_name(served: Served) -> None:
-    train(served.policy, 1)
-    old = publish(served)
-    for _ in range(3):
-        train(served.policy, 1)
-        publish(served)
-    with pytest.raises(Refused, match=r"the weights of the sampler of step 1 \(version \d+\) are gone: ranks hold"):
-        served.draw(asked(old))
+def together(served: Served, wanted: Sequence[Draw]) -> list[Drawn]:
+    """What is drawn if all ask before any of them has a turn."""
+
+    async def play() -> list[Drawn]:
+        ready = asyncio.Event()
+
+        async def call(work: Any) -> Any:
+            await ready.wait()
+            return work()
+
+        turns = Turns(call)
+        before = asyncio.create_task(turns.call(lambda: None))
+        tasks = [asyncio.create_task(served.policy.draw(each, turns.ask)) for each in wanted]
+        await asyncio.sleep(0.05)
+        ready.set()
+        await before
+        return await asyncio.gather(*tasks)
+
+    return asyncio.run(play())
 
 
 def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushed: list[str]) -> None:
@@ -113,21 +117,7 @@ def test_who_waits_for_the_same_weights_waits_for_one_push(served: Served, pushe
     samplers.append(publish(served))
     expected = [served.draw(asked(each, seed=3)) for each in samplers]
     del pushed[:]
-    ready = asyncio.Event()
-
-    async def later(work: Any) -> Any:
-        await ready.wait()
-        return work()
-
-    async def all_of_them() -> list[Drawn]:
-        wanted = [asked(samplers[number % 2], seed=3) for number in range(8)]
-        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
-        await asyncio.sleep(0.05)
-        ready.set()
-        return await asyncio.gather(*tasks)
-
-    found = asyncio.run(all_of_them())
-    for number, drawn in enumerate(found):
+    for number, drawn in enumerate(together(served, [asked(samplers[number % 2], seed=3) for number in range(8)])):
         assert drawn.tokens[0].tolist() == expected[number % 2].tokens[0].tolist()
         np.testing.assert_allclose(drawn.logprobs[0], expected[number % 2].logprobs[0], atol=1e-5)
     assert len(pushed) == 1
@@ -253,7 +243,7 @@ def test_stops_are_told_apart(served: Served) -> None:
     sampler, ends = publish(served), (2,)
     found = {}
     for stop in (None, (), (5, 6), "x", ("x", "yz")):
-        params = served.policy._params(asked(sampler, stop=stop))
+        params = served.policy._request(asked(sampler, stop=stop)).params
         found[stop] = params.stop_tokens, params.stop
     (x,) = served.policy._tokenizer.encode("x", add_special_tokens=False)
     assert found == {
@@ -288,90 +278,42 @@ def test_prompts_that_wait_together_are_scored_in_one_pass(served: Served, monke
         return forward(samples, *args, **named)
 
     monkeypatch.setattr(served.engines.group, "forward", counted)
-    ready = asyncio.Event()
-
-    async def later(work: Any) -> Any:
-        await ready.wait()
-        return work()
-
-    async def all_of_them() -> list[Any]:
-        wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in ROWS]
-        tasks = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
-        await asyncio.sleep(0)
-        ready.set()
-        return await asyncio.gather(*tasks)
-
-    found = asyncio.run(all_of_them())
+    found = together(served, [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in ROWS])
     assert passes == [3]
     for each, expected in zip(found, one_by_one, strict=True):
         np.testing.assert_allclose(each.prompt_logprobs, expected, atol=1e-6)
 
 
 def test_a_push_waits_for_samples_in_flight(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is asked for meanwhile is answered from its own weights, or refused."""
+    """And what is asked for meanwhile is answered from its own weights."""
     old = publish(served)
     expected = served.draw(asked(old, seed=5))
     train(served.policy, 1)
-    held: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    begin = served.engines.begin
-    monkeypatch.setattr(type(served.engines), "begin", lambda self, request: held)
-    pushing = threading.Thread(target=publish, args=(served,))
 
     async def sampling() -> None:
+        held = Held(served, monkeypatch)
         first = asyncio.create_task(served.policy.draw(asked(old, seed=5), at_once))
         await asyncio.sleep(0)
-        pushing.start()
-        await asyncio.sleep(0.2)
-        assert pushing.is_alive() and not first.done()  # the push waits for it
-        monkeypatch.undo()
-        request = asked(old, seed=5)
-        result = await asyncio.wrap_future(begin(_as_engines_get(served, request)))
-        held.set_result(result)
-        drawn = await first
-        assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
-        await asyncio.to_thread(pushing.join, 60.0)
-        assert same(await served.policy.draw(request, at_once), expected)
+        pushing = asyncio.create_task(asyncio.to_thread(publish, served))
+        await asyncio.wait([pushing], timeout=0.2)
+        assert not pushing.done() and not first.done()
+        await held.let_go()
+        assert same(await first, expected)
+        await pushing
+        assert same(await served.policy.draw(asked(old, seed=5), at_once), expected)
 
     asyncio.run(sampling())
 
 
-def _as_engines_get(served: Served, wanted: Draw) -> Any:
-    from corerl_tinker.sampling import _request
-
-    return _request(wanted, served.policy._params(wanted))
-
-
-def test_engines_that_died_get_weights_once_for_all_who_sample(
-    served: Served, pushed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampler = publish(served)
-    expected = served.draw(asked(sampler, seed=5))
-    begin, begun = type(served.engines).begin, []
-    dead: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def dies_at_first(self: Any, request: Any) -> Any:
-        begun.append(request)
-        if len(begun) > 3:
-            return begin(self, request)
-        if len(begun) == 3:
-            self.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
-            dead.set_exception(EngineFailed("engine-0 was killed by SIGKILL"))
-        return dead
-
-    monkeypatch.setattr(type(served.engines), "begin", dies_at_first)
-    monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
-    del pushed[:]
-
-    async def all_of_them() -> list[Any]:
-        return await asyncio.gather(*(served.policy.draw(asked(sampler, seed=5), at_once) for _ in range(3)))
-
-    for drawn in asyncio.run(all_of_them()):
-        assert drawn.tokens[0].tolist() == expected.tokens[0].tolist()
-    assert pushed == [""]
+@pytest.fixture
+def engine_dies(served: Served, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """An engine has died, and there is a place for another one."""
+    monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)
+    return lambda: served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
 
 
 def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, engine_dies: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = publish(served)
     expected = served.draw(asked(sampler, seed=5))
@@ -381,7 +323,7 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
         version = push(self, **settings)
         if not deaths:
             deaths.append(version)
-            self.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
+            engine_dies()
         return version
 
     async def in_turn(work: Any) -> Any:
@@ -393,9 +335,8 @@ def test_engines_that_die_again_cost_an_attempt_and_not_the_model(
             raise
 
     monkeypatch.setattr(Engines, "push", dies_at_first)
-    monkeypatch.setattr(served.engines, "on_death", lambda reasons: None)  # there is a place for another one
-    served.engines.fleet.leave_out({"engine-0": WorkerDied("engine-0 was killed by SIGKILL")})
-    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), in_turn))
+    engine_dies()
+    drawn = asyncio.run(served.policy.draw(asked(sampler, seed=5), Turns(in_turn).ask))
     assert same(drawn, expected) and len(deaths) == 1 and fatal == []
 
 
@@ -423,72 +364,6 @@ def test_engines_that_fail_for_good_leave_a_model_that_is_trained(
         with pytest.raises(WorkerDied):
             served.policy._samplers.push()
         monkeypatch.undo()
-
-
-def test_a_client_that_goes_during_its_push_costs_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = publish(served)
-    expected = served.draw(asked(sampler, seed=5))
-    train(served.policy, 1)
-    publish(served)
-    push, pushing, gone = Engines.push, threading.Event(), threading.Event()
-
-    def slowly(self: Engines, **settings: Any) -> int:
-        pushing.set()
-        gone.wait(60.0)
-        return push(self, **settings)
-
-    monkeypatch.setattr(Engines, "push", slowly)
-    turns: list[concurrent.futures.Future[Any]] = []
-
-    async def in_turn(work: Any) -> Any:
-        turns.append(thread.submit(work))
-        return await asyncio.wrap_future(turns[-1])
-
-    async def going() -> Drawn:
-        leaves = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
-        await asyncio.to_thread(pushing.wait, 60.0)
-        stays = asyncio.create_task(served.policy.draw(asked(sampler, seed=5), in_turn))
-        leaves.cancel()
-        await asyncio.wait([leaves])
-        gone.set()
-        return await stays
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        assert same(asyncio.run(going()), expected)
-    assert [turn.exception() for turn in turns] == [None]  # which would be the end of the model
-
-
-def test_a_prompt_whose_client_has_gone_is_not_scored(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, rows = publish(served), list[int]()
-    forward, ready = served.engines.group.forward, asyncio.Event()
-
-    def counted(samples: Any, *args: Any, **named: Any) -> Any:
-        rows.append(len(samples))
-        return forward(samples, *args, **named)
-
-    monkeypatch.setattr(served.engines.group, "forward", counted)
-
-    async def later(work: Any) -> Any:
-        await ready.wait()
-        return work()
-
-    async def play() -> None:
-        wanted = [asked(sampler, row, max_tokens=1, prompt_logprobs=True) for row in (PROMPT, ROWS[0], ROWS[1])]
-        first, *others = [asyncio.create_task(served.policy.draw(each, later)) for each in wanted]
-        await asyncio.sleep(0)
-        first.cancel()  # whose turn the others share
-        ready.set()
-        assert all(each.prompt_logprobs is not None for each in await asyncio.gather(*others))
-        ready.clear()
-        alone = asyncio.create_task(served.policy.draw(wanted[0], later))
-        await asyncio.sleep(0)
-        alone.cancel()
-        ready.set()
-        await asyncio.wait([alone])
-        await asyncio.sleep(0.01)
-
-    asyncio.run(play())
-    assert rows == [2] and not served.policy._samplers._waiting
 
 
 def test_engines_that_slept_get_their_weights_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

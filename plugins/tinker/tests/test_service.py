@@ -71,9 +71,7 @@ def test_chunks_of_one_pass_arrive_in_parallel_and_add_up(client: tinker.Service
     done = training.forward_backward(data, "cross_entropy")
     step = training.optim_step(types.AdamParams(learning_rate=1.0))
     assert step.result().metrics == {"grad_norm": 2500.0}
-    assert len(done.result().loss_fn_outputs) == 2500 and served.policy.calls[1:] == [
-        *("pass 0", "pass 1024", "pass 2048", "step")
-    ]
+    assert len(done.result().loss_fn_outputs) == 2500 and served.policy.calls[1:] == ["pass 0 1024 2048", "step"]
 
 
 def test_a_custom_loss_runs_in_the_client(client: tinker.ServiceClient, served: Served) -> None:
@@ -102,7 +100,7 @@ def test_a_refusal_reaches_the_caller_and_the_model_goes_on(client: tinker.Servi
         step.result()
     training.forward_backward([datum(1, [1.0])], "cross_entropy").result()
     assert training.optim_step(types.AdamParams(learning_rate=2.0)).result().metrics == {"grad_norm": 1.0}
-    with pytest.raises(tinker.RequestFailedError, match="base model 'nobody/nothing' is not served here"):
+    with pytest.raises(tinker.BadRequestError, match="base model 'nobody/nothing' is not served here"):
         client.create_lora_training_client("nobody/nothing").result()
 
 
@@ -127,14 +125,6 @@ def test_five_hundred_samples_at_once(client: tinker.ServiceClient, served: Serv
     assert len({each.sequences[0].sequence_id for each in found}) == 512
     assert sorted(wanted.asked.seq_id or 0 for wanted in served.policy.drawn) == list(range(512))
     assert served.policy.drawn[0].asked.sampling_params == params
-
-
-def test_two_samplers_of_the_same_weights_are_not_confused(client: tinker.ServiceClient, served: Served) -> None:
-    samplers = [client.create_sampling_client(base_model=NAME).result() for _ in range(2)]
-    prompts = [types.ModelInput.from_ints([first]) for first in (10, 20)]  # each the first request of its sampler
-    params = types.SamplingParams(max_tokens=1)
-    found = [sampler.sample(prompt, 1, params).result() for sampler, prompt in zip(samplers, prompts, strict=True)]
-    assert [each.sequences[0].tokens for each in found] == [[10], [20]]
 
 
 def test_samplers_of_checkpoints_answer_with_their_own_weights(client: tinker.ServiceClient, served: Served) -> None:

@@ -91,19 +91,32 @@ async def test_a_refused_model_leaves_the_one_before(bench: Bench) -> None:
     client = bench.client
     session = await client.begin()
     first = await client.model(session)
-    bench.policy.hold.clear()
-    await client.run(first, 1)
+    await client.get((await client.run(first, 1)).json()["request_id"])
     await client.step(first, 3)  # waits for 2
     refused = await client.create(session, 1, base_model="nobody/nothing")
-    early = await client.run(f"{session}:train:1", 1)  # before its client knows
-    waiting = await client.run(f"{session}:train:1", 3)
-    bench.policy.hold.set()
-    assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
-    for each in (early, waiting):
-        assert "was not created" in (await client.get(each.json()["request_id"])).json()["error"]
+    assert refused.status_code == 400 and "'nobody/nothing' is not served here" in refused.json()["error"]
     await client.run(first, 2)
     assert (await client.get(f"{first}:3")).json() == {"metrics": {"grad_norm": 4.0}}
-    assert bench.policy.calls == ["create", "pass 1", "create", "pass 1", "step"]
+    assert bench.policy.calls == ["create", "pass 1", "pass 1", "step"]
+
+
+@on_bench()
+async def test_a_model_that_fails_to_begin_holds_nothing(bench: Bench) -> None:
+    client = bench.client
+    session = await client.begin()
+    await client.model(session)
+    bench.policy.refused = "the checkpoint is broken"
+    bench.policy.hold.clear()
+    failed = await client.create(session, 1)
+    early, waiting = [await client.run(f"{session}:train:1", number) for number in (1, 3)]  # before its client knows
+    bench.policy.hold.set()
+    assert (await client.get(failed.json()["request_id"])).json()["error"] == "the checkpoint is broken"
+    for each in (early, waiting):
+        assert "was not created" in (await client.get(each.json()["request_id"])).json()["error"]
+    bench.policy.refused = ""
+    model = await client.model(await client.begin())
+    assert (await client.post("get_info", {"model_id": model})).json()["model_name"] == NAME
+    assert bench.policy.calls == ["create", "create", "create"]
 
 
 @on_bench()
@@ -120,14 +133,3 @@ async def test_work_of_a_session_that_ended_is_not_begun(bench: Bench) -> None:
     bench.policy.hold.set()
     await client.model(await client.begin())
     assert bench.policy.calls == ["create", "pass 1", "release", "create"]
-
-
-@on_bench()
-async def test_a_model_that_was_refused_holds_nothing(bench: Bench) -> None:
-    client = bench.client
-    session = await client.begin()
-    refused = await client.create(session, base_model="nobody/nothing")
-    assert (await client.get(refused.json()["request_id"])).json()["error"].startswith("base model 'nobody/nothing'")
-    model = await client.model(await client.begin())
-    assert (await client.post("get_info", {"model_id": model})).json()["model_name"] == NAME
-    assert bench.policy.calls == ["create", "create"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import socket
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -27,7 +28,7 @@ from corerl.messages import one_line, shorten
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Refused, json_object, read
+from corerl_tinker.requests import Refused, read
 from corerl_tinker.service import Service
 from corerl_tinker.sessions import Answer
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
 
 MOST_JSON = 16 * 2**20  # bytes of a body in JSON, which is read in the thread that serves
-SERVER_FAILED = 422  # not 5xx, which clients repeat for minutes without a word
+FAILED = 422  # for what no client sends, and faults of the server; not 5xx, which is repeated for minutes in silence
 CLOSED = 499  # for a client that has gone, which nobody reads
 IDLE_SECONDS = 24 * 3600  # a server that closes a connection earlier may do so as a client sends its next request
 # What clients are told before anything else; other flags are as the SDK has them. Without this one each sample has a
@@ -107,7 +108,7 @@ def app(service: Service, *, key: str, hosts: Collection[str] = ()) -> Starlette
                 return Response(status_code=CLOSED)
             except Exception as error:
                 traceback.print_exception(error)
-                return _refusal(f"the server has failed: {one_line(error)}", SERVER_FAILED)
+                return _refusal(f"the server cannot answer this: {one_line(error)}", FAILED)
 
         return Route(f"/api/v1/{path}", endpoint, methods=[method])
 
@@ -142,8 +143,6 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 
 
 async def _body(request: Request, *, most: int) -> bytes:
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise Refused(f"the body is encoded as {shorten(encoding, 40)!r}; send it as it is", status=415)
     body = bytearray()
     async for part in request.stream():
         body += part
@@ -157,7 +156,7 @@ def _given(body: bytes, wanted: Any) -> tuple[Any, ...]:
         return ()
     if wanted is bytes:
         return (body,)
-    fields = json_object(body)
+    fields = json.loads(body)
     return (fields if wanted is dict else read(wanted, fields),)
 
 

@@ -74,11 +74,10 @@ class Checkpoints:
         with self._changing:
             aside = _moved_aside(place)
             os.replace(partial, place)
-            (place.parent.parent / RUN).touch()
             shutil.rmtree(aside, ignore_errors=True)  # slow: a server that ends meanwhile leaves the new checkpoint
         return saved
 
-    def find(self, path: object) -> tuple[TrainingRun, Checkpoint]:
+    def find(self, path: str) -> tuple[TrainingRun, Checkpoint]:
         """A checkpoint, and the model that it is of. Raises Refused, with status 404, if there is none."""
         place = self._place(path)
         saved = self._read(place)
@@ -96,12 +95,22 @@ class Checkpoints:
 
     def run(self, name: str) -> TrainingRun:
         """Raises Refused, with status 404, if there is none."""
-        run = self._run(self._directory / name) if PATH.fullmatch(f"tinker://{name}/weights/x") else None
-        if run is None:
+        try:
+            if not PATH.fullmatch(f"tinker://{name}/weights/x"):
+                raise ValueError("a path that leads elsewhere")
+            run = TrainingRun.model_validate_json((self._directory / name / RUN).read_text())
+        except (OSError, ValueError) as error:  # none of ours
             raise Refused(
                 f"training run {short_repr(name, 200)} has no checkpoint here, and is not trained now", status=404
-            )
-        return run
+            ) from error
+        latest = {saved.checkpoint_type: saved for saved in self._checkpoints(self._directory / name)}
+        return run.model_copy(
+            update={
+                "last_request_time": max([run.last_request_time, *(saved.time for saved in latest.values())]),
+                "last_checkpoint": latest.get("training"),
+                "last_sampler_checkpoint": latest.get("sampler"),
+            }
+        )
 
     def of(self, name: str) -> list[Checkpoint]:
         """A run's checkpoints, the oldest first. Raises Refused as `run` does."""
@@ -121,8 +130,8 @@ class Checkpoints:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _place(self, path: object) -> Path:
-        if not isinstance(path, str) or not PATH.fullmatch(path):
+    def _place(self, path: str) -> Path:
+        if not PATH.fullmatch(path):
             raise Refused(
                 f"the path of a checkpoint is {short_repr(path, 200)}, wanted tinker://RUN/weights/NAME or "
                 "tinker://RUN/sampler_weights/NAME, where NAME has 1 to 128 letters, digits, '_', '-' and '.', which "
@@ -141,16 +150,6 @@ class Checkpoints:
                 return saved
             _remove(place)
             return None
-
-    def _run(self, place: Path) -> TrainingRun | None:
-        try:
-            run = TrainingRun.model_validate_json((place / RUN).read_text())
-            used = datetime.fromtimestamp((place / RUN).stat().st_mtime, UTC)
-        except (OSError, ValueError):
-            return None  # none of ours
-        latest = {saved.checkpoint_type: saved for saved in self._checkpoints(place)}
-        last = {"last_checkpoint": latest.get("training"), "last_sampler_checkpoint": latest.get("sampler")}
-        return run.model_copy(update={"last_request_time": used, **last})
 
     def _checkpoints(self, run: Path) -> list[Checkpoint]:
         found = [self._read(place) for folder in KINDS for place in (run / folder).glob("[!.]*")]

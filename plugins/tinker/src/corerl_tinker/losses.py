@@ -11,7 +11,7 @@ the derivatives of a loss of their own, negated. It is CoreRL's `weighted_logpro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,16 +19,18 @@ from attrs import field, frozen
 from torch import Tensor
 
 from corerl import LossSpec, SampleBatch
-from corerl.algorithms import LossInputs, LossResult, PolicyTokens, TensorMetric
+from corerl.algorithms import LossInputs, LossResult, PolicyTokens
 from corerl.backend import resolve_loss
 from corerl.types import TARGETS as GIVEN
-from corerl.types import Array, BoolArray, FloatArray, IntArray, Reduction, offsets_of
-from corerl_tinker.requests import Pass, Refused
+from corerl.types import Array, BoolArray, FloatArray, offsets_of
+from corerl_tinker.requests import Datum, Pass, PassDone, Refused
 
 TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES = "target_tokens", "weights", "logprobs", "advantages"
 RATIO_MASK, LOW, HIGH = "sequence_ratio_mask", "clip_low_threshold", "clip_high_threshold"
-# As corerl calls what clients send: the gradient of a loss by the log-probs, and those of the old policy.
+KNOWN, COUNTED = "known", "counted"
+# As corerl calls what clients send: the gradient of a loss by the log-probs, those of the old policy, and targets.
 SLOPES, OLD = "logprob_weights", "old_logprobs"
+COLUMNS = {WEIGHTS: SLOPES, LOGPROBS: OLD, TARGETS: GIVEN}
 
 
 # ---- the losses ------------------------------------------------------------------------------------------------------
@@ -38,7 +40,7 @@ def importance_sampling(inputs: LossInputs) -> LossResult:
     """sum_t -r_t A_t with the ratio r_t = exp(logprobs_t - old_logprobs_t), whose logarithm is clamped to +-20 here and
     in the next three, lest one token make the step infinite."""
     tokens = PolicyTokens.of(inputs, name="importance_sampling")
-    return _sum(-tokens.log_ratio.exp() * tokens.advantages, tokens.counted)
+    return LossResult((-tokens.log_ratio.exp() * tokens.advantages).sum())
 
 
 def ppo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold: float) -> LossResult:
@@ -51,7 +53,7 @@ def cispo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold:
     """sum_t -sg(clip(r_t, low, high)) A_t logprobs_t, where sg stops the gradient. MiniMax 2025, eq. 4 and 5."""
     tokens = PolicyTokens.of(inputs, name="cispo")
     weight = tokens.log_ratio.detach().exp().clamp(clip_low_threshold, clip_high_threshold)
-    return _sum(-weight * tokens.advantages * tokens.logprobs, tokens.counted)
+    return LossResult((-weight * tokens.advantages * tokens.logprobs).sum())
 
 
 def gspo(inputs: LossInputs, *, clip_low_threshold: float, clip_high_threshold: float) -> LossResult:
@@ -71,17 +73,12 @@ def dro(inputs: LossInputs, *, beta: float) -> LossResult:
     less the value."""
     tokens = PolicyTokens.of(inputs, name="dro")
     apart = tokens.logprobs - tokens.column(OLD)
-    return _sum(-(tokens.logprobs * tokens.advantages - 0.5 * beta * apart * apart), tokens.counted)
+    return LossResult(-(tokens.logprobs * tokens.advantages - 0.5 * beta * apart * apart).sum())
 
 
 def _clipped(tokens: PolicyTokens, ratio: Tensor, low: float, high: float) -> LossResult:
     gain = (ratio * tokens.advantages).minimum(ratio.clamp(low, high) * tokens.advantages)
-    return _sum(-gain, tokens.counted)
-
-
-def _sum(terms: Tensor, counted: Tensor) -> LossResult:
-    loss = terms.sum()
-    return LossResult(loss, {"loss": TensorMetric(loss.detach(), counted.sum(), Reduction.LOSS)})
+    return LossResult(-gain.sum())
 
 
 # ---- what clients send for them --------------------------------------------------------------------------------------
@@ -112,12 +109,6 @@ LOSSES: Mapping[str, Named] = {
     "gspo": Named(f"{__name__}:gspo", (LOGPROBS, ADVANTAGES, RATIO_MASK), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
     "dro": Named(f"{__name__}:dro", settings={"beta": None}),
 }
-ELSEWHERE = {
-    "stable_reinforce": "what it needs of the sampling is not recorded here; give the recipe another loss, such as "
-    "loss_fn=importance_sampling",
-    "custom": "losses of a client are not run here; give forward_backward_custom a function instead of a handle, which "
-    "the client runs itself",
-}
 
 
 @frozen(kw_only=True)
@@ -127,18 +118,27 @@ class Rows:
     samples: SampleBatch
     loss: LossSpec
     known: BoolArray  # [N, K] the target is an id of the vocabulary, as all that count are
-    shapes: tuple[tuple[int, ...], ...]  # of each datum's targets
+    shapes: Sequence[tuple[int, ...]]  # of each datum's targets
     forward_only: bool
 
-    def outputs(self, logprobs: FloatArray) -> tuple[FloatArray, ...]:
-        """The log-probs of each datum's targets in their shape, from those of the rows, [N] or [N, K]; NaN where a
-        target that does not count is no id."""
+    @property
+    def key(self) -> Hashable:
+        """Passes with the same one go through the model together."""
+        columns = tuple((name, column.shape[1:]) for name, column in self.samples.columns.items())
+        return self.forward_only, self.loss.name, tuple(self.loss.params.items()), columns
+
+    def done(self, logprobs: FloatArray) -> PassDone:
+        """What the pass returns, by the log-probs of its rows, [N] or [N, K]: those of each datum's targets in their
+        shape, NaN where a target that does not count is no id."""
         found = np.where(self.known, logprobs.reshape(self.known.shape), np.nan).astype(np.float32)
-        rows = np.split(found, self.samples.offsets[1:-1])
-        return tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in zip(rows, self.shapes, strict=True))
+        rows = zip(np.split(found, self.samples.offsets[1:-1]), self.shapes, strict=True)
+        return PassDone(
+            logprobs=tuple(row[1:, : math.prod(of[1:])].reshape(of) for row, of in rows),
+            metrics={"loss:sum": self.value(logprobs)},
+        )
 
     def value(self, logprobs: FloatArray) -> float:
-        """The loss, from the log-probs [N]."""
+        """The loss, from the log-probs."""
         columns = {name: torch.from_numpy(np.asarray(column)) for name, column in self.samples.columns.items()}
         columns["weights"] = columns["loss_mask"].float()
         bounds = torch.from_numpy(self.samples.offsets)
@@ -152,7 +152,6 @@ INFINITE = (
         tokens=np.zeros(2, np.int64),
         offsets=np.array([0, 2]),
         columns={"loss_mask": np.array([False, True]), SLOPES: np.array([0.0, np.inf], np.float32)},
-        row_columns={"group": np.zeros(1, np.int64)},
     ),
     LossSpec(name=LOSSES["cross_entropy"].name),
 )
@@ -160,102 +159,82 @@ INFINITE = (
 
 def rows_of(wanted: Pass, *, vocabulary: int, longest: int) -> Rows:
     """The rows of a pass, of at most `longest` tokens (0: any number) below `vocabulary`. Raises Refused."""
-    if wanted.loss in ELSEWHERE:
-        raise Refused(f"loss_fn={wanted.loss!r} is not served: {ELSEWHERE[wanted.loss]}")
+    if wanted.loss == "stable_reinforce":  # the default of some recipes
+        raise Refused(
+            "loss_fn='stable_reinforce' is not served: what it needs of the sampling is not recorded here; give the "
+            "recipe another loss, such as loss_fn=importance_sampling"
+        )
     if wanted.loss not in LOSSES:
         raise Refused(f"unknown loss_fn={wanted.loss!r}; there are {', '.join(LOSSES)}")
     named = LOSSES[wanted.loss]
-    settings, datums = _settings(wanted, named), _Datums.of(wanted)
-    tokens, inputs = wanted.tokens, _inputs(wanted, named)
-    if longest and (over := np.flatnonzero(datums.lengths >= longest)).size:
-        raise Refused(
-            f"datum {over[0]}: {datums.lengths[over[0]]} tokens and a last target are more than the context length "
-            f"{longest}; shorten it"
-        )
-    datums.require(
-        (tokens >= 0) & (tokens < vocabulary),
-        lambda at, _: f"token {tokens[at]} is not in the vocabulary of {vocabulary} tokens",
-    )
-    for name, value in inputs.items():
-        datums.require(np.isfinite(value), lambda *_, name=name: f"{name} has values that are not finite")
-    if RATIO_MASK in inputs:
-        datums.require_ratios(inputs[RATIO_MASK], inputs[ADVANTAGES])
-    targets, counted = inputs.pop(TARGETS).astype(np.int64), named.counted(inputs)
-    known: BoolArray = np.asarray((targets >= 0) & (targets < vocabulary))
-    datums.require(
-        known | ~counted, lambda at, place: f"target {place} is {targets[at]}, where ids are from 0 to {vocabulary - 1}"
-    )
-    renamed = {WEIGHTS: SLOPES, LOGPROBS: OLD}
-    columns = {
-        renamed.get(name, name): datums.shifted(np.where(counted, value, 0).astype(np.float32))
-        for name, value in inputs.items()
-    }
-    if SLOPES in columns:
-        columns[SLOPES] = -columns[SLOPES]
-    columns["loss_mask"] = datums.shifted(np.asarray(counted.reshape(len(tokens), -1).any(1)))
-    row_tokens, known = datums.rows(tokens, targets, known), datums.shifted(known)
-    ids = datums.shifted(targets.astype(np.int32)) * known
-    if ids.ndim > 1 or (known & (ids != row_tokens)).any():
-        columns[GIVEN] = ids
+    settings, rows = _settings(wanted, named), list[dict[str, Array]]()
+    for number, datum in enumerate(wanted.datums):
+        try:
+            rows.append(_row(datum, wanted.loss, vocabulary=vocabulary, longest=longest))
+        except Refused as refused:
+            raise Refused(f"datum {number}: {refused.message}") from refused
+    shapes = [row[TARGETS].shape for row in rows]
+    offsets = offsets_of([len(datum.tokens) + 1 for datum in wanted.datums])
+    most = max(math.prod(shape[1:]) for shape in shapes)
+    tokens = np.empty(offsets[-1], np.int64)
+    # 0 at the first token of a row, which is no target, and where it has fewer targets than another one.
+    columns: dict[str, Array] = {name: np.zeros((len(tokens), most), each.dtype) for name, each in rows[0].items()}
+    for datum, row, start, end in zip(wanted.datums, rows, offsets[:-1], offsets[1:], strict=True):
+        for name, value in row.items():
+            columns[name][start + 1 : end, : value[0].size] = value.reshape(len(value), -1)
+        tokens[start : end - 1] = datum.tokens
+        # The last target or, if that is no id, the last token once more.
+        tokens[end - 1] = columns[TARGETS][end - 1, 0] if columns[KNOWN][end - 1, 0] else datum.tokens[-1]
+    known, targets = columns.pop(KNOWN), columns[TARGETS]
+    if most == 1 and not (known[:, 0] & (targets[:, 0] != tokens)).any():
+        del columns[TARGETS]  # the tokens that come next, as they are without it
+    columns["loss_mask"] = np.any(columns.pop(COUNTED), axis=1)
     return Rows(
         samples=SampleBatch(
-            tokens=row_tokens,
-            offsets=datums.offsets,
-            columns=columns,
-            row_columns={"group": np.arange(len(datums.lengths))},
+            tokens=tokens,
+            offsets=offsets,
+            columns={
+                COLUMNS.get(name, name): each.reshape(-1) if most == 1 else each for name, each in columns.items()
+            },
         ),
         loss=LossSpec(name=named.name, params=settings),
-        known=known.reshape(len(known), -1),
-        shapes=wanted.shapes,
+        known=known,
+        shapes=shapes,
         forward_only=wanted.forward_only,
     )
 
 
-@frozen
-class _Datums:
-    """Where D datums are among their M tokens, and in their rows, which have N = M + D."""
-
-    lengths: IntArray  # [D]
-    starts: IntArray  # [D]
-    offsets: IntArray  # [D + 1] of the rows
-    places: IntArray  # [M] of a datum's tokens in the rows, where its targets are one place further
-
-    @classmethod
-    def of(cls, wanted: Pass) -> _Datums:
-        lengths = np.array([shape[0] for shape in wanted.shapes])
-        places = np.arange(len(wanted.tokens)) + np.repeat(np.arange(len(lengths)), lengths)
-        return cls(lengths, offsets_of(lengths)[:-1], offsets_of(lengths + 1), places)
-
-    def require(self, holds: Array, sentence: Callable[[tuple[int, ...], list[int]], str]) -> None:
-        """Raise Refused where something does not hold, [M] or [M, K]; the sentence is of that index, and of the place
-        in its datum."""
-        if not holds.all():
-            at = tuple(np.argwhere(~holds)[0].tolist())
-            datum = int(np.searchsorted(self.starts, at[0], side="right")) - 1
-            raise Refused(f"datum {datum}: {sentence(at, [at[0] - int(self.starts[datum]), *at[1:]])}")
-
-    def require_ratios(self, mask: Array, advantages: Array) -> None:
-        advantages, mask = (np.logical_or.reduceat(each != 0, self.starts) for each in (advantages, mask))
-        if (without := np.flatnonzero(advantages & ~mask)).size:
-            raise Refused(
-                f"datum {without[0]}: {RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the "
-                "sampled tokens"
-            )
-
-    def shifted(self, values: Array) -> Array:
-        """[M, ...] by target -> [N, ...] by token of the rows, with 0 at the first ones."""
-        found = np.zeros((self.offsets[-1], *values.shape[1:]), values.dtype)
-        found[self.places + 1] = values
-        return found
-
-    def rows(self, tokens: IntArray, targets: Array, known: BoolArray) -> IntArray:
-        """[N]: after a datum's tokens its last target or, if that is no id, the last token once more."""
-        last = self.starts + self.lengths - 1
-        found = np.empty(self.offsets[-1], np.int64)
-        found[self.places] = tokens
-        first = (last, 0)[: targets.ndim]  # of several targets
-        found[self.offsets[1:] - 1] = np.where(known[first], targets[first], tokens[last])
-        return found
+def _row(datum: Datum, loss: str, *, vocabulary: int, longest: int) -> dict[str, Array]:
+    """The targets of a datum, and what goes with each, in their shape."""
+    named, tokens, found = LOSSES[loss], datum.tokens, dict(datum.inputs)
+    takes = {TARGETS, *named.needs}
+    if wrong := sorted(takes - found.keys()) or sorted(found.keys() - takes - {WEIGHTS}):
+        has = ", ".join(sorted(found)) or "nothing"
+        raise Refused(f"loss_fn_inputs: {wrong[0]}: {loss} takes {', '.join(sorted(takes))}; got {has}")
+    several, shape = WEIGHTS in takes, found[TARGETS].shape
+    for name, value in found.items():
+        if value.shape != shape or shape[0] != len(tokens) or len(shape) > 1 + several or not value.size:
+            more = f", or [{len(tokens)}, K] for K targets of each token" if several else ""
+            raise Refused(f"{name} has the shape {list(value.shape)}, wanted [{len(tokens)}]{more}")
+        if not np.isfinite(value).all():
+            raise Refused(f"{name} has values that are not finite")
+    if not several and ((found.pop(WEIGHTS, 1) != 1) & (found[ADVANTAGES] != 0)).any():
+        raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
+    if RATIO_MASK in found and found[ADVANTAGES].any() and not found[RATIO_MASK].any():
+        raise Refused(f"{RATIO_MASK} is 0 everywhere, so that the row has no ratio; set it to 1 at the sampled tokens")
+    if longest and len(tokens) >= longest:
+        raise Refused(f"{len(tokens)} tokens and a last target are more than the context length {longest}; shorten it")
+    if (others := tokens[(tokens < 0) | (tokens >= vocabulary)]).size:
+        raise Refused(f"token {others[0]} is not in the vocabulary of {vocabulary} tokens")
+    targets = found.pop(TARGETS).astype(np.int64)
+    counted, known = named.counted(found), (targets >= 0) & (targets < vocabulary)
+    if (wanted := counted & ~known).any():
+        place = tuple(np.argwhere(wanted)[0].tolist())
+        raise Refused(f"target {list(place)} is {targets[place]}, where ids are from 0 to {vocabulary - 1}")
+    row = {name: np.where(counted, value, 0).astype(np.float32) for name, value in found.items()}
+    if several:
+        row[WEIGHTS] = -row[WEIGHTS]
+    return {**row, TARGETS: np.where(known, targets, 0).astype(np.int32), KNOWN: known, COUNTED: counted}
 
 
 def _settings(wanted: Pass, named: Named) -> dict[str, float]:
@@ -270,18 +249,3 @@ def _settings(wanted: Pass, named: Named) -> dict[str, float]:
     if LOW in settings and settings[LOW] > settings[HIGH]:
         raise Refused(f"{LOW} is above {HIGH}; ratios are clipped to between the two")
     return settings
-
-
-def _inputs(wanted: Pass, named: Named) -> dict[str, Array]:
-    """What the loss takes, [M] each; of `cross_entropy` they may be [M, K]."""
-    loss, found, takes = wanted.loss, dict(wanted.inputs), {TARGETS, *named.needs}
-    if wrong := sorted(takes - found.keys()) or sorted(found.keys() - takes - {WEIGHTS}):
-        has = ", ".join(sorted(found)) or "nothing"
-        raise Refused(f"loss_fn_inputs: {wrong[0]}: {loss} takes {', '.join(sorted(takes))}; got {has}")
-    if WEIGHTS not in takes:
-        if several := [shape for shape in wanted.shapes if len(shape) > 1]:
-            raise Refused(f"{TARGETS} has the shape {list(several[0])}, where {loss} takes one target of each token")
-        weights = found.pop(WEIGHTS, np.ones(1))
-        if ((weights != 1) & (found[ADVANTAGES] != 0)).any():
-            raise Refused(f"{loss} has no weights other than 1; multiply the advantages by them")
-    return found

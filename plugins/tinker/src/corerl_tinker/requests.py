@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -12,7 +11,7 @@ from attrs import define, field, frozen
 from tinker import types as sdk
 
 from corerl.errors import UserError
-from corerl.messages import one_line, short_repr
+from corerl.messages import short_repr
 from corerl.types import Array, FloatArray, IntArray
 
 MOST_SAMPLES = 4096  # of one prompt
@@ -29,8 +28,8 @@ UNSERVED = {
 Fields: TypeAlias = Mapping[str, Any]
 Request = TypeVar("Request", bound=pydantic.BaseModel)
 Category: TypeAlias = Literal["user", "server"]
-# Awaits what it is given, called in the thread of the group, between two requests of the model.
-InTurn: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
+# Awaits what a function makes of something in the thread of the group, with all that is asked under the same key.
+InTurn: TypeAlias = Callable[[Callable[[Sequence[Any]], Sequence[Any]], Any, Hashable], Awaitable[Any]]
 
 
 class Refused(UserError):
@@ -43,14 +42,20 @@ class Refused(UserError):
 
 
 @frozen(kw_only=True)
+class Datum:
+    """A row of a pass: n tokens, and what the loss takes for each."""
+
+    tokens: IntArray  # [n]
+    # `target_tokens`, `weights`, `logprobs`, ...: [n], or [n, K] for K targets of each token
+    inputs: Mapping[str, Array]
+
+
+@frozen(kw_only=True)
 class Pass:
-    """A `forward_backward`, or a `forward`, of D datums that have M tokens together."""
+    """A `forward_backward`, or a `forward`."""
 
     loss: str
-    tokens: IntArray  # [M]
-    shapes: tuple[tuple[int, ...], ...]  # [D] of a datum's inputs: [n], or [n, K] for K targets of each token
-    # `target_tokens`, `weights`, `logprobs`, ...: [M], or [M, K] with the most targets of any datum, and 0 in others.
-    inputs: Mapping[str, Array]
+    datums: Sequence[Datum]
     config: Mapping[str, float | str] = field(factory=dict)  # of the loss
     forward_only: bool = False
 
@@ -97,16 +102,6 @@ class Drawn:
 # ---- requests in JSON ------------------------------------------------------------------------------------------------
 
 
-def json_object(body: bytes) -> Fields:
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(f"the body is not JSON: {one_line(error)}") from error
-    if not isinstance(fields, dict):
-        raise Refused(f"the body is a {type(fields).__name__} in JSON, wanted an object")
-    return fields
-
-
 def read(cls: type[Request], fields: Fields) -> Request:
     """A request as the SDK's own class of it. Fields of later versions are ignored where they say nothing."""
     try:
@@ -119,9 +114,8 @@ def read(cls: type[Request], fields: Fields) -> Request:
     raise Refused(f"{where}: {wrong['msg']}, got {got}")
 
 
-def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, longest: int) -> Draw:
-    """What is asked of a sampler, whose prompts have at most `longest` tokens; `given` are the sampling parameters as
-    they came."""
+def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler) -> Draw:
+    """What is asked of a sampler; `given` are the sampling parameters as they came."""
     params = request.sampling_params
     for name, instead in UNSERVED.items():
         if getattr(request, name):
@@ -133,11 +127,9 @@ def draw_of(request: sdk.SampleRequest, given: Fields, *, sampler: Sampler, long
         if not isinstance(chunk, sdk.EncodedTextChunk):
             raise Refused(f"the prompt has a chunk of type {chunk.type!r}; this server reads text only")
     prompt = request.prompt.to_ints()
-    if not 0 < len(prompt) <= longest:
-        raise Refused(f"the prompt has {len(prompt)} tokens, wanted 1 to {longest}")
     checks = {
-        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / len(prompt)),
-        "prompt": all(0 <= each < MOST_TOKEN for each in prompt),
+        "prompt": len(prompt) > 0,
+        "num_samples": 1 <= request.num_samples <= min(MOST_SAMPLES, MOST_TOKENS / max(len(prompt), 1)),
         "max_tokens": params.max_tokens is None or params.max_tokens >= 1,
         "temperature": 0 <= params.temperature < float("inf"),
         "top_p": 0 < params.top_p <= 1,

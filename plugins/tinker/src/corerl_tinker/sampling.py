@@ -12,30 +12,22 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
 
 import numpy as np
-from attrs import define, evolve
+from attrs import evolve
 
 from corerl import Engines, Output, SampleBatch
-from corerl.engines import GenerateRequest, Generation, SamplingParams
+from corerl.engines import GenerateRequest, Generation
 from corerl.errors import CorerlError, EngineFailed, VersionGone
-from corerl.ops import hash_key
-from corerl.types import FloatArray, offsets_of
+from corerl.types import FloatArray, IntArray, offsets_of
 from corerl_tinker.requests import Draw, Drawn, InTurn, Refused, Sampler
 
 START = 0  # the weights that the ranks start with
 LONGEST_WAIT = 600.0  # seconds for samples in flight, before the weights that they are sampled from go
 ATTEMPTS = 3  # to sample a row whose engines die or are replaced meanwhile; a row of the same noise is sampled alike
-
-
-@define(eq=False)
-class _Asked:
-    """Something that waits for a turn of the group's thread, with all else of the same kind and weights."""
-
-    what: Any  # a prompt [n] to score, or a GenerateRequest to begin
-    answer: asyncio.Future[Any]
 
 
 class Samplers:
@@ -56,7 +48,6 @@ class Samplers:
         self._numbers: dict[int, int] = {}  # by the engines' versions; the one that was sampled from last at the end
         self._going: tuple[int, ...] = ()  # versions that engines are about to lose, from which no sample begins
         self._in_flight: Counter[int] = Counter()  # samples by version
-        self._waiting: dict[tuple[Callable[..., Any], int], list[_Asked]] = {}  # by what answers them, and weights
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
@@ -70,22 +61,18 @@ class Samplers:
         self._kept.clear()
         self.changed()
 
-    def keep(self) -> None:
-        """Keep a copy of the weights as they are. The one that was not used for longest goes, if there are too many."""
-        if self.now not in self._kept:
-            self.turn("forward")
-            self._engines.group.snapshot(_name(self.now)).create().result()
-        self._used(self.now)
-        for number in [each for each in self._kept if each > START][: -self._keep]:
-            self._kept.remove(number)
-            self._engines.group.snapshot(_name(number)).drop().result()
-
-    def keep_loaded(self, number: int) -> None:
-        """Keep a copy of a teacher's weights, or of those that the ranks start with."""
+    def keep(self, number: int | None = None) -> None:
+        """Keep a copy of the weights as they are, or of such as ranks can load again: a teacher's, and those at the
+        start. The one that was not used for longest goes, if there are too many."""
+        number = self.now if number is None else number
         if number not in self._kept:
             self.turn("forward")
-            self._engines.group.snapshot(_name(number)).load(self._sources[number]).result()
-            self._used(number)
+            copy = self._engines.group.snapshot(_name(number))
+            (copy.create() if number == self.now else copy.load(self._sources[number])).result()
+        self._used(number)
+        for each in [each for each in self._kept if each > START][: -self._keep]:
+            self._kept.remove(each)
+            self._engines.group.snapshot(_name(each)).drop().result()
 
     def _used(self, number: int) -> None:
         self._kept = [*(each for each in self._kept if each != number), number]
@@ -159,7 +146,7 @@ class Samplers:
         if number == self.now:
             return ""
         if number in self._sources:
-            self.keep_loaded(number)
+            self.keep(number)
         if number not in self._kept:
             raise Refused(
                 f"the weights of {sampler.name} (version {number}) are gone: ranks hold version {self.now}, and copies "
@@ -171,23 +158,19 @@ class Samplers:
 
     # ---- samplers ----------------------------------------------------------------------------------------------------
 
-    def add(self, weights: int, name: str, *, base_model: str, model_path: str | None) -> Sampler:
+    def add(self, weights: int, name: str, *, base_model: str, model_path: str | None = None) -> Sampler:
         """A new sampler of these weights."""
         self._added += 1
         return Sampler(number=self._added, weights=weights, name=name, base_model=base_model, model_path=model_path)
 
-    async def draw(self, wanted: Draw, params: SamplingParams, in_turn: InTurn) -> Drawn:
+    async def draw(self, wanted: Draw, request: GenerateRequest, in_turn: InTurn) -> Drawn:
         """Sample, and score the prompt if that is asked for. Raises Refused where the sampler's weights are gone."""
         sampler, asked, length = wanted.sampler, wanted.asked, len(wanted.prompt)
-        last = length if asked.prompt_logprobs_last_n is None else asked.prompt_logprobs_last_n
         scores = None
-        if asked.topk_prompt_logprobs:  # from the engines, and then all of the prompt's log-probs in this answer are
-            params = evolve(params, scored=last, scored_top=asked.topk_prompt_logprobs)
-        elif asked.prompt_logprobs:
-            scores = await self._together(self._scores, sampler, wanted.prompt, in_turn)
-            scores[: length - last] = np.nan
-        request = _request(wanted, params)
-        if scores is not None and params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
+        if asked.prompt_logprobs and not request.params.scored_top:  # else they are the engines', with likely tokens
+            scores = await in_turn(partial(self._scores, sampler), wanted.prompt, ("scores", sampler.weights))
+            scores[: length - (asked.prompt_logprobs_last_n or length)] = np.nan
+        if scores is not None and request.params.max_tokens == 1 and sampler.weights not in (self.now, *self._held()):
             # Who asks for log-probs of a prompt has to ask for a token too, which nobody reads.
             found = Generation.nothing(request)
         else:
@@ -206,10 +189,10 @@ class Samplers:
         )
 
     async def _sampled(self, sampler: Sampler, request: GenerateRequest, in_turn: InTurn) -> Generation:
-        begun = self._begin(sampler, request)
+        begun, held = self._begin(sampler, request), partial(self._begin_held, sampler)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                begun = begun or await self._together(self._begin_all, sampler, request, in_turn)
+                begun = begun or await in_turn(held, request, ("samples", sampler.weights))
                 if begun is None:  # an error of this request alone: what fails in turn is the end of the model
                     raise EngineFailed("all engines died as soon as they had the weights")
                 return await asyncio.wrap_future(begun)
@@ -219,48 +202,12 @@ class Samplers:
                     raise
         raise AssertionError("every attempt returns or raises")
 
-    async def _together(self, answers: Callable[..., Any], sampler: Sampler, what: Any, in_turn: InTurn) -> Any:
-        """What the method `answers` says to this, in one turn of the group's thread with all that asks the same of the
-        same weights by then."""
-        mine, key = _Asked(what, asyncio.get_running_loop().create_future()), (answers, sampler.weights)
-        with self._changing:
-            first = key not in self._waiting
-            self._waiting.setdefault(key, []).append(mine)
-        if first:  # in a task of its own: whoever asks first may go
-            asyncio.create_task(self._answer_all(key, sampler, in_turn))  # noqa: RUF006  -- the group's queue holds it
-        return await mine.answer
-
-    async def _answer_all(self, key: tuple[Callable[..., Any], int], sampler: Sampler, in_turn: InTurn) -> None:
-        taken = list[_Asked]()
-
-        def take() -> list[_Asked]:
-            with self._changing:
-                taken.extend(each for each in self._waiting.pop(key, []) if not each.answer.done())
-            return taken
-
-        def work() -> list[Any]:
-            with self._changing:
-                gone = all(each.answer.done() for each in self._waiting[key])
-            return take() if gone else key[0](sampler, take)
-
-        try:
-            found: Sequence[Any] = await in_turn(work)
-        except Exception as error:
-            found = [error] * len(take())
-        for each, answer in zip(taken, found, strict=True):
-            if each.answer.done():  # who asked has gone
-                answer.cancel() if isinstance(answer, concurrent.futures.Future) else None
-            elif isinstance(answer, Exception):
-                each.answer.set_exception(answer)
-            else:
-                each.answer.set_result(answer)
-
-    def _begin_all(
-        self, sampler: Sampler, take: Callable[[], list[_Asked]]
+    def _begin_held(
+        self, sampler: Sampler, requests: Sequence[GenerateRequest]
     ) -> list[concurrent.futures.Future[Generation] | None]:
-        """Begin what waits once engines hold the weights, which may take long."""
+        """Begin what waits, once engines hold the weights."""
         self.push(sampler)
-        return [self._begin(sampler, each.what) for each in take()]
+        return [self._begin(sampler, each) for each in requests]
 
     def _begin(self, sampler: Sampler, request: GenerateRequest) -> concurrent.futures.Future[Generation] | None:
         """The samples; None if engines do not hold the sampler's weights. Always of one version by its name: the newest
@@ -284,12 +231,10 @@ class Samplers:
             self._in_flight[version] -= 1
             self._changing.notify_all()
 
-    def _scores(self, sampler: Sampler, take: Callable[[], list[_Asked]]) -> list[FloatArray]:
+    def _scores(self, sampler: Sampler, rows: Sequence[IntArray]) -> list[FloatArray]:
         """[n] each: the log-probs of a prompt's tokens, NaN at the first."""
         copy = self._copy(sampler)
         self.turn("forward")
-        if not (rows := [each.what for each in take()]):
-            return []
         offsets = offsets_of([len(row) for row in rows])
         mask = np.ones(offsets[-1], np.bool_)
         mask[offsets[:-1]] = False
@@ -301,15 +246,3 @@ class Samplers:
 def _name(number: int) -> str:
     """Of the ranks' copy of these weights."""
     return f"weights-{number}"
-
-
-def _request(wanted: Draw, params: SamplingParams) -> GenerateRequest:
-    """Rows whose noise follows from the seed or, without one, from the sampler and the request's number."""
-    seed, samples = wanted.asked.sampling_params.seed, wanted.asked.num_samples
-    origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if seed is None else (seed % 2**63,)
-    return GenerateRequest(
-        tokens=np.tile(wanted.prompt, samples),
-        offsets=offsets_of([len(wanted.prompt)] * samples),
-        noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
-        params=params,
-    )

@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinker import types as sdk
 from tinker.types.futures_retrieve_request import FuturesRetrieveRequest
@@ -16,9 +16,11 @@ from corerl.errors import CorerlError, UserError
 from corerl.messages import message_of, short_repr
 from corerl.rollout import EventLoop
 from corerl_tinker import wire
+from corerl_tinker.losses import Rows
 from corerl_tinker.options import ServeOptions
+from corerl_tinker.order import Asked, Model, Turns
 from corerl_tinker.requests import Draw, Fields, Refused, Request, draw_of, read
-from corerl_tinker.sessions import GONE, Answer, Model, Promise, Session, Sessions, answer_of, answered, failure
+from corerl_tinker.sessions import GONE, Answer, Promise, Session, Sessions, answer_of, answered, failure
 
 if TYPE_CHECKING:
     from corerl_tinker.training import ServedPolicy
@@ -47,6 +49,7 @@ class Service:
         """`loop` is the one that serves; the thread that waits in its `run` is the group's."""
         self._policy, self._options, self._loop, self._notify, self._clock = policy, options, loop, notify, clock
         self.sessions = Sessions(most_bytes=options.memory_mib << 20, notify=notify, clock=clock)
+        self._turns = Turns(self._guarded)
         self._model: Model | None = None  # the one that is trained
         self._lost = ""  # why nothing is computed any more; empty: all is well
 
@@ -65,9 +68,9 @@ class Service:
             self._model.close_gap()
         self.sessions.forget()
 
-    async def _call(self, call: Callable[[], T]) -> T:
-        """Call the policy in the thread of the group, after all that was asked before. An error after which ranks are
-        in an unknown state, or gone, is that of all that wait, and of all that come."""
+    async def _guarded(self, call: Callable[[], T]) -> T:
+        """Call the policy in the thread of the group. An error after which ranks are in an unknown state, or gone, is
+        that of all that wait, and of all that come."""
 
         def guarded() -> T:
             self._require()
@@ -83,8 +86,7 @@ class Service:
                     "state"
                 )
                 self._notify(self._lost)
-                self._require()
-                raise
+                raise Refused(self._lost, category="server") from error
 
         try:
             return await self._loop.in_caller(guarded)
@@ -117,7 +119,7 @@ class Service:
         self.sessions.end(session_id)
 
     async def _release(self) -> Answer:
-        await self._call(self._policy.release)
+        await self._turns.call(self._policy.release)
         return answered()
 
     # ---- a model -----------------------------------------------------------------------------------------------------
@@ -126,7 +128,8 @@ class Service:
         return self._create(request)
 
     def _create(self, wanted: sdk.CreateModelRequest, *, path: str = "", moments: bool = False) -> Fields:
-        """Create a model, with the weights of a checkpoint if there is a path."""
+        """Create a model, with the weights of a checkpoint if there is a path, in the place of the one before. Raises
+        Refused, and leaves that, for what is not served."""
         session = self.sessions.of(wanted.session_id)
         model_id = f"{session.id}:train:{wanted.model_seq_id}"
         name = f"{model_id}:0"
@@ -135,29 +138,22 @@ class Service:
             return found
         if not self._lost:  # once all is lost, the promise says so, whoever trained
             self._take_over(session)
-        before, model = self._model, Model(id=model_id, session=session.id, clock=self._clock)
-        self._model = model
+        run = self._policy.planned(wanted, model_id=model_id, path=path)
+        if self._model is not None:
+            self._model.give_up(f"model {self._model.id!r} is given up: its session has created {model_id!r}")
+        model = self._model = Model(id=model_id, session=session.id, turns=self._turns, clock=self._clock)
 
         def create() -> None:
-            run = self._policy.create(wanted, model_id=model_id)
-            try:
-                if path:
-                    self._policy.load(path, optimizer=moments)
-            except UserError:
-                self._policy.release()
-                raise
+            self._policy.create(run, path, optimizer=moments)
             model.run = run
 
         async def created() -> Answer:
             try:
-                await self._call(create)
+                await self._turns.call(create)
             finally:
-                if model.run is None:
+                if model.run is None and self._model is model:
                     model.give_up(f"model {model_id!r} was not created")
-                    if self._model is model:
-                        self._model = before if before is not None and before.run is not None else None
-            if before is not None:
-                before.give_up(f"model {before.id!r} is given up: its session has created {model_id!r}")
+                    self._model = None
             return answered(model_id=model_id, path=path, type="load_weights" if path else "create_model")
 
         self.sessions.promise(session, name, created, urgent=True)
@@ -190,8 +186,7 @@ class Service:
 
     async def get_info(self, request: sdk.GetInfoRequest) -> Fields:
         run = self._trained(request.model_id)[1].run
-        if run is None:
-            raise Refused(f"model {request.model_id!r} is not there yet; wait for the request that creates it")
+        assert run is not None, "clients wait for the request that creates the model"
         return {
             "type": "get_info",
             "model_data": {"model_name": run.base_model, "tokenizer_id": self._options.name},
@@ -202,19 +197,18 @@ class Service:
         }
 
     async def forward_backward(self, body: bytes) -> Fields:
-        message = await asyncio.to_thread(wire.parsed, body)
+        message = await asyncio.to_thread(wire.PassMessage.FromString, body)
         model_id, number, forward_only = message.model_id, message.seq_id, message.forward_only
         try:
-            rows = await asyncio.to_thread(self._policy.read, message)
+            rows = await asyncio.to_thread(self._policy.rows, await asyncio.to_thread(wire.read_pass, message))
         except UserError as error:
             rows, refused = None, error  # in its turn: its number is used up
-        del message
 
-        def run(model: Model) -> Answer:
+        def run(model: Model, passes: Sequence[Rows]) -> Sequence[Answer]:
             try:
                 if rows is None:
                     raise refused
-                return wire.pass_answer(self._policy.run(rows))
+                return [wire.pass_answer(done) for done in self._policy.run(passes)]
             except UserError as error:
                 if not forward_only:
                     model.incomplete = (
@@ -222,35 +216,45 @@ class Service:
                     )
                 raise
 
-        return self._numbered(model_id, number, run, size=len(body))
+        key = None if rows is None else rows.key
+        return self._numbered(model_id, number, run, rows, key=key, size=len(body))
 
     async def in_turn(self, cls: type[Request], handler: Callable[[Model, Request], Fields], fields: Fields) -> Fields:
         """Promise what `handler` answers to a request of a model. What is wrong with it is found in its turn, and its
         number used up, for which later requests would wait."""
-        model_id, number = fields.get("model_id"), fields.get("seq_id")
-        if not isinstance(model_id, str) or not isinstance(number, int):
-            raise Refused("a request needs the text model_id and the number seq_id, as a TrainingClient sends them")
-        return self._numbered(model_id, number, lambda model: answered(**handler(model, read(cls, fields))))
+        return self._numbered(
+            fields["model_id"], fields["seq_id"], lambda model, _: [answered(**handler(model, read(cls, fields)))]
+        )
 
-    def _numbered(self, model_id: str, number: int, call: Callable[[Model], Answer], *, size: int = 0) -> Fields:
-        """Promise the answer of a call of the policy, which is executed after those of lower numbers."""
+    def _numbered(
+        self,
+        model_id: str,
+        number: int,
+        work: Callable[[Model, Sequence[Any]], Sequence[Answer]],
+        what: Any = None,
+        *,
+        key: Hashable = None,
+        size: int = 0,
+    ) -> Fields:
+        """Promise what `work` answers in its turn, after requests of lower numbers, to this and all that is done
+        together with it."""
         session, model = self._trained(model_id)
         name = f"{model_id}:{number}"
-        if name not in session.promises and number < model.next:
+        found = {"request_id": name, "model_id": model_id}
+        if name in session.promises:
+            return found
+        if number < model.next:
             raise Refused(f"the answer to request {number} of model {model_id!r} is forgotten", status=GONE)
 
-        def of_model() -> Answer:
+        def of_model(asked: Sequence[Any]) -> Sequence[Answer]:
             if model.run is None:  # or another one would be trained
                 raise Refused(f"model {model.id!r} was not created: request {model.id}:0 was refused")
-            return call(model)
+            return work(model, asked)
 
-        async def work() -> Answer:
-            self._require()
-            await model.turn(number)
-            return await self._call(of_model)
-
-        self.sessions.promise(session, name, work, size=size, urgent=number == model.next)
-        return {"request_id": name, "model_id": model_id}
+        asked = Asked(what, of_model, key)
+        self.sessions.promise(session, name, lambda: asked.answer, size=size, urgent=number == model.next)
+        model.add(number, asked)
+        return found
 
     def optim_step(self, model: Model, request: sdk.OptimStepRequest) -> Fields:
         if not isinstance(params := request.optim_params, sdk.AdamParams):
@@ -295,7 +299,7 @@ class Service:
             await asyncio.to_thread(self._policy.checkpoints.find, path)
 
         async def create() -> Answer:
-            sampler = await self._call(lambda: self._policy.sampler(path, request.base_model or ""))
+            sampler = await self._turns.call(lambda: self._policy.sampler(path, request.base_model or ""))
             return answered(sampling_session_id=self.sessions.add(session, sampler), type="create_sampling_session")
 
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
@@ -305,19 +309,15 @@ class Service:
         return answer
 
     async def get_sampler(self, sampler: str) -> Fields:
-        _, found, _ = self.sessions.sampler(sampler)
+        _, found = self.sessions.sampler(sampler)
         return {"sampler_id": sampler, "base_model": found.base_model, "model_path": found.model_path}
 
     async def asample(self, fields: Fields) -> Fields:
-        request = read(sdk.SampleRequest, fields)
-        if request.sampling_session_id is None or request.seq_id is None:
-            raise Refused("asample needs a sampling_session_id and a seq_id, as a SamplingClient sends them")
-        session, sampler, completions = self.sessions.sampler(request.sampling_session_id)
-        name = f"{request.sampling_session_id}:{request.seq_id}"
-        wanted = draw_of(request, fields["sampling_params"], sampler=sampler, longest=wire.LONGEST)
-        if name not in session.promises:
-            promise = self.sessions.promise(session, name, lambda: self._drawn(wanted), size=wanted.prompt.nbytes)
-            promise.task.add_done_callback(lambda _: completions.add(name))
+        request, sampler_id = read(sdk.SampleRequest, fields), fields["sampling_session_id"]
+        session, sampler = self.sessions.sampler(sampler_id)
+        name = f"{sampler_id}:{request.seq_id}"
+        wanted = draw_of(request, fields["sampling_params"], sampler=sampler)
+        self.sessions.promise(session, name, lambda: self._drawn(wanted), size=wanted.prompt.nbytes)
         return {
             "request_id": name,
             "sample_sequence_ids": [f"{name}:{number}" for number in range(request.num_samples)],
@@ -325,7 +325,7 @@ class Service:
 
     async def _drawn(self, wanted: Draw) -> Answer:
         self._require()
-        return wire.sample_answer(await self._policy.draw(wanted, self._call))
+        return wire.sample_answer(await self._policy.draw(wanted, self._turns.ask))
 
     # ---- promises ----------------------------------------------------------------------------------------------------
 
@@ -341,21 +341,17 @@ class Service:
 
     async def retrieve_futures(self, request: FuturesRetrieveRequest) -> Fields:
         """Which requests of a sampler are done; their answers are fetched one by one."""
-        session, _, completions = self.sessions.sampler(request.target.sampling_session_id)
+        sampler_id, cursor = request.target.sampling_session_id, request.prev_cursor
+        session, _ = self.sessions.sampler(sampler_id)
         for name in request.retrieved_request_ids:
             self.sessions.fetched(session, name)
         seconds = POLL_SECONDS if request.timeout is None else min(request.timeout, POLL_SECONDS)
-        names, cursor = await completions.after(request.prev_cursor, seconds)
-        return {"completions": [self._completion(session, name) for name in names], "cursor": cursor}
-
-    def _completion(self, session: Session, name: str) -> Fields:
-        promise = session.promises.get(name)
-        if promise is None or promise.answer is None:  # it was fetched, and is forgotten, which whoever asks is told
-            return {"request_id": name, "state": "finished"}
-        if promise.answer.error:
-            return {"request_id": name, "state": "failed"}
-        size = len(promise.answer.body)
-        return {"request_id": name, "state": "finished", "response_payload_uncompressed_size": size}
+        done = await session.done_after(cursor, sampler_id, seconds)
+        sizes = {name: {"response_payload_uncompressed_size": promise.size} for name, promise in done.items()}
+        return {
+            "completions": [{"request_id": name, "state": "finished", **size} for name, size in sizes.items()],
+            "cursor": max([cursor, *(promise.number for promise in done.values())]),
+        }
 
     async def _wait(self, name: str, promise: Promise) -> Answer:
         answer = await self.sessions.wait(promise, POLL_SECONDS)
@@ -372,7 +368,7 @@ class Service:
         return sdk.CheckpointsListResponse(checkpoints=await asyncio.to_thread(self._policy.checkpoints.of, run))
 
     async def weights_info(self, fields: Fields) -> Fields:
-        run, _ = await asyncio.to_thread(self._policy.checkpoints.find, fields.get("tinker_path"))
+        run, _ = await asyncio.to_thread(self._policy.checkpoints.find, fields["tinker_path"])
         return {"base_model": run.base_model, "is_lora": run.is_lora, "lora_rank": run.lora_rank}
 
     async def delete_checkpoint(self, run: str, checkpoint: str) -> None:

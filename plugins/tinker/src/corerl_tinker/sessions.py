@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from attrs import define, field, frozen
-from tinker.types import TrainingRun
 
 from corerl.errors import UserError
 from corerl.messages import message_of, short_repr
@@ -20,8 +19,7 @@ from corerl_tinker.requests import Category, Refused, Sampler
 
 JSON = "application/json"
 KEPT_SECONDS = 600.0  # after a result was fetched: the response may not have arrived, and clients ask again
-GATHER_SECONDS = 0.01  # for requests that are done soon after another one: each poll costs client and server a request
-GAP_SECONDS = 600.0  # clients repeat a request for 300 s, then give it up, and number the next one all the same
+GATHER_SECONDS = 0.01  # for requests that are done soon after another one
 LEAST_BYTES = 1024  # what a promise counts for at least, of memory
 GONE = 410  # for which clients neither wait nor ask again
 
@@ -62,6 +60,7 @@ class Promise:
 
     task: asyncio.Task[Answer]
     size: int  # bytes of the request, then of the answer
+    number: int = 0  # in the order in which promises of the session are done; 0: not yet
     fetched: float = math.inf  # when, by the clock
     given_up: Answer | None = None  # why there will be no other
 
@@ -77,38 +76,34 @@ class Promise:
             self.task.cancel()
 
 
-class Completions:
-    """The requests of one sampler that are done, in that order, of which its client is told in one poll for all."""
-
-    def __init__(self) -> None:
-        self._seen, self._names = 0, list[str]()  # how many the client has seen; those after them
-        self._more = asyncio.Event()
-
-    def add(self, name: str) -> None:
-        self._names.append(name)
-        self._more.set()
-
-    async def after(self, seen: int, seconds: float) -> tuple[list[str], int]:
-        """The names after the first `seen`, which are forgotten, and how many there are with these. Waits so long for
-        the first one, and a moment more for others."""
-        del self._names[: max(0, seen - self._seen)]
-        self._seen = max(seen, self._seen)
-        if not self._names and seconds > 0:
-            self._more.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._more.wait(), seconds)
-                await asyncio.sleep(GATHER_SECONDS)
-        return list(self._names), self._seen + len(self._names)
-
-
 @define(kw_only=True, eq=False)
 class Session:
     """A client. What it has, it has until it ends."""
 
     id: str  # with which the names of its model, its samplers and their requests begin: `ID:...`
     seen: float  # when there was a request of it, by the clock
-    samplers: dict[str, tuple[Sampler, Completions]] = field(factory=dict)
+    samplers: dict[str, Sampler] = field(factory=dict)
     promises: dict[str, Promise] = field(factory=dict)  # by the names of the requests
+    done: int = 0  # how many promises are, or were
+    more: asyncio.Event = field(factory=asyncio.Event)  # since somebody has looked
+
+    async def done_after(self, number: int, sampler_id: str, seconds: float) -> dict[str, Promise]:
+        """What was done after this many, of the requests of a sampler. Waits so long for the first one, and a moment
+        more for others: each poll costs client and server a request."""
+
+        def found() -> dict[str, Promise]:
+            begin = f"{sampler_id}:"
+            return {
+                name: each for name, each in self.promises.items() if each.number > number and name.startswith(begin)
+            }
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not found():
+                    self.more.clear()
+                    await self.more.wait()
+                await asyncio.sleep(GATHER_SECONDS)
+        return found()
 
 
 class Sessions:
@@ -136,16 +131,16 @@ class Sessions:
         session.seen = self._clock()
         return session
 
-    def sampler(self, sampler_id: str) -> tuple[Session, Sampler, Completions]:
+    def sampler(self, sampler_id: str) -> tuple[Session, Sampler]:
         session = self.of(sampler_id, status=404)
         if sampler_id not in session.samplers:
             raise Refused(f"sampler {short_repr(sampler_id, 80)} is not known; create another", status=404)
-        return session, *session.samplers[sampler_id]
+        return session, session.samplers[sampler_id]
 
     def add(self, session: Session, sampler: Sampler) -> str:
         """The id of a new sampler."""
         sampler_id = f"{session.id}:sampler:{sampler.number}"
-        session.samplers[sampler_id] = sampler, Completions()
+        session.samplers[sampler_id] = sampler
         return sampler_id
 
     def silent_for(self, session_id: str) -> float:
@@ -190,6 +185,9 @@ class Sessions:
                 self.bytes -= promise.size
                 promise.size = max(len(promise.answer.body) if promise.answer else 0, LEAST_BYTES)
                 self.bytes += promise.size
+            session.done += 1
+            promise.number = session.done
+            session.more.set()
 
         task.add_done_callback(done)
         return promise
@@ -221,45 +219,3 @@ class Sessions:
 
     def _drop(self, session: Session, name: str) -> None:
         self.bytes -= session.promises.pop(name).size
-
-
-@define(kw_only=True, eq=False)
-class Model:
-    """A model that a session trains: its requests are executed by their numbers, in whatever order they arrive."""
-
-    id: str
-    session: str
-    clock: Callable[[], float]
-    run: TrainingRun | None = None  # None: it is not created yet, or has ended
-    incomplete: str = ""  # why the gradients so far are not those that the client means; empty: they are
-    next: int = 1  # the number that begins next
-    _waiting: dict[int, asyncio.Future[None]] = field(factory=dict)
-    _moved: float = 0.0
-
-    async def turn(self, number: int) -> None:
-        """Wait until the requests of all lower numbers have begun. Raises Refused where one does not come."""
-        if not self._waiting:
-            self._moved = self.clock()
-        if number != self.next:
-            self._waiting[number] = asyncio.get_running_loop().create_future()
-            await self._waiting[number]
-        self._moved, self.next = self.clock(), number + 1
-        following = self._waiting.pop(self.next, None)
-        if following is not None and not following.done():
-            following.set_result(None)
-
-    def close_gap(self) -> None:
-        """Refuse what waits for a number that does not come, and go on after it."""
-        if self._waiting and self.clock() >= self._moved + GAP_SECONDS:
-            self.incomplete = (
-                f"request {self.next} of this model has not arrived in {GAP_SECONDS:.0f} s; those after it are refused"
-            )
-            self.give_up(self.incomplete)
-
-    def give_up(self, sentence: str) -> None:
-        """Refuse all that waits."""
-        self.next = max(self._waiting, default=self.next - 1) + 1
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(Refused(sentence))
-        self._waiting.clear()

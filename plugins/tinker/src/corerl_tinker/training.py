@@ -6,25 +6,26 @@ A wrong call would end the group, and with it what the client has trained. So wh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tinker import types as sdk
 
 from corerl import AdamSettings, Engines, LossSpec, Output, SampleBatch, Step
 from corerl.algorithms import Objective
 from corerl.config import ALL_LINEAR, Config, LoraConfig, dump_toml, recorded
-from corerl.engines import SamplingParams, stops_of
+from corerl.engines import GenerateRequest, SamplingParams, stops_of
 from corerl.errors import ConfigError, SaveFailed, UserError
 from corerl.models import end_tokens, load_tokenizer
-from corerl.types import FloatArray, TrainResult
-from corerl_tinker import wire
+from corerl.ops import hash_key
+from corerl.types import FloatArray, TrainResult, offsets_of
 from corerl_tinker.checkpoints import Checkpoints
 from corerl_tinker.losses import INFINITE, Rows, rows_of
 from corerl_tinker.options import ServeOptions
-from corerl_tinker.requests import Draw, Drawn, InTurn, PassDone, Refused, Sampler
+from corerl_tinker.requests import Draw, Drawn, InTurn, Pass, PassDone, Refused, Sampler
 from corerl_tinker.sampling import START, Samplers
 
 LORA_SNAPSHOTS, SNAPSHOTS = 8, 1
@@ -54,9 +55,9 @@ def require_servable(options: ServeOptions, *, lora: LoraConfig | None, objectiv
 class ServedPolicy:
     """The trained model and what samples from it, over one group of ranks and its engines.
 
-    One thread calls all but `read` and `draw`, in the order of the client's numbers. Each method raises `Refused`, or
-    another UserError, for what has failed alone, such as what the client should do otherwise; other errors end the
-    model.
+    One thread calls all but `planned`, `rows` and `draw`, in the order of the client's numbers. Each method raises
+    `Refused`, or another UserError, for what has failed alone, such as what the client should do otherwise; other
+    errors end the model.
     """
 
     def __init__(self, engines: Engines, options: ServeOptions, config: Config) -> None:
@@ -76,7 +77,7 @@ class ServedPolicy:
         sources = {self._teachers[name]: str(Path(path).absolute()) for name, path in options.teachers.items()}
         self._samplers = Samplers(engines, keep=keep, teachers=sources)
         for number in sources:  # before a client is served: ranks end where files do not fit the model
-            self._samplers.keep_loaded(number)
+            self._samplers.keep(number)
         # Of files alone, so that any thread may ask it while the group computes.
         self.checkpoints = Checkpoints(Path(options.directory), dump_toml(recorded(config)))
         self._weights_at: dict[str, int] = {}  # path -> the number of the weights that were saved there
@@ -93,13 +94,15 @@ class ServedPolicy:
 
     # ---- a model -----------------------------------------------------------------------------------------------------
 
-    def create(self, wanted: sdk.CreateModelRequest, *, model_id: str) -> sdk.TrainingRun:
-        """Begin with a new model in the place of the one before, which goes on if this one is refused."""
+    def planned(self, wanted: sdk.CreateModelRequest, *, model_id: str, path: str = "") -> sdk.TrainingRun:
+        """The model that `create` begins with, from a checkpoint if there is a path; in any thread."""
         self._require_served(wanted.base_model)
         if (optimizer := wanted.optimizer_config.type) != "adamw":
             raise Refused(f"optimizer {optimizer!r} is not served here; 'adamw' is")
         if wanted.lora_config is not None:
             self._require_same(wanted.lora_config)
+        if path:
+            self._require_loadable(path)
         run = sdk.TrainingRun(
             training_run_id=model_id,
             base_model=wanted.base_model,
@@ -113,11 +116,16 @@ class ServedPolicy:
             self.checkpoints.begin(run)
         except OSError as error:
             raise Refused(f"a model needs its directory in serve.directory: {error}") from error
-        self.release()
-        if self._step or self._samplers.now != START:
-            self._stale = True  # not yet: a checkpoint may be loaded next
-        self._training, self._name = model_id, wanted.base_model
         return run
+
+    def create(self, run: sdk.TrainingRun, path: str = "", *, optimizer: bool = False) -> None:
+        """Begin with a model that was planned, in the place of the one before."""
+        self.release()
+        if path:
+            self._go_on_from(path, moments=optimizer)
+        elif self._step or self._samplers.now != START:
+            self._stale = True  # not yet: a checkpoint may be loaded next
+        self._training, self._name = run.training_run_id, run.base_model
 
     def release(self) -> None:
         """The client has gone or has created another model: what no checkpoint has is given up. Samplers stay."""
@@ -168,21 +176,22 @@ class ServedPolicy:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def read(self, message: wire.PassMessage) -> Rows:
+    def rows(self, wanted: Pass) -> Rows:
         """The rows of a pass; in any thread."""
-        return rows_of(wire.read_pass(message), vocabulary=self._plan.vocabulary, longest=self._longest)
+        return rows_of(wanted, vocabulary=self._plan.vocabulary, longest=self._longest)
 
-    def run(self, rows: Rows) -> PassDone:
-        """Compute log-probs, and add gradients unless it is `forward_only`."""
+    def run(self, passes: Sequence[Rows]) -> list[PassDone]:
+        """Compute log-probs, and add gradients unless they are `forward_only`, for passes that have the same `key`."""
         self._require_model()
-        if rows.forward_only:
+        samples = SampleBatch.concatenate([each.samples for each in passes])
+        if passes[0].forward_only:
             self._samplers.turn("forward")
-            logprobs = self._engines.group.forward(rows.samples, Output.LOGPROBS).result()[Output.LOGPROBS]
-            loss = rows.value(logprobs)
+            logprobs = self._engines.group.forward(samples, Output.LOGPROBS).result()[Output.LOGPROBS]
         else:
             self._samplers.turn("train")
-            logprobs, loss = self._add_gradients(rows.samples, rows.loss)
-        return PassDone(logprobs=rows.outputs(logprobs), metrics={"loss:sum": loss})
+            logprobs = self._add_gradients(samples, passes[0].loss)
+        parts = np.split(logprobs, offsets_of([len(each.samples.tokens) for each in passes])[1:-1])
+        return [each.done(part) for each, part in zip(passes, parts, strict=True)]
 
     def step(self, asked: sdk.AdamParams) -> Mapping[str, float]:
         """Metrics of the step, such as the gradient norm."""
@@ -215,14 +224,13 @@ class ServedPolicy:
             self._add_gradients(*INFINITE)
             self._take_step(0.0)
 
-    def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> tuple[FloatArray, float]:
-        """The log-probs [N], and the loss."""
+    def _add_gradients(self, samples: SampleBatch, loss: LossSpec) -> FloatArray:
+        """Returns the log-probs, [N] or [N, K]."""
         group = self._engines.group
         plan, _ = group.plan_part(samples)  # with weights of 1, which leave the step no scale
         work = group.forward_backward(samples, plan, loss, outputs=Output.LOGPROBS)
         self._gradients = True
-        result = work.result()
-        return result.outputs[Output.LOGPROBS], result.metrics["loss"].value
+        return work.result().outputs[Output.LOGPROBS]
 
     def _take_step(self, lr: float, adam: AdamSettings | None = None) -> TrainResult:
         step = Step(optimizer_step=self._step, rollout_step=self._step, lr=lr, adam=adam)
@@ -232,13 +240,11 @@ class ServedPolicy:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, asked: sdk.SaveWeightsRequest) -> sdk.Checkpoint:
-        """Weights and moments, as `tinker://RUN/weights/NAME`."""
-        return self._save("weights", asked, overwrite=asked.overwrite)
-
-    def _save(
-        self, kind: str, asked: sdk.SaveWeightsRequest | sdk.SaveWeightsForSamplerRequest, *, overwrite: bool = False
-    ) -> sdk.Checkpoint:
+    def save(self, asked: sdk.SaveWeightsRequest | sdk.SaveWeightsForSamplerRequest) -> sdk.Checkpoint:
+        """Weights and moments, as `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`."""
+        kind, overwrite = "sampler_weights", False
+        if isinstance(asked, sdk.SaveWeightsRequest):
+            kind, overwrite = "weights", asked.overwrite
         self._require_model()
         if self._gradients:
             raise Refused("forward_backward has left gradients, which no checkpoint holds; save after optim_step")
@@ -265,12 +271,15 @@ class ServedPolicy:
             raise Refused("forward_backward has left gradients, which loading would lose; take optim_step first")
         self._go_on_from(path, moments=optimizer)
 
-    def _go_on_from(self, path: str, *, moments: bool = False) -> None:
+    def _require_loadable(self, path: str) -> None:
         run, _ = self.checkpoints.find(path)
         if run.lora_rank != self._rank:
             ranks = (run.lora_rank, self._rank)
             there, here = ("all weights" if each is None else f"adapters of rank {each}" for each in ranks)
             raise Refused(f"{path} has {there}, and this server trains {here}; start one with the same [lora]")
+
+    def _go_on_from(self, path: str, *, moments: bool = False) -> None:
+        self._require_loadable(path)
         try:
             self._restart(str(self.checkpoints.state_of(path)), self._weights_at.get(path), moments=moments)
         except UserError as error:
@@ -285,16 +294,17 @@ class ServedPolicy:
         self._require_model()
         if asked.kind != "snapshot":
             raise Refused(f"kind={asked.kind!r} is not served: what a sampler answers with never changes; leave it out")
-        path = None if asked.path is None else self._save("sampler_weights", asked).tinker_path
+        path = None if asked.path is None else self.save(asked).tinker_path
         self._samplers.keep()
         if path is None:
             self._samplers.push()
-        return self._sampler(self._samplers.now, path or f"the sampler of step {self._step}", path=path)
+        name = path or f"the sampler of step {self._step}"
+        return self._samplers.add(self._samplers.now, name, base_model=self._name, model_path=path)
 
     def sampler(self, model_path: str | None, base_model: str) -> Sampler:
         """A new sampler of a saved checkpoint, or of a base model."""
         if model_path is None:
-            return self._sampler(self._weights_of_model(base_model), base_model, base_model=base_model)
+            return self._samplers.add(self._weights_of_model(base_model), base_model, base_model=base_model)
         run, _ = self.checkpoints.find(model_path)
         number = self._weights_at.get(model_path)
         if number is None or not self._samplers.has(number):
@@ -308,7 +318,7 @@ class ServedPolicy:
         if number == self._samplers.now and not self._stale:
             self._samplers.keep()
             self._samplers.push()
-        return self._sampler(number, model_path, path=model_path, base_model=run.base_model)
+        return self._samplers.add(number, model_path, base_model=run.base_model, model_path=model_path)
 
     def _weights_of_model(self, base_model: str) -> int:
         if base_model in self._teachers:
@@ -320,9 +330,6 @@ class ServedPolicy:
             self._samplers.push()
         return START
 
-    def _sampler(self, weights: int, name: str, *, path: str | None = None, base_model: str = "") -> Sampler:
-        return self._samplers.add(weights, name, base_model=base_model or self._name, model_path=path)
-
     async def draw(self, wanted: Draw, in_turn: InTurn) -> Drawn:
         """In the server's event loop. What ranks compute for it, such as log-probs of the prompt, waits its turn."""
         vocabulary = self._plan.vocabulary
@@ -330,10 +337,10 @@ class ServedPolicy:
             raise Refused(f"all tokens of the prompt have to be below {vocabulary}, and none below 0")
         if (top := wanted.asked.topk_prompt_logprobs) > vocabulary:
             raise Refused(f"topk_prompt_logprobs={top}, of {vocabulary} tokens that there are")
-        return await self._samplers.draw(wanted, self._params(wanted), in_turn)
+        return await self._samplers.draw(wanted, self._request(wanted), in_turn)
 
-    def _params(self, wanted: Draw) -> SamplingParams:
-        asked, length = wanted.asked.sampling_params, len(wanted.prompt)
+    def _request(self, wanted: Draw) -> GenerateRequest:
+        asked, length, samples = wanted.asked.sampling_params, len(wanted.prompt), wanted.asked.num_samples
         room = (self._longest or length + self._plan.max_tokens) - length
         most = room if asked.max_tokens is None else asked.max_tokens
         if (self._longest and most > room) or most < 1:
@@ -349,7 +356,8 @@ class ServedPolicy:
             except ValueError as error:
                 raise Refused(f"stop: {error}") from None
             tokens += [*self._ends, *of_texts]
-        return SamplingParams(
+        top, last = wanted.asked.topk_prompt_logprobs, wanted.asked.prompt_logprobs_last_n
+        params = SamplingParams(
             temperature=asked.temperature or 1.0,
             top_p=asked.top_p,
             top_k=max(asked.top_k, 0),  # the client's -1 is all tokens
@@ -357,4 +365,14 @@ class ServedPolicy:
             stop_tokens=tuple(dict.fromkeys(tokens)),
             stop=tuple(texts),
             greedy=asked.temperature == 0.0,
+            scored=(last or length) if top else 0,
+            scored_top=top,
+        )
+        # Noise follows from the seed or, without one, from the sampler and the request's number.
+        origin = (wanted.sampler.number, wanted.asked.seq_id or 0) if asked.seed is None else (asked.seed % 2**63,)
+        return GenerateRequest(
+            tokens=np.tile(wanted.prompt, samples),
+            offsets=offsets_of([length] * samples),
+            noise_keys=np.array([hash_key(*origin, sample) for sample in range(samples)]),
+            params=params,
         )

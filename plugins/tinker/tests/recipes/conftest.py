@@ -113,11 +113,12 @@ class Recipe:
         return [step for step in self.metrics() if metric in step]
 
 
-def begin(serving: Serving, log: str, name: str, *arguments: str, answer: str = "") -> Recipe:
-    """`python -m tinker_cookbook.recipes.NAME ARGUMENTS` in the workplace, where `log` is its directory. `answer` is to
-    what it asks where that exists."""
-    words = ("-m", f"tinker_cookbook.recipes.{name}", f"log_path={log}", *arguments)
-    process, output = run(serving, log, *words, answer=answer)
+def begin(serving: Serving, log: str, words: str, *, answer: str = "") -> Recipe:
+    """`python -m tinker_cookbook.recipes.WORDS` with the model in the workplace, where `log` is its directory. `answer`
+    is to what it asks where that exists."""
+    name, *arguments = words.split()
+    shared = (f"log_path={log}", f"model_name={workplace.MODEL}")
+    process, output = run(serving, log, "-m", f"tinker_cookbook.recipes.{name}", *shared, *arguments, answer=answer)
     return Recipe(process, serving.directory / log, output)
 
 

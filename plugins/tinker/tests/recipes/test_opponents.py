@@ -54,17 +54,8 @@ def test_a_policy_learns_in_games_against_what_it_was(workplace: Path) -> None:
         steps = begin(
             serving,
             "questions",
-            "multiplayer_rl.twenty_questions.train",
-            f"model_name={MODEL}",
-            "renderer_name=role_colon",
-            "learning_rate=1e-3",
-            "group_size=4",
-            "batch_size=4",
-            "max_tokens=12",
-            "num_epochs=1",
-            "max_steps=3",
-            "eval_every=0",
-            "save_every=0",
+            "multiplayer_rl.twenty_questions.train renderer_name=role_colon learning_rate=1e-3 group_size=4 "
+            "batch_size=4 max_tokens=12 num_epochs=1 max_steps=3 eval_every=0 save_every=0",
         ).finish(REWARD)
     assert len(steps) == 3 and max(step[REWARD] for step in steps) > 0
     # What was sampled in between of the answerer's weights has changed nothing: these are the player's own.

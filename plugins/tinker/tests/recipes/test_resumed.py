@@ -11,7 +11,7 @@ from plugins.tinker.tests.recipes.test_supervised import NLL, SL_BASIC
 from tests.machine import paced
 
 STEPS, EVERY = 15, 4
-SAVING = (*SL_BASIC, f"save_every={EVERY}")
+SAVING = f"{SL_BASIC} save_every={EVERY}"
 
 
 def until_two_checkpoints(recipe: Recipe) -> Metrics:
@@ -34,20 +34,20 @@ def check(before: Metrics, after: Metrics) -> None:
 def test_a_recipe_goes_on_after_its_server_was_killed(offline: Path) -> None:
     log = "server-killed"
     with Serving(offline) as serving:
-        recipe = begin(serving, log, *SAVING)
+        recipe = begin(serving, log, SAVING)
         recipe.until(lambda: len(recipe.metrics()) > 2 * EVERY)
         os.kill(serving.command.process.pid, signal.SIGKILL)
     before = until_two_checkpoints(recipe)
     with Serving(offline) as serving:
-        after = begin(serving, log, *SAVING, answer="resume").finish(NLL)
+        after = begin(serving, log, SAVING, answer="resume").finish(NLL)
     check(before, after)
 
 
 def test_a_recipe_goes_on_after_it_was_killed(serving: Serving) -> None:
     log = "client-killed"
-    before = until_two_checkpoints(begin(serving, log, *SAVING))
-    refused = begin(serving, log, *SAVING, answer="resume")
+    before = until_two_checkpoints(begin(serving, log, SAVING))
+    refused = begin(serving, log, SAVING, answer="resume")
     assert refused.process.wait(paced(60.0)) != 0
     assert "and this server trains one model at a time; its client was there" in refused.output.read_text()
     serving.command.until(lambda: "has ended: no heartbeat" in serving.command.err, "the killed client is given up")
-    check(before, begin(serving, log, *SAVING, answer="resume").finish(NLL))
+    check(before, begin(serving, log, SAVING, answer="resume").finish(NLL))

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from plugins.tinker.tests.recipes.conftest import Serving, begin
-from plugins.tinker.tests.recipes.workplace import MODEL
 
-SL_BASIC = ("sl_basic", f"model_name={MODEL}", "learning_rate=3e-3")
+SL_BASIC = "sl_basic learning_rate=3e-3"
 NLL = "train_mean_nll"
 BACKENDS = {
     "fsdp": ["backend.name=fsdp", "roles.actor.ranks=2"],
@@ -21,7 +20,7 @@ BACKENDS = {
 @pytest.fixture(scope="module")
 def plain(serving: Serving) -> list[float]:
     """The mean negative log-likelihood before each step, on the plain backend."""
-    return [step[NLL] for step in begin(serving, "plain", *SL_BASIC).finish(NLL)]
+    return [step[NLL] for step in begin(serving, "plain", SL_BASIC).finish(NLL)]
 
 
 def test_sl_basic_learns_from_examples(plain: list[float]) -> None:
@@ -32,5 +31,5 @@ def test_sl_basic_learns_from_examples(plain: list[float]) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_other_backends_have_the_same_curve(name: str, plain: list[float], offline: Path) -> None:
     with Serving(offline, *BACKENDS[name]) as serving:
-        found = [step[NLL] for step in begin(serving, name, *SL_BASIC).finish(NLL)]
+        found = [step[NLL] for step in begin(serving, name, SL_BASIC).finish(NLL)]
     assert found == pytest.approx(plain, abs=1e-4)
