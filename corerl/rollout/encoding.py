@@ -3,6 +3,7 @@ open a reasoning tag before the answer."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -65,11 +66,16 @@ def written(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, options: Mapping
     return render(tokenizer, prompt.messages, tools=prompt.tools, options=own)
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[list[int]]:
-    """[P] the tokens of each prompt's text. A chat template writes <bos> itself."""
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    texts: Sequence[str],
+    before: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """[P] the tokens of each prompt's text; `before` as for `encode_texts`. A chat template writes <bos> itself."""
     others = [text for prompt, text in zip(prompts, texts, strict=True) if not prompt.messages]
     chats = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.messages]
-    of_texts = iter(encode_texts(tokenizer, others) if others else ())
+    of_texts = iter(encode_texts(tokenizer, others, before) if others else ())
     of_chats = iter(plain(tokenizer, chats))
     return [next(of_chats if prompt.messages else of_texts) for prompt in prompts]
 
@@ -113,21 +119,27 @@ def expand(ids: Sequence[int], pictures: Sequence[Picture], reader: PictureReade
 # ---- texts -----------------------------------------------------------------------------------------------------------
 
 
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], before: Sequence[int] | None = None
+) -> list[list[int]]:
     """[n] each text's tokens as the beginning of a row: after what the tokenizer puts before a text (its <bos>), unless
-    the text begins with that. What it puts behind one ends it, and would leave nothing to continue."""
-    before = _put_before(tokenizer, [*PROBES, *texts[:1]])
+    the text begins with that. What it puts behind one ends it, and would leave nothing to continue. `before` is what
+    is put before, where the caller knows it."""
+    if before is None:
+        before = _put_before(tokenizer, [*PROBES, *texts[:1]]) or []
+    before = list(before)
     return [ids if ids[: len(before)] == before else before + ids for ids in plain(tokenizer, texts)]
 
 
-def _put_before(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int]:
-    """The tokens that the tokenizer puts before a text, found with the first of these that it knows."""
+def _put_before(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[int] | None:
+    """The tokens that the tokenizer puts before a text, found with the first of these that it knows; None: it knows
+    none of them."""
     for text in texts:
         (inner,), whole = plain(tokenizer, [text]), tokenizer(text)["input_ids"]
         places = [at for at in range(len(whole)) if inner and whole[at : at + len(inner)] == inner]
         if places:
             return list(whole[: places[0]])
-    return []
+    return None
 
 
 # ---- chats -----------------------------------------------------------------------------------------------------------
@@ -222,7 +234,7 @@ class PromptCheck:
         short = self.pictures is None and text.strip() and _tokens_at_most(text) <= self.longest
         if unknown is None and short:
             return ""
-        (ids,) = _tokens(self.tokenizer, [prompt], [text])
+        (ids,) = _tokens(self.tokenizer, [prompt], [text], self._before)
         if not ids:
             return self._refused("it has no tokens, so the model has nothing to continue")
         length = len(ids)

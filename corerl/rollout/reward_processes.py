@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from corerl.config.schema import RewardConfig
 from corerl.errors import ConfigError, RewardError
 from corerl.messages import note
-from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, reward_of
+from corerl.rollout.rewards import AT_ONCE, Outcome, Reward, Sample, ended, reward_of
 from corerl.rollout.serving_process import ServingProcess, exit_status
 
 if TYPE_CHECKING:
@@ -186,5 +186,5 @@ def _serve(connection: Connection, config: RewardConfig) -> None:
     outcomes: list[Outcome] = []
     while True:
         connection.send(outcomes)
-        futures = [reward.start(sample, config.timeout) for sample in connection.recv()]
-        outcomes = [future.result() for future in futures]
+        started = [reward.start(sample, config.timeout) for sample in connection.recv()]
+        outcomes = [ended(each) for each in started]

@@ -89,26 +89,24 @@ class Reward:
             on_progress(0, len(samples))
         size = AT_ONCE if self.is_async else 1
         for first in range(0, len(samples), size):
-            for future in [self.start(sample) for sample in samples[first : first + size]]:
-                found.append(future.result())
+            for started in [self.start(sample) for sample in samples[first : first + size]]:
+                found.append(ended(started))
                 if on_progress is not None:
                     on_progress(len(found), len(samples))
         return found
 
-    def start(self, sample: Sample, limit: float | None = None) -> Future[Outcome]:
+    def start(self, sample: Sample, limit: float | None = None) -> Outcome | Future[Outcome]:
         """Call the function, and wait for what is async in the users' event loop, at most `limit` seconds. What is not
-        async runs in this thread, and is part of the sample's time."""
-        started, done = time.monotonic(), Future[Outcome]()
+        async runs in this thread, and is part of the sample's time: its outcome is there at once."""
+        started = time.monotonic()
         try:
             value = self.called(sample)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit would end the run, silently and with any status
-            done.set_result(self._raised(error, sample))
-            return done
+            return self._raised(error, sample)
         if not inspect.isawaitable(value):
-            done.set_result(self._outcome(value, sample))
-            return done
+            return self._outcome(value, sample)
         left = None if limit is None else limit - (time.monotonic() - started)
         return start_user_coroutine(self._outcome_within(limit, left, value, sample))
 
@@ -231,6 +229,11 @@ class WeightedSum(Reward):
         if number(total) is None:
             raise NoNumber(f"has the sum {total!r}, wanted a finite number,")
         return Judged(reward=total, parts=parts) if parts else None
+
+
+def ended(started: Outcome | Future[Outcome]) -> Outcome:
+    """The outcome of a call that `Reward.start` started."""
+    return started.result() if isinstance(started, Future) else started
 
 
 async def _all(values: Sequence[Any]) -> list[Any]:

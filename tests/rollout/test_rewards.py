@@ -309,7 +309,7 @@ def test_with_an_async_function_others_run_in_the_callers_thread(
     names = ("my_rewards:later", "my_rewards:sync")
     reward = reward_of(RewardConfig(functions=tuple(RewardFunction(name=name) for name in names)))
     begun = [reward.start((SORT, text, ()), limit=0.25) for text in ("x", "slow", "bad", "x")]
-    fine, slow, bad, again = [each.result() for each in begun]
+    fine, slow, bad, again = [ended(each) for each in begun]
     assert fine == again == Judged(reward=1.0, parts={"later": 0.0, "sync": 1.0})
     assert isinstance(slow, Failure) and slow.kind == "timeout" and "reward.timeout=0.25 seconds" in slow.message
     assert isinstance(bad, Failure) and bad.kind == "raised" and "KeyError: 'bad'" in bad.message
