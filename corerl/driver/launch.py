@@ -210,7 +210,7 @@ def _assemble(plan: Plan, progress: Progress, stop: StopRequest, stack: contextl
             fleet=fleet,
             residency=residency,
             progress=progress,
-            notices=StepNotices.of_run(plan),
+            notices=StepNotices(algorithm=plan.algorithm),
             placeholder=None if plan.rollout.pictures is None else plan.rollout.pictures.placeholder,
         ),
     )
