@@ -159,10 +159,10 @@ def test_a_phase_that_takes_long_has_a_line_every_twenty_seconds_with_how_far_it
         "[ 0:20] starting Ray for 20 s",
         "[ 0:40] starting Ray for 40 s",
         "[ 1:00] eval for 15 s: 15 of 50 answers sampled",
-        "[ 1:20] step 1, rollout for 10 s: 10 of 64 samples generated",
-        "[ 1:40] step 1, rollout for 30 s: 30 of 64 samples generated",
-        "[ 2:00] step 1, train for 9 s",
-        "[ 2:30] step 2, train for 20 s",
+        "[ 1:20] step 0, rollout for 10 s: 10 of 64 samples generated",
+        "[ 1:40] step 0, rollout for 30 s: 30 of 64 samples generated",
+        "[ 2:00] step 0, train for 9 s",
+        "[ 2:30] step 1, train for 20 s",
     ]
 
 

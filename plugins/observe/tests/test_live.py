@@ -49,7 +49,7 @@ def test_the_display_holds_the_numbers_of_the_newest_step() -> None:
     assert lines[4].split() == ["loss", "-0.0300", "entropy", "1.500", "grad", "norm", "0.500"]
     assert lines[5].split() == ["log-prob", "diff", "3.0e-06", "clipped", "-", "tokens/s", "12,346"]
     assert "rollout         1.000 █████" in text and "train           2.000 ██████████" in text
-    assert "sampled in step 3" in lines
+    assert "sampled in step 2" in lines
     assert lines[-1].split() == ["35018>", "01358", "01358", "1.000"]
 
 

@@ -134,7 +134,7 @@ class PlainView:
 
 def _far(event: PhaseProgress) -> str:
     """How far a phase is, such as 'step 3, rollout for 41 s: 37 of 512 samples'."""
-    step = f"step {event.step + 1}, " if event.name in PHASES and event.name != "eval" else ""
+    step = f"step {event.step}, " if event.name in PHASES and event.name != "eval" else ""
     count = f": {event.done} of {event.of} {event.unit}" if event.unit else ""
     return f"{step}{event.name} for {event.seconds:.0f} s{count}"
 

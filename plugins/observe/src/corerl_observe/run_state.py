@@ -156,7 +156,7 @@ class RunState:
                 self.history.add(event.step, event.metrics)
                 self._finishes.append(now)
                 if event.shown:
-                    self.shown, self.shown_at = event.shown, f"sampled in step {self.done}"
+                    self.shown, self.shown_at = event.shown, f"sampled in step {event.step}"
             case Evaluated():
                 self.scored = event.step
                 self.history.add(event.step, event.metrics)
