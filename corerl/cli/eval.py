@@ -90,7 +90,7 @@ def print_notices(run_dir: Path, scores: Path) -> None:
 
     seen = {notice.text for notice in read_notices(scores)}
     for notice in [each for each in read_notices(run_dir) if each.text not in seen][-MOST_NOTICES:]:
-        note(f"in training, after step {notice.step}: {notice.text}")
+        note(f"in training, with {notice.step} steps done: {notice.text}")
 
 
 def config_for(checkpoint: Path, given: Sequence[str]) -> Config:

@@ -61,7 +61,9 @@ def test_notices_of_training_are_printed_unless_scoring_repeats_them(
         (tmp_path / directory / "notices.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert main(["eval", str(checkpoint)]) == 0
     printed = [line for line in capsys.readouterr().err.splitlines() if "in training" in line]
-    assert printed == [f"corerl: note: in training, after step {n + 1}: step {n} is skipped" for n in range(10, 30)]
+    assert printed == [
+        f"corerl: note: in training, with {n + 1} steps done: step {n} is skipped" for n in range(10, 30)
+    ]
 
 
 def test_how_a_run_samples_for_training_is_refused_here(
