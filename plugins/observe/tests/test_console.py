@@ -79,7 +79,7 @@ def test_the_whole_of_a_small_run() -> None:
         "qwen3 on plain, fake engine",
         "run directory: runs/small",
         "note: no reference policy",
-        "    step  reward held-out  exact     loss entropy    grad lp diff   tok/s  left",
+        "   steps  reward held-out  exact     loss entropy    grad lp diff   tok/s  left",
         "     0/4            0.000  0.000",
         "     1/4   0.100                  -0.0100   2.000   0.500 1.0e-06  12,346  0:09",
         "     2/4            0.500  0.250",

@@ -126,7 +126,7 @@ class PlainView:
         wide = max(8, 2 * len(str(total)) + 1)
         if not self._headed:
             heading = "".join(f"{name:>{width}}" for name, _, width in COLUMNS)
-            self._say(f"{'step':>{wide}}{heading}{'left':>6}")
+            self._say(f"{'steps':>{wide}}{heading}{'left':>6}")
             self._headed = True
         cells = "".join(
             f"{number(metrics[metric], metric) if metric in metrics else '':>{width}}" for _, metric, width in COLUMNS

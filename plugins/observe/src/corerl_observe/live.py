@@ -109,7 +109,7 @@ class LiveView:
             row.add_row("scoring held-out prompts", "", "", spinner)
             return row
         row.add_row(
-            f"step {state.done}/{state.steps}",
+            f"{state.done}/{state.steps} steps",
             ProgressBar(total=max(state.steps, 1), completed=state.done),
             "" if left is None else f"{duration(left)} left",
             spinner,
